@@ -1,0 +1,29 @@
+"""Runs this project's own command and reads what it logged."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.report.history import Row, attempt_dirs, read_history
+
+QUIET = ("run.resume=never", "eval.every=0", "eval.at_start=false", "eval.at_end=false", "checkpoint.every=0",
+         "monitor.tensorboard=false", "monitor.samples_every=0")
+"""Overrides of a measured run: only what a step needs."""
+
+
+def train(config: str, run_dir: Path, overrides: Sequence[str], *, timeout_s: float, log: Path) -> list[Row]:
+    """`megatron-rl launch CONFIG --on local` into `run_dir`; its output goes to `log`. Returns the history.
+
+    Raises RuntimeError with the end of the log when the command fails."""
+    command = [sys.executable, "-m", "launch", "launch", config, "--on", "local", f"run.dir={run_dir.parent}",
+               f"run.name={run_dir.name}", *overrides]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=timeout_s, check=False)
+    if done.returncode:
+        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
+        raise RuntimeError(f"exit code {done.returncode} of {' '.join(command)}\n{tail}")
+    return read_history(attempt_dirs(run_dir))

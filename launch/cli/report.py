@@ -1,0 +1,27 @@
+"""`megatron-rl report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("run", metavar="RUN")
+@click.option("--dir", "folder", default="runs", show_default=True, help="Folder of all runs (run.dir).")
+@click.option("--out", type=click.Path(), help="File to write; report.html in the run's folder if not given.")
+def command(run: str, folder: str, out: str | None) -> None:
+    """Write the HTML report of RUN and print its reward curve.
+
+    RUN is a run's name, or the path of its folder. The report is one file with everything in it; it can be written
+    while the run goes on.
+    """
+    from launch.report.history import attempt_dirs, read_history
+    from launch.report.html import write_report
+    from launch.report.terminal import closing_summary
+
+    run_dir = Path(run) if Path(run).is_dir() else Path(folder) / run
+    history = read_history(attempt_dirs(run_dir))
+    click.echo(closing_summary(run_dir, history))
+    click.echo(f"report       {write_report(run_dir, Path(out) if out else None)}")

@@ -1,0 +1,234 @@
+"""All cross-checks of a configuration, in one place: what must agree between keys, or between a key and the model.
+
+Each message names the key with its value, what it collides with, where it was written, and what would be right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+from launch.config.load import LoadedConfig
+from launch.config.problems import Problems
+from launch.config.schema import RunConfig
+from launch.planner.build import round_up, sequence_multiple
+from launch.planner.plan import Architecture
+
+VLLM_VOCAB_MULTIPLE = 64
+"""vLLM pads the vocabulary to a multiple of this before it divides by TP."""
+VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM's CPU attention takes (`CPUAttentionBackend.get_supported_head_sizes`)."""
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+
+
+def check(loaded: LoadedConfig, architecture: Architecture, device: Literal["cpu", "gpu"],
+          gpus: int | None = None) -> None:
+    """Check everything that must agree.
+
+    Args:
+        gpus: number of GPUs of the machine, if known; only used with `device == "gpu"`.
+
+    Raises:
+        UserError: showing every problem at once.
+    """
+    checker = _Checker(loaded, architecture, device)
+    checker.trainer_parallel_sizes()
+    checker.pipeline()
+    checker.rollout_parallel_sizes()
+    checker.lengths()
+    checker.batch()
+    checker.optimizer()
+    checker.engine()
+    checker.sections_that_need_each_other()
+    if device == "gpu" and gpus is not None:
+        checker.gpu_count(gpus)
+    checker.problems.raise_if_any()
+
+
+def divisors(*numbers: int) -> str:
+    """`1, 2 or 4`: what divides all of them."""
+    common = math.gcd(*numbers)
+    return one_of(n for n in range(1, common + 1) if common % n == 0)
+
+
+def one_of(values: Iterable[object]) -> str:
+    words = [str(value) for value in values]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+class _Checker:
+    def __init__(self, loaded: LoadedConfig, architecture: Architecture, device: str) -> None:
+        self.loaded, self.architecture, self.device = loaded, architecture, device
+        self.config: RunConfig = loaded.config
+        self.problems = Problems(loaded.path)
+
+    def add(self, what: str, *keys: str, fix: str) -> None:
+        self.problems.add(what, where=self.loaded.where(*keys), fix=fix)
+
+    def trainer_parallel_sizes(self) -> None:
+        a, tp = self.architecture, self.config.trainer.tp
+        fitting = divisors(a.heads, a.kv_heads, a.ffn)
+        if a.heads % tp:
+            self.add(f"trainer.tp = {tp} does not divide the {a.heads} attention heads", "trainer.tp",
+                     fix=f"use trainer.tp = {fitting}")
+        elif a.kv_heads % tp:
+            self.add(f"trainer.tp = {tp} does not divide the {a.kv_heads} KV heads (query groups): the trainer "
+                     f"shards whole groups", "trainer.tp",
+                     fix=f"use trainer.tp = {fitting}; rollout.tp may be larger")
+        elif a.ffn % tp:
+            self.add(f"trainer.tp = {tp} does not divide the {a.ffn} columns of the feed-forward layer", "trainer.tp",
+                     fix=f"use trainer.tp = {fitting}")
+        if self.config.trainer.sequence_parallel and tp == 1:
+            self.add("trainer.sequence_parallel = true shards the sequence over a TP group, and trainer.tp = 1",
+                     "trainer.sequence_parallel", "trainer.tp", fix="use trainer.tp >= 2 or sequence_parallel: false")
+
+    def pipeline(self) -> None:
+        a, t = self.architecture, self.config.trainer
+        if t.vpp > 1 and t.pp == 1:
+            self.add(f"trainer.vpp = {t.vpp} interleaves pipeline stages, and trainer.pp = 1", "trainer.vpp",
+                     "trainer.pp", fix="use trainer.pp >= 2 or trainer.vpp = 1")
+        elif t.vpp > 1 and a.layers % (t.pp * t.vpp):
+            valid = [n for n in range(1, a.layers // t.pp + 1) if a.layers % (t.pp * n) == 0]
+            self.add(f"trainer.pp x trainer.vpp = {t.pp} x {t.vpp} does not divide the {a.layers} layers",
+                     "trainer.pp", "trainer.vpp",
+                     fix=f"with trainer.pp = {t.pp} use trainer.vpp = {one_of(valid)}" if valid else
+                     f"choose trainer.pp from {divisors(a.layers)}, or trainer.vpp = 1")
+        elif a.layers < t.pp:
+            self.add(f"trainer.pp = {t.pp} has more stages than the model has layers ({a.layers})", "trainer.pp",
+                     fix=f"use trainer.pp <= {a.layers}")
+
+    def rollout_parallel_sizes(self) -> None:
+        a, tp = self.architecture, self.config.rollout.tp
+        fitting = one_of(n for n in range(1, a.heads + 1) if self._vllm_divides(n))
+        padded = round_up(a.vocab, VLLM_VOCAB_MULTIPLE)
+        if a.heads % tp:
+            self.add(f"rollout.tp = {tp} does not divide the {a.heads} attention heads", "rollout.tp",
+                     fix=f"use rollout.tp = {fitting}")
+        elif a.kv_heads % tp and tp % a.kv_heads:
+            self.add(f"rollout.tp = {tp} neither divides the {a.kv_heads} KV heads nor is a multiple of them (vLLM "
+                     f"shards or replicates whole heads)", "rollout.tp", fix=f"use rollout.tp = {fitting}")
+        elif a.ffn % tp:
+            self.add(f"rollout.tp = {tp} does not divide the {a.ffn} columns of the feed-forward layer", "rollout.tp",
+                     fix=f"use rollout.tp = {fitting}")
+        elif padded % tp:
+            self.add(f"rollout.tp = {tp} does not divide the padded vocabulary of {padded}", "rollout.tp",
+                     fix=f"use rollout.tp = {fitting}")
+        if self.device == "cpu" and a.head_dim not in VLLM_CPU_HEAD_SIZES:
+            self.add(f"vLLM's CPU attention does not take the model's head size {a.head_dim}", "model.path",
+                     fix=f"use a model with head size {one_of(VLLM_CPU_HEAD_SIZES)}")
+        if self.config.trainer.dtype != self.config.rollout.dtype:
+            self.add(f"trainer.dtype = {self.config.trainer.dtype} and rollout.dtype = {self.config.rollout.dtype} "
+                     f"differ: the synced weights are compared bit for bit", "trainer.dtype", "rollout.dtype",
+                     fix="give both the same value")
+
+    def _vllm_divides(self, tp: int) -> bool:
+        a = self.architecture
+        return (a.heads % tp == 0 and (a.kv_heads % tp == 0 or tp % a.kv_heads == 0) and a.ffn % tp == 0
+                and round_up(a.vocab, VLLM_VOCAB_MULTIPLE) % tp == 0)
+
+    def lengths(self) -> None:
+        r, t = self.config.rollout, self.config.trainer
+        longest = r.max_prompt_tokens + r.max_new_tokens
+        if longest > self.architecture.max_positions:
+            self.add(f"rollout.max_prompt_tokens + max_new_tokens = {r.max_prompt_tokens} + {r.max_new_tokens} = "
+                     f"{longest} exceeds the model's {self.architecture.max_positions} positions",
+                     "rollout.max_prompt_tokens", "rollout.max_new_tokens",
+                     fix=f"keep their sum <= {self.architecture.max_positions}")
+        multiple = sequence_multiple(t.tp, t.cp, t.sequence_parallel)
+        padded = round_up(longest, multiple)
+        if t.token_budget < padded:
+            self.add(f"trainer.token_budget = {t.token_budget} is below the longest sequence of {longest} tokens "
+                     f"(padded to {padded}, a multiple of {multiple})", "trainer.token_budget",
+                     "rollout.max_prompt_tokens", "rollout.max_new_tokens",
+                     fix=f"use trainer.token_budget >= {padded}")
+        elif t.token_budget % multiple:
+            self.add(f"trainer.token_budget = {t.token_budget} is no multiple of {multiple}, to which every sequence "
+                     f"is padded (2 CP when CP > 1, times TP with sequence parallelism)", "trainer.token_budget",
+                     "trainer.cp", "trainer.tp",
+                     fix=f"use trainer.token_budget = {round_up(t.token_budget, multiple)}")
+
+    def batch(self) -> None:
+        al, t = self.config.algorithm, self.config.trainer
+        if al.prompts_per_step % al.updates_per_batch:
+            self.add(f"algorithm.prompts_per_step = {al.prompts_per_step} does not divide into "
+                     f"algorithm.updates_per_batch = {al.updates_per_batch} equal shares of whole groups",
+                     "algorithm.prompts_per_step", "algorithm.updates_per_batch",
+                     fix=f"use algorithm.updates_per_batch = {divisors(al.prompts_per_step)}")
+            return
+        samples = al.prompts_per_step // al.updates_per_batch * al.group_size
+        # Interleaved pipelines want a multiple of PP micro-batches, each of at least one sequence (verl#1617).
+        needed = t.dp * (t.pp if t.vpp > 1 else 1)
+        if samples < needed:
+            shape = f"trainer.dp = {t.dp}" + (f" x trainer.pp = {t.pp} (interleaved)" if t.vpp > 1 else "")
+            self.add(f"an update has {samples} sequences (algorithm.prompts_per_step {al.prompts_per_step} x "
+                     f"group_size {al.group_size} / updates_per_batch {al.updates_per_batch}), and {shape} "
+                     f"needs {needed}",
+                     "algorithm.prompts_per_step", "trainer.dp",
+                     fix=f"use algorithm.prompts_per_step >= {-(-needed // al.group_size) * al.updates_per_batch} "
+                         f"or fewer ranks")
+        if al.prompts_per_step < self.config.rollout.replicas:
+            self.add(f"rollout.replicas = {self.config.rollout.replicas} engines share algorithm.prompts_per_step = "
+                     f"{al.prompts_per_step} prompts: some would never work (a group stays on one engine)",
+                     "rollout.replicas", "algorithm.prompts_per_step",
+                     fix=f"use rollout.replicas <= {al.prompts_per_step}")
+
+    def optimizer(self) -> None:
+        o, steps = self.config.trainer.optimizer, self.config.run.steps
+        key = "trainer.optimizer"
+        if o.min_lr > o.lr:
+            self.add(f"{key}.min_lr = {o.min_lr:g} exceeds {key}.lr = {o.lr:g}", f"{key}.min_lr", f"{key}.lr",
+                     fix=f"use {key}.min_lr <= {o.lr:g}")
+        if o.schedule == "constant" and 0 < o.min_lr <= o.lr:
+            self.add(f"{key}.min_lr = {o.min_lr:g} has no effect with {key}.schedule = constant", f"{key}.min_lr",
+                     f"{key}.schedule", fix=f"use {key}.schedule = linear or cosine, or remove min_lr")
+        if o.warmup_steps >= steps:
+            self.add(f"{key}.warmup_steps = {o.warmup_steps} leaves nothing of run.steps = {steps}",
+                     f"{key}.warmup_steps", "run.steps", fix=f"use {key}.warmup_steps <= {steps - 1}")
+
+    def engine(self) -> None:
+        r, a = self.config.rollout, self.architecture
+        if r.max_num_batched_tokens is not None and r.max_num_batched_tokens < r.max_num_seqs:
+            self.add(f"rollout.max_num_batched_tokens = {r.max_num_batched_tokens} is below rollout.max_num_seqs = "
+                     f"{r.max_num_seqs}: vLLM needs a token a sequence", "rollout.max_num_batched_tokens",
+                     "rollout.max_num_seqs", fix=f"use rollout.max_num_batched_tokens >= {r.max_num_seqs}")
+        if self.device != "cpu":
+            return
+        limit = r.max_num_batched_tokens
+        if r.deterministic and limit is not None and r.max_prompt_tokens > limit:
+            self.add(f"rollout.deterministic = true with prompts up to {r.max_prompt_tokens} tokens, past the "
+                     f"chunked-prefill limit of {limit}: on a CPU vLLM fails on a seeded prompt in several pieces",
+                     "rollout.deterministic", "rollout.max_prompt_tokens", "rollout.max_num_batched_tokens",
+                     fix=f"use rollout.max_num_batched_tokens >= {r.max_prompt_tokens}, or null")
+        kv_heads = max(1, a.kv_heads // r.tp)
+        token_bytes = 2 * a.layers * kv_heads * a.head_dim * ELEMENT_BYTES[r.dtype]
+        longest = r.max_prompt_tokens + r.max_new_tokens
+        capacity = int(r.kv_cache_gb * 2**30) // token_bytes
+        if capacity < longest:
+            self.add(f"rollout.kv_cache_gb = {r.kv_cache_gb:g} holds {capacity} tokens, fewer than one sequence of "
+                     f"{longest}", "rollout.kv_cache_gb",
+                     fix=f"use rollout.kv_cache_gb >= {math.ceil(longest * token_bytes / 2**30 * 100) / 100:g}")
+
+    def sections_that_need_each_other(self) -> None:
+        c = self.config
+        asked = [key for key, on in (("eval.every", c.eval.every > 0), ("eval.at_start", c.eval.at_start),
+                                     ("eval.at_end", c.eval.at_end)) if on]
+        if asked and c.data.eval is None:
+            self.add(f"{' and '.join(asked)} ask for evaluations, and data.eval = null", *asked, "data.eval",
+                     fix="set data.eval to a file of held-out questions, or switch the evaluations off")
+        if c.data.system is not None and c.data.chat_template == "none":
+            self.add("data.system needs a chat template, and data.chat_template = none", "data.system",
+                     "data.chat_template", fix="use data.chat_template = auto, or put the text into the prompts")
+        if c.algorithm.kl.reference_offload and c.algorithm.kl.beta == 0:
+            self.add("algorithm.kl.reference_offload = true, and with algorithm.kl.beta = 0 there is no reference",
+                     "algorithm.kl.reference_offload", "algorithm.kl.beta",
+                     fix="set algorithm.kl.beta > 0, or remove reference_offload")
+
+    def gpu_count(self, gpus: int) -> None:
+        t, r = self.config.trainer, self.config.rollout
+        training, rollout = t.tp * t.pp * t.cp * t.dp, r.replicas * r.tp
+        if training + rollout > gpus:
+            self.add(f"the run needs {training + rollout} GPUs (training: tp {t.tp} x pp {t.pp} x cp {t.cp} x "
+                     f"dp {t.dp} = {training}; rollout: replicas {r.replicas} x tp {r.tp} = {rollout}), this machine "
+                     f"has {gpus}", "trainer.tp", "rollout.tp",
+                     fix="lower these sizes, or run on the CPU with --device cpu")

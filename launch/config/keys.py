@@ -1,0 +1,119 @@
+"""What keys there are: a walk over the schema, for nearest names, types in words and the table in the docs."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from launch.config.schema import RunConfig
+from launch.config.yaml_file import Path
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the schema. List items appear as `*`: `reward.functions.*.weight`."""
+
+    dotted: str
+    field: FieldInfo
+    section: type[BaseModel] | None
+    """The section class that the key opens, or None for a value."""
+
+
+def all_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[Key]:
+    """Every key of the schema, sections before their members, in the order of the file `schema.py`."""
+    for name, field in section.model_fields.items():
+        inner, is_list = _section_of(field.annotation)
+        yield Key(prefix + name, field, inner)
+        if inner is not None:
+            yield from all_keys(inner, f"{prefix}{name}.{'*.' if is_list else ''}")
+
+
+SYNONYMS = {
+    "learning_rate": "lr", "tensor_parallel_size": "tp", "tensor_model_parallel_size": "tp",
+    "pipeline_parallel_size": "pp", "pipeline_model_parallel_size": "pp", "context_parallel_size": "cp",
+    "data_parallel_size": "dp", "virtual_pipeline_model_parallel_size": "vpp", "precision": "dtype",
+    "max_tokens_per_micro_batch": "token_budget", "recompute_granularity": "recompute",
+    "num_generations": "group_size", "n_samples_per_prompt": "group_size", "train_batch_size": "prompts_per_step",
+    "max_tokens": "max_new_tokens", "max_response_length": "max_new_tokens",
+    "max_completion_length": "max_new_tokens", "max_prompt_length": "max_prompt_tokens",
+    "gpu_memory_utilization": "memory_utilization", "kl_coef": "beta", "entropy_coeff": "entropy_coef",
+    "save_interval": "every", "max_steps": "steps", "total_training_steps": "steps"}
+"""What neighbouring frameworks call a key of ours."""
+
+
+def dotted(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def nearest(path: Path) -> str | None:
+    """The valid key that the user most likely meant by an unknown `path`, or None.
+
+    A sibling spelled alike comes first; then a key of the same name in another section; then any key spelled alike.
+    """
+    wanted, parent = str(path[-1]), path[:-1]
+    wanted = SYNONYMS.get(wanted, wanted)
+    pattern = ".".join("*" if isinstance(part, int) else part for part in parent)
+    keys = [key.dotted for key in all_keys()]
+    siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == pattern}
+    close = difflib.get_close_matches(wanted, siblings, n=1, cutoff=0.7)
+    if close:
+        return dotted((*parent, close[0]))
+    same_name = [key for key in keys if key.rpartition(".")[2] == wanted]
+    if same_name:
+        return same_name[0].replace("*", "0")
+    close = difflib.get_close_matches(dotted((*parent, wanted)), keys, n=1, cutoff=0.8)
+    if close:
+        return close[0].replace("*", "0")
+    by_name = {key.rpartition(".")[2]: key for key in keys}
+    close = difflib.get_close_matches(wanted, by_name, n=1, cutoff=0.75)
+    return by_name[close[0]].replace("*", "0") if close else None
+
+
+def members(path: Path) -> list[str]:
+    """Names of the keys inside the section at `path`; empty if it is no section."""
+    pattern = ".".join("*" if isinstance(part, int) else part for part in path)
+    return [key.dotted.rpartition(".")[2] for key in all_keys() if key.dotted.rpartition(".")[0] == pattern]
+
+
+def type_in_words(field: FieldInfo) -> str:
+    """`integer >= 1`, `one of cpu, gpu`, `number or null`: what the docs and the messages say."""
+    return _words(field.annotation, field.metadata)
+
+
+_NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null", dict: "mapping"}
+_BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+
+
+def _words(annotation: object, metadata: typing.Sequence[object] = ()) -> str:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _words(args[0], [*args[1:], *metadata])
+    if origin is typing.Literal:
+        return "one of " + ", ".join(map(str, args))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_words(arg, () if arg is type(None) else metadata) for arg in args)
+    if origin is list:
+        least = [item.min_length for item in metadata if getattr(item, "min_length", None) is not None]
+        return f"list of {_words(args[0])}s" + (f", at least {least[0]}" if least else "")
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    name = _NAMES.get(origin or annotation, "value")
+    bounds = [f"{sign} {getattr(item, attribute)}" for item in metadata for attribute, sign in _BOUNDS
+              if getattr(item, attribute, None) is not None]
+    patterns = [f"matching {item.pattern}" for item in metadata if getattr(item, "pattern", None)]
+    return " ".join([name, " and ".join(bounds), *patterns]).strip().replace("  ", " ")
+
+
+def _section_of(annotation: object) -> tuple[type[BaseModel] | None, bool]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, False
+    if typing.get_origin(annotation) is list:
+        inner, _ = _section_of(typing.get_args(annotation)[0])
+        return inner, inner is not None
+    return None, False

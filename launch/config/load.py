@@ -1,0 +1,195 @@
+"""Reads a run's YAML and its overrides into a `RunConfig` that remembers where each value came from."""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ValidationError
+
+from launch.config import keys, overrides, yaml_file
+from launch.config.problems import Problems
+from launch.config.schema import RunConfig
+from launch.config.yaml_file import Path
+from launch.errors import UserError
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a value came from: a line of the file, a word of the command line, or the schema's default."""
+
+    kind: Literal["file", "override", "default"]
+    file: str | None = None
+    line: int | None = None
+    word: str | None = None
+
+    def __str__(self) -> str:
+        if self.kind == "file":
+            return f"{self.file}:{self.line}"
+        return f"override {self.word!r}" if self.kind == "override" else "default"
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A run's configuration and the source of every value."""
+
+    config: RunConfig
+    sources: Mapping[str, Source]
+    """Dotted key -> source, for every leaf: `reward.functions.0.weight`."""
+    path: str
+
+    def where(self, *dotted_keys: str) -> str:
+        """For messages: `configs/tiny/grpo.yaml:14, trainer.tp`; several keys are joined."""
+        return "; ".join(self._where(key) for key in dotted_keys)
+
+    def _where(self, key: str) -> str:
+        source = self.sources.get(key)
+        if source is None:
+            return f"{self.path}, {key}"
+        return f"{self.path}, {key} (default)" if source.kind == "default" else f"{source}, {key}"
+
+    def value(self, dotted_key: str) -> Any:
+        """The value of a dotted key."""
+        at: Any = self.config
+        for part in dotted_key.split("."):
+            at = at[int(part)] if isinstance(at, list) else at[part] if isinstance(at, dict) else getattr(at, part)
+        return at
+
+
+def load_config(path: str | os.PathLike[str], words: Sequence[str] = ()) -> LoadedConfig:
+    """Read, override and type-check a run's configuration.
+
+    Args:
+        path: the YAML file.
+        words: overrides such as `run.steps=500`.
+
+    Raises:
+        UserError: naming every unknown key (with the nearest valid one), missing key and wrong type at once, each
+            with its file and line or the override's word. Values that are wrong together are `launch.config.checks`.
+    """
+    file = os.fspath(path)
+    document = yaml_file.parse(_read(file), file)
+    if not isinstance(document.values, dict):
+        raise UserError("a run's configuration is a mapping of sections", where=f"{file}:1",
+                        fix=f"start with `run:`; the sections are {', '.join(keys.members(()))}")
+    problems = Problems(file)
+    words_of: dict[Path, str] = {}
+    for override in overrides.parse_overrides(words, problems):
+        if overrides.apply(document.values, override, problems):
+            depth = len(override.path)
+            words_of = {path: word for path, word in words_of.items() if path[:depth] != override.path}
+            words_of[override.path] = override.word
+    locate = _Locator(file, document, words_of)
+    try:
+        config = RunConfig.model_validate(document.values)
+    except ValidationError as error:
+        _explain(error, locate, problems)
+    problems.raise_if_any()
+    return LoadedConfig(config, dict(_sources(config, (), locate)), file)
+
+
+def leaves(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
+    """Every (path, value) below a section, in the schema's order. Empty lists and mappings are leaves."""
+    if isinstance(value, BaseModel):
+        items: list = [(name, getattr(value, name)) for name in type(value).model_fields]
+    elif isinstance(value, dict) and value:
+        items = list(value.items())
+    elif isinstance(value, list) and value:
+        items = list(enumerate(value))
+    else:
+        return [(path, value)]
+    return [leaf for name, inner in items for leaf in leaves(inner, (*path, name))]
+
+
+def _read(file: str) -> str:
+    try:
+        with open(file, encoding="utf-8") as stream:
+            return stream.read()
+    except FileNotFoundError:
+        raise UserError(f"no configuration file {file}", where=os.path.abspath(file),
+                        fix="give the path of a YAML file, for instance configs/tiny/grpo.yaml") from None
+    except IsADirectoryError:
+        raise UserError(f"{file} is a folder", where=os.path.abspath(file), fix="give the YAML file in it") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {file}: {error}", where=os.path.abspath(file),
+                        fix="make it a readable UTF-8 text file") from error
+
+
+class _Locator:
+    """Finds the source of a path: the override that set it or a part around it, the file's line, or the default."""
+
+    def __init__(self, file: str, document: yaml_file.Document, words_of: dict[Path, str]) -> None:
+        self.file, self.values, self.lines, self.words_of = file, document.values, document.lines, words_of
+
+    def source(self, path: Path) -> Source:
+        if not self._is_given(path):  # also what was in a section of the file that an override replaced
+            return Source("default")
+        for end in range(len(path), 0, -1):
+            word = self.words_of.get(path[:end])
+            if word is not None:
+                return Source("override", word=word)
+        if path in self.lines:
+            return Source("file", file=self.file, line=self.lines[path])
+        return Source("default")
+
+    def _is_given(self, path: Path) -> bool:
+        at = self.values
+        for part in path:
+            if isinstance(at, dict) and part in at:
+                at = at[part]
+            elif isinstance(at, list) and isinstance(part, int) and part < len(at):
+                at = at[part]
+            else:
+                return False
+        return True
+
+    def where(self, path: Path) -> str:
+        """The nearest place that the user wrote: the value itself or the section around it."""
+        for end in range(len(path), -1, -1):
+            source = self.source(path[:end])
+            inside = [word for other, word in self.words_of.items() if other[:end] == path[:end] != ()]
+            if source.kind == "default" and inside:
+                source = Source("override", word=inside[0])
+            if source.kind != "default":
+                return f"{source}, {keys.dotted(path)}" if path else str(source)
+        return f"{self.file}, {keys.dotted(path)}"
+
+
+def _explain(error: ValidationError, locate: _Locator, problems: Problems) -> None:
+    fields = {key.dotted: key for key in keys.all_keys()}
+    for item in error.errors(include_url=False):
+        path = tuple(item["loc"])
+        key, where = keys.dotted(path), locate.where(path)
+        known = fields.get(".".join("*" if isinstance(part, int) else part for part in path))
+        if item["type"] == "extra_forbidden":
+            near = keys.nearest(path)
+            valid = ", ".join(keys.members(path[:-1]))
+            problems.add(f"unknown key {key}", where=where,
+                         fix=f"did you mean {near}?" if near else f"valid here: {valid}")
+        elif item["type"] == "missing":
+            what = keys.type_in_words(known.field) if known else "value"
+            problems.add(f"{key} is missing", where=where, fix=f"add {key}: {what}")
+        elif key == "algorithm.group_size" and item["type"] == "greater_than_equal":
+            problems.add(f"{key} = {item['input']!r}: one completion a prompt has no group to compare with, all "
+                         f"advantages would be 0", where=where, fix="use 2 or more; 8 and 16 are common")
+        else:
+            expected = keys.type_in_words(known.field) if known else item["msg"]
+            problems.add(f"{key} = {_short(item['input'])} ({_type_name(item['input'])}) is not valid", where=where,
+                         fix=f"expected: {expected}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _type_name(value: Any) -> str:
+    names = {bool: "true or false", int: "integer", float: "number", str: "text", list: "list", dict: "mapping",
+             type(None): "null"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _sources(config: RunConfig, path: Path, locate: _Locator) -> list[tuple[str, Source]]:
+    return [(keys.dotted(leaf), locate.source(leaf)) for leaf, _ in leaves(config, path)]

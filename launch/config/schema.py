@@ -1,0 +1,266 @@
+"""The typed model of a run's YAML: one frozen class a section, one docstring a key.
+
+Sizes that two sections must agree on are checked in `launch.config.checks`, not here: this file says only what
+each key is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+Dtype = Literal["fp32", "bf16"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False,
+                              use_attribute_docstrings=True, protected_namespaces=())
+
+
+class Run(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run: its files lie in `<dir>/<name>`."""
+    dir: str = "runs"
+    """Folder of all runs, relative to the working directory."""
+    steps: PositiveInt
+    """Number of GRPO steps (rollout batches)."""
+    seed: NonNegativeInt = 0
+    """Seeds data order, sampling and weight initialisation."""
+    resume: Literal["auto", "never"] = "auto"
+    """`auto`: go on from the newest complete checkpoint of this run. `never`: refuse if there is one."""
+    port_base: int | None = Field(default=None, ge=1024, le=65535)
+    """First port of the job's block (`launch.ports`); null takes the first free block. A pinned block that is in use
+    is refused."""
+    deadline_s: PositiveFloat = 180.0
+    """How long one component may take to start before the attempt ends, naming who is missing."""
+    hang_factor: PositiveFloat = 3.0
+    """No progress for this many times the expected phase counts as a hang."""
+    hang_min_s: PositiveFloat = 60.0
+    """... but never before this many seconds."""
+
+
+class Model(Section):
+    path: str
+    """Hugging Face model folder: config.json, safetensors, tokenizer. Never downloaded."""
+    init: Literal["load", "random"] = "load"
+    """`random` starts from weights drawn with `run.seed` (tiny policies, tests)."""
+
+
+class Optimizer(Section):
+    lr: PositiveFloat
+    """Peak learning rate of Adam."""
+    min_lr: NonNegativeFloat = 0.0
+    """Final learning rate of a decaying schedule."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay from `lr` to `min_lr` over `run.steps`, after the warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up from 0."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay (AdamW); norms and biases are not decayed."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Adam's decay of the first moment."""
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Adam's decay of the second moment."""
+    eps: PositiveFloat = 1e-8
+    """Adam's epsilon."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Maximum global gradient norm; 0 turns clipping off."""
+
+
+class Trainer(Section):
+    tp: PositiveInt = 1
+    """Tensor parallel size."""
+    pp: PositiveInt = 1
+    """Pipeline parallel size."""
+    vpp: PositiveInt = 1
+    """Virtual pipeline stages a rank (interleaved schedule); 1 is plain 1F1B."""
+    cp: PositiveInt = 1
+    """Context parallel size."""
+    dp: PositiveInt = 1
+    """Data parallel size."""
+    sequence_parallel: bool = False
+    """Shard norms and dropout over the sequence inside a TP group."""
+    dtype: Dtype = "bf16"
+    """Type of parameters and activations; optimizer state and gradients are fp32."""
+    token_budget: PositiveInt = 8192
+    """Tokens packed into one micro-batch at most (a longer single sequence is refused)."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation: `selective` the core attention, `full` every layer."""
+    distributed_optimizer: bool = True
+    """Shard optimizer state over DP x CP."""
+    optimizer: Optimizer
+    """Adam and its schedule."""
+    threads: PositiveInt = 1
+    """CPU threads a training rank (CPU runs only)."""
+
+
+class Rollout(Section):
+    replicas: PositiveInt = 1
+    """vLLM engines, each a TP group."""
+    tp: PositiveInt = 1
+    """Tensor parallel size of one engine."""
+    dtype: Dtype = "bf16"
+    """Type of the rollout weights; it must equal `trainer.dtype` in this version."""
+    max_prompt_tokens: PositiveInt
+    """Longest prompt, in tokens of the rendered chat template; a longer one is refused at start-up."""
+    max_new_tokens: PositiveInt
+    """Longest completion; longer ones end with finish reason `length`."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the trainer divides its logits by the same value."""
+    max_num_seqs: PositiveInt = 256
+    """Sequences an engine decodes at once."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """Tokens of one engine iteration (the chunked-prefill limit); null lets vLLM choose."""
+    memory_utilization: float = Field(default=0.85, gt=0, le=1)
+    """Share of GPU memory an engine may use (GPU only)."""
+    kv_cache_gb: PositiveFloat = 1.0
+    """KV cache of an engine in GiB (CPU only)."""
+    enforce_eager: bool = True
+    """True: no CUDA graphs, no torch.compile."""
+    prefix_caching: bool = True
+    """Share the prompt's KV blocks among the G completions of a group."""
+    deterministic: bool = False
+    """Rollouts that repeat bit for bit: fixed routing and order, cold prefix cache, a seed for every sample."""
+
+
+class KL(Section):
+    beta: NonNegativeFloat = 0.0
+    """Weight of the KL term against the reference; 0 means no reference model is built."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Which estimator of the KL enters the loss."""
+    reference_offload: bool = False
+    """Keep the frozen reference in host memory between its passes."""
+
+
+class Algorithm(Section):
+    group_size: int = Field(ge=2)
+    """G, completions a prompt. G = 1 has no group baseline and is refused."""
+    prompts_per_step: PositiveInt
+    """Prompts of one rollout batch."""
+    updates_per_batch: PositiveInt = 1
+    """Optimizer steps made from one rollout batch, each on an equal share of its groups."""
+    advantage: Literal["grpo", "grpo_no_std", "rloo"] = "grpo"
+    """(R - mean)/(std + eps); R - mean (Dr.GRPO); leave-one-out baseline."""
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
+    """How token losses become one number: mean over the tokens of the global batch (DAPO), mean of sequence
+    means (GRPO), mean of sequence sums, or sequence sums over `rollout.max_new_tokens` (Dr.GRPO)."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    clip_high: PositiveFloat = 0.2
+    """Upper side of the clip range; 0.28 is DAPO's clip-higher."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """For negative advantages the loss is at most this many times |A|; null is off."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
+    old_logprobs: Literal["none", "recompute"] = "none"
+    """`recompute` runs a pass of the trainer for the proximal log-probs. `none`: with one update a batch the
+    current policy is the old one, with several the behaviour log-probs stand in (docs/old-logprobs.md)."""
+    importance_cap: float | None = Field(default=2.0, gt=0)
+    """Truncated importance weight from behaviour to trainer policy, a token: min(ratio, cap); null is off."""
+    kl: KL = KL()
+    """KL term against the reference model."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """What a completion cut at `max_new_tokens` does to the loss; its reward always stays in the baseline."""
+
+
+class RewardFunction(Section):
+    function: str
+    """A built-in name (exact_match, math, format, length) or `package.module:function`."""
+    weight: float = 1.0
+    """Weight in the sum; negative for a penalty."""
+    args: dict[str, Any] = {}
+    """Keyword arguments passed on every call."""
+
+
+class Reward(Section):
+    functions: list[RewardFunction] = Field(min_length=1)
+    """Reward functions; a sample's reward is their weighted sum."""
+    workers: PositiveInt = 1
+    """Reward worker processes."""
+    timeout_s: PositiveFloat = 10.0
+    """Deadline of one sample's reward."""
+    on_error: Literal["stop", "zero"] = "stop"
+    """A reward that raises or hangs ends the run with the sample saved, or scores zero and is counted."""
+
+
+class Data(Section):
+    train: str
+    """JSONL or Parquet file: `prompt` (string) or `messages` (chat), `answer`, further columns for the reward."""
+    eval: str | None = None
+    """Held-out questions, answered greedily."""
+    prompt_column: str = "prompt"
+    """Column of the prompt's text."""
+    messages_column: str = "messages"
+    """Column of chat messages, used where a row has no prompt."""
+    answer_column: str = "answer"
+    """Column of the reference answer."""
+    system: str | None = None
+    """System message put before a `prompt`."""
+    chat_template: Literal["auto", "none"] = "auto"
+    """`auto`: the tokenizer's own template if it has one; `none`: the prompt's text as it is."""
+    shuffle: bool = True
+    """A new order each epoch, drawn from `run.seed`; false keeps the file's order."""
+
+
+class WeightSync(Section):
+    bucket_mb: PositiveFloat = 256.0
+    """Size of a packed bucket in MiB."""
+    timeout_s: PositiveFloat = 120.0
+    """Deadline of one sync; past it the attempt ends and names who is missing."""
+    verify: Literal["always"] = "always"
+    """A version counts only after the engine's digest equals the trainer's."""
+
+
+class Checkpoint(Section):
+    every: NonNegativeInt = 50
+    """Steps between checkpoints; 0 only at the end and on a stop."""
+    keep: PositiveInt = 2
+    """Newest complete checkpoints kept."""
+
+
+class Evaluation(Section):
+    every: NonNegativeInt = 0
+    """Steps between evaluations; 0 is off."""
+    at_start: bool = False
+    """Evaluate the initial weights."""
+    at_end: bool = False
+    """Evaluate the final weights."""
+    max_prompts: PositiveInt | None = None
+    """Use only the first so many questions; null uses all."""
+
+
+class Monitor(Section):
+    tensorboard: bool = True
+    """Write TensorBoard event files."""
+    wandb_project: str | None = None
+    """Weights & Biases project; null is off."""
+    samples_every: NonNegativeInt = 10
+    """Steps between completions written to samples.jsonl; 0 is off."""
+
+
+class RunConfig(Section):
+    run: Run
+    """Name, length, seed, resume and deadlines."""
+    model: Model
+    """The policy that is trained."""
+    trainer: Trainer
+    """Megatron: parallel sizes, precision, optimizer."""
+    rollout: Rollout
+    """vLLM: engines, lengths, sampling."""
+    algorithm: Algorithm
+    """GRPO: batch, advantage, loss."""
+    reward: Reward
+    """What scores a completion."""
+    data: Data
+    """Prompts."""
+    weight_sync: WeightSync = WeightSync()
+    """From the trainer's ranks to the engines."""
+    checkpoint: Checkpoint = Checkpoint()
+    """When to save and how many to keep."""
+    eval: Evaluation = Evaluation()
+    """Greedy answers on held-out questions."""
+    monitor: Monitor = Monitor()
+    """Where metrics and samples go."""
+    cluster: Literal["local"] = "local"
+    """`local`: this machine, the only one in this version."""

@@ -1,0 +1,120 @@
+"""The environment: the one module that reads it, and the one table of what each kind of process is started with.
+
+Variables such as CUDA_VISIBLE_DEVICES or OMP_NUM_THREADS are read when a library is imported, so they are set
+before Python starts (in the actor's runtime environment), never by a running process for itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from launch.config.schema import RunConfig
+
+Role = Literal["driver", "trainer", "rollout", "reward"]
+Device = Literal["cpu", "gpu"]
+ROLES: tuple[Role, ...] = ("driver", "trainer", "rollout", "reward")
+JOB_MARK = "MEGATRON_RL_JOB"
+"""Marks every process of a job, so that `launch.processes` can count and end them by pid, never by name."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One row of the table. In `value`, `{threads}`, `{interface}`, `{address}` and `{kv_cache_gb}` are filled in."""
+
+    name: str
+    value: str
+    why: str
+    roles: tuple[Role, ...] = ROLES
+    devices: tuple[Device, ...] = ("cpu", "gpu")
+
+
+TABLE: tuple[Variable, ...] = (
+    Variable("HF_HUB_OFFLINE", "1", "nothing is downloaded in a job"),
+    Variable("TRANSFORMERS_OFFLINE", "1", "nothing is downloaded in a job"),
+    Variable("HF_DATASETS_OFFLINE", "1", "nothing is downloaded in a job"),
+    Variable("TOKENIZERS_PARALLELISM", "false", "its threads compete with the ranks, and deadlock after a fork"),
+    Variable("OMP_NUM_THREADS", "{threads}", "torch would take every core in every process"),
+    Variable("MKL_NUM_THREADS", "{threads}", "as OMP_NUM_THREADS"),
+    Variable("PYTHONUNBUFFERED", "1", "a log shows the last line before a crash"),
+    Variable("PYTHONHASHSEED", "0", "the same iteration order of sets in every process of a group"),
+    Variable("GLOO_SOCKET_IFNAME", "{interface}", "gloo's own guess takes the interface of the host name, wrong on "
+             "many machines"),
+    Variable("NCCL_SOCKET_IFNAME", "{interface}", "as GLOO_SOCKET_IFNAME", ("trainer", "rollout"), ("gpu",)),
+    Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", "Megatron overlaps its TP communication by launch order",
+             ("trainer",), ("gpu",)),
+    Variable("NCCL_CUMEM_ENABLE", "0", "must be equal on both ends of the weight sync, or its communicators hang",
+             ("trainer", "rollout"), ("gpu",)),
+    Variable("TORCHDYNAMO_DISABLE", "1", "no compiler on the CPU path", ("trainer", "rollout"), ("cpu",)),
+    Variable("VLLM_CPU_KVCACHE_SPACE", "{kv_cache_gb}", "the default takes a share of the host's memory, per engine",
+             ("rollout",), ("cpu",)),
+    Variable("VLLM_CPU_OMP_THREADS_BIND", "nobind", "binding refuses TP ranks that share cores", ("rollout",),
+             ("cpu",)),
+    Variable("VLLM_HOST_IP", "{address}", "its workers meet on the job's interface", ("rollout",)),
+    Variable("VLLM_NO_USAGE_STATS", "1", "nothing is sent anywhere", ("rollout",)),
+    Variable("DO_NOT_TRACK", "1", "nothing is sent anywhere", ("rollout",)),
+    Variable("VLLM_LOGGING_LEVEL", "WARNING", "one log line a request hides everything else", ("rollout",)),
+    Variable("VLLM_ENABLE_V1_MULTIPROCESSING", "0", "without TP the worker runs inside the engine core's process",
+             ("rollout",), ("cpu",)),
+    Variable("VLLM_WORKER_MULTIPROC_METHOD", "spawn", "a fork of a process with threads can deadlock", ("rollout",)),
+    Variable("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1", "the placement chooses GPUs, not Ray"),
+    Variable("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0", "an actor without Ray GPUs keeps its CUDA_VISIBLE_DEVICES"),
+    Variable("RAY_worker_niceness", "0", "Ray starts workers at niceness 15: slow whenever anything else runs"),
+    Variable("RAY_USAGE_STATS_ENABLED", "0", "nothing is sent anywhere"),
+    Variable("RAY_DEDUP_LOGS", "0", "every rank's lines are kept"),
+)
+
+
+def environment(role: Role, device: Device, config: RunConfig, *, job: str, gpus: Sequence[int] = (),
+                interface: str = "lo", address: str = "127.0.0.1") -> dict[str, str]:
+    """The variables to set for a process of this role before its Python starts (on top of what it inherits).
+
+    Args:
+        job: the attempt's mark, see `JOB_MARK`.
+        gpus: local indices of the GPUs that the placement gives to this process, in rank order.
+        interface, address: the network of the job on this node.
+    """
+    filled = {"threads": config.trainer.threads if role == "trainer" and device == "cpu" else 1,
+              "interface": interface, "address": address, "kv_cache_gb": math.ceil(config.rollout.kv_cache_gb)}
+    values = {each.name: each.value.format(**filled) for each in TABLE
+              if role in each.roles and device in each.devices}
+    if device == "gpu":
+        values["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of the placement's indices
+        values["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    else:
+        values["CUDA_VISIBLE_DEVICES"] = ""
+    values[JOB_MARK] = job
+    return values
+
+
+def get(name: str, default: str | None = None) -> str | None:
+    """One variable of this process."""
+    return os.environ.get(name, default)
+
+
+def inherited(without: Sequence[str] = ()) -> dict[str, str]:
+    """A copy of this process's environment, for a child, without some names."""
+    return {name: value for name, value in os.environ.items() if name not in without}
+
+
+def set_for_this_process(values: Mapping[str, str]) -> None:
+    """For entry points only, before they import what reads the variables (the driver, a test's rank)."""
+    os.environ.update(values)
+
+
+_SECRET_NAME = re.compile(r"(?i)(token|secret|passw|api_?key|credential|private_?key|authorization|cookie|_key$|"
+                          r"^aws_|_pat$)")
+_SECRET_IN_URL = re.compile(r"(?i)([a-z][a-z0-9+.-]*://)[^/@\s]+@")
+_NOT_SECRET = frozenset({"TOKENIZERS_PARALLELISM"})
+
+
+def masked(values: Mapping[str, str] | None = None) -> dict[str, str]:
+    """An environment as it may be recorded, sorted by name: secrets by name are `***`, and so is what stands before
+    the `@` of a URL (proxies)."""
+    values = os.environ if values is None else values
+    return {name: "***" if _SECRET_NAME.search(name) and name not in _NOT_SECRET and values[name]
+            else _SECRET_IN_URL.sub(r"\1***@", values[name]) for name in sorted(values)}

@@ -1,0 +1,39 @@
+"""The one exception that reaches a user as a message instead of a traceback."""
+
+from __future__ import annotations
+
+from launch.exit_codes import ExitCode
+
+
+class UserError(Exception):
+    """Something the user can fix: what is wrong, where, the value found, and what to write instead.
+
+    `str(error)` is the whole message, for example::
+
+        trainer.tp = 3 does not divide the 8 attention heads of configs/tiny/model
+          where: configs/tiny/grpo.yaml:14, trainer.tp
+          fix:   use 1, 2, 4 or 8
+
+    Raised anywhere (launcher, driver, a Ray actor: it pickles); only the outermost process prints it and exits
+    with `exit_code`.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None,
+                 exit_code: ExitCode = ExitCode.USER_ERROR) -> None:
+        super().__init__(what)
+        self.what, self.where, self.fix, self.exit_code = what, where, fix, exit_code
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.fix:
+            lines.append(f"  fix:   {self.fix}")
+        return "\n".join(lines)
+
+    def __reduce__(self):
+        return _rebuild, (type(self), self.what, self.where, self.fix, self.exit_code)
+
+
+def _rebuild(kind: type[UserError], what: str, where: str | None, fix: str | None, code: ExitCode) -> UserError:
+    return kind(what, where=where, fix=fix, exit_code=code)

@@ -1,0 +1,131 @@
+"""The plan and the placement: what the launcher decides and every process reads.
+
+A plan is logical and immutable (which rank holds which coordinates, which engine holds which GPUs of which
+partition node); a placement binds it to hosts for one attempt. Nobody derives a coordinate a second time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+SCHEMA_VERSION = 1
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class Architecture(Frozen):
+    """What planning, Megatron and the layouts need to know of a Hugging Face config; built by
+    `launch.planner.architecture.from_hf_config`."""
+
+    family: Literal["llama", "qwen2", "qwen3"]
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    norm_eps: float
+    max_positions: int
+    initializer_range: float
+    rope: dict
+    """Hugging Face's `rope_parameters`: rope_type, rope_theta and what the type needs."""
+
+
+class RankCoordinates(Frozen):
+    """One training rank: rank = tp + TP (cp + CP (dp + DP pp)), Megatron's order."""
+
+    rank: int
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+class TrainingPlan(Frozen):
+    tp: int
+    pp: int
+    vpp: int
+    cp: int
+    dp: int
+    sequence_parallel: bool
+    padded_vocab: int
+    """Vocabulary rounded up to a multiple of 128 x TP, as Megatron shards it."""
+    layers_of_stage: tuple[tuple[tuple[int, ...], ...], ...]
+    """`layers_of_stage[pp][vpp]`: global layer numbers, in order."""
+    ranks: tuple[RankCoordinates, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+
+class EnginePlan(Frozen):
+    replica: int
+    tp: int
+
+
+class RolloutPlan(Frozen):
+    tp: int
+    engines: tuple[EnginePlan, ...]
+
+
+class BatchPlan(Frozen):
+    prompts_per_step: int
+    group_size: int
+    samples_per_step: int
+    updates_per_batch: int
+    token_budget: int
+    """Most tokens of a packed micro-batch."""
+    sequence_multiple: int
+    """Each sequence is padded to a multiple of this: 2 CP when CP > 1, times TP with sequence parallelism."""
+
+
+class Plan(Frozen):
+    schema_version: int = SCHEMA_VERSION
+    config_hash: str
+    architecture: Architecture
+    device: Literal["cpu", "gpu"]
+    training: TrainingPlan
+    rollout: RolloutPlan
+    batch: BatchPlan
+
+    def fingerprint(self) -> str:
+        """Hash of the whole plan: equal plans, equal fingerprint."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+
+class RankPlacement(Frozen):
+    rank: int
+    node: str
+    """Ray node name."""
+    gpu: int | None
+    """Local GPU index; None on a CPU."""
+    port: int
+    """Port of this rank's weight-sync lane (it listens on its node's job interface)."""
+
+
+class EnginePlacement(Frozen):
+    replica: int
+    node: str
+    gpus: tuple[int, ...]
+
+
+class Placement(Frozen):
+    attempt: int
+    plan_fingerprint: str
+    nodes: tuple[str, ...]
+    addresses: dict[str, str]
+    """Ray node name -> address inside the job's network."""
+    training: tuple[RankPlacement, ...]
+    rollout: tuple[EnginePlacement, ...]
+    master_port: int
+    """Port of the training ranks' rendezvous on rank 0's node."""

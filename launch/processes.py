@@ -1,0 +1,226 @@
+"""The one module that runs other processes. They are ended by pid, children first known, never by name."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from launch import envvars
+from launch.errors import UserError
+
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+"""Loaded here, not in the child: between fork and exec only async-signal-safe work is sound."""
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process that was started here, the leader of its own session."""
+
+    name: str
+    popen: subprocess.Popen
+    log: Path
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, minus the signal's number if one ended it; None while it runs."""
+        return self.popen.poll()
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Wait for the end, at most `timeout_s`; the exit status, or None if it still runs."""
+        try:
+            return self.popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to this process alone; nothing if it has ended."""
+        if self.popen.poll() is None:
+            self.popen.send_signal(number)
+
+    def end(self, grace_s: float = 10.0) -> list[int]:
+        """End the process, its descendants and whatever is left of its session: TERM, then KILL after `grace_s`.
+        Returns the pids that had to be killed."""
+        killed = end_processes(_tree(self.pid), grace_s)
+        self.popen.wait()
+        return killed
+
+
+def start(name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str], cwd: Path | None = None,
+          dies_with_parent: signal.Signals | None = signal.SIGTERM) -> Child:
+    """Start a process in a session of its own (a Ctrl-C in the terminal does not reach it), output appended to `log`.
+
+    Args:
+        environment: the whole environment of the child, see `launch.envvars`.
+        dies_with_parent: sent by the kernel when the *thread* that called this ends, however it ends: call from the
+            main thread. None: the child outlives its parent.
+
+    Raises:
+        UserError: the program does not exist or may not be run.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    parent = os.getpid()
+
+    def before_exec() -> None:
+        if dies_with_parent is not None:
+            _LIBC.prctl(PR_SET_PDEATHSIG, int(dies_with_parent), 0, 0, 0)
+            if os.getppid() != parent:  # the parent died before the kernel knew of our wish
+                os._exit(1)
+
+    with log.open("ab") as output:
+        try:
+            popen = subprocess.Popen(list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                                     env=dict(environment), cwd=cwd, start_new_session=True, preexec_fn=before_exec)
+        except (FileNotFoundError, PermissionError) as error:
+            raise UserError(f"cannot start {name}: {error.strerror}: {error.filename}", where=str(log),
+                            fix="install it, or correct the path") from error
+    return Child(name, popen, log)
+
+
+def output_of(command: Sequence[str], *, timeout_s: float, environment: Mapping[str, str] | None = None,
+              cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a short command to its end and return its status and text. The caller judges the status.
+
+    Raises:
+        UserError: there is no such program, or it takes longer than `timeout_s`.
+    """
+    try:
+        return subprocess.run(list(command), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                              timeout=timeout_s, env=None if environment is None else dict(environment), cwd=cwd,
+                              check=False)
+    except (FileNotFoundError, PermissionError) as error:
+        raise UserError(f"cannot run {command[0]}: {error.strerror}", fix="install it, or correct PATH") from error
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"{' '.join(command)} gave no answer within {timeout_s:g} s",
+                        fix="run it by hand to see what it waits for") from error
+
+
+def run(command: Sequence[str], *, environment: Mapping[str, str] | None = None,
+        cwd: Path | None = None) -> subprocess.CompletedProcess[bytes]:
+    """Run a command in the foreground, on this terminal, to its end. The caller judges the status.
+
+    Raises:
+        UserError: there is no such program.
+    """
+    try:
+        return subprocess.run(list(command), env=None if environment is None else dict(environment), cwd=cwd,
+                              check=False)
+    except (FileNotFoundError, PermissionError) as error:
+        raise UserError(f"cannot run {command[0]}: {error.strerror}", fix="install it, or correct PATH") from error
+
+
+def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> list[int]:
+    """TERM to all, KILL to those left after `grace_s`; waits until the kernel has ended them. Returns killed pids.
+
+    Descendants that appear while this runs are ended too.
+    """
+    own = os.getpid()
+    targets = {process for process in processes if process.pid != own}
+    for process in targets:
+        _send(process, signal.SIGTERM)
+    alive = still_running(targets, grace_s)
+    late = {child for process in alive for child in _children(process)}
+    killed = sorted({process.pid for process in (*alive, *late)})
+    for process in (*alive, *late):
+        _send(process, signal.SIGKILL)
+    still_running((*alive, *late), timeout_s=10.0)
+    return killed
+
+
+def still_running(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Wait until all have ended, at most `timeout_s`; returns those that have not.
+
+    Waits on pidfds, which does not reap: `psutil.wait_procs` would take the exit status of our own children away from
+    their `Popen`, which then reports 0.
+    """
+    poller, waiting = select.poll(), {}
+    try:
+        for process in processes:
+            try:
+                descriptor = os.pidfd_open(process.pid)
+            except ProcessLookupError:
+                continue
+            waiting[descriptor] = process
+            poller.register(descriptor, select.POLLIN)
+        deadline = time.monotonic() + timeout_s
+        alive = {descriptor for descriptor, process in waiting.items() if process.is_running()}  # not a reused pid
+        while alive:
+            ended = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            if not ended:
+                break
+            for descriptor, _ in ended:
+                poller.unregister(descriptor)
+                alive.discard(descriptor)
+        return [waiting[descriptor] for descriptor in alive]
+    finally:
+        for descriptor in waiting:
+            os.close(descriptor)
+
+
+def marked(job: str) -> list[psutil.Process]:
+    """Every live process of a job, by the mark in the environment it was started with: finds what has left the tree
+    or the session of its parent (Ray's and vLLM's daemons do). This process and its ancestors are not counted."""
+    skip = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    found = []
+    for process in psutil.process_iter():
+        if process.pid in skip:
+            continue
+        try:
+            if process.environ().get(envvars.JOB_MARK) == job and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:  # it has ended, or belongs to another user: not ours
+            continue
+    return found
+
+
+def describe(process: psutil.Process) -> str:
+    """`pid 123: python -m megatron_rl...`, for messages."""
+    try:
+        return f"pid {process.pid}: {' '.join(process.cmdline())[:120] or process.name()}"
+    except psutil.Error:
+        return f"pid {process.pid}: has ended"
+
+
+def _tree(pid: int) -> set[psutil.Process]:
+    """The process, its descendants, and the members of its session, which may have lost their parent."""
+    tree: set[psutil.Process] = set()
+    try:
+        leader = psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        leader = None
+    if leader is not None:
+        tree |= {leader, *_children(leader)}
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == pid:
+                tree |= {process, *_children(process)}
+        except OSError:  # it has ended meanwhile
+            continue
+    return tree
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        pass  # it has ended, which is what was asked

@@ -1,0 +1,124 @@
+"""The run directory: `runs/<name>/attempts/<n>/`, one folder an attempt, nothing of an earlier one overwritten.
+
+    runs/<name>/
+        checkpoints/            complete checkpoints, shared by all attempts
+        tensorboard/
+        latest -> attempts/<n>
+        attempts/<n>/
+            config.yaml plan.json placement.json environment.json      what the attempt was started with
+            progress.json metrics.jsonl samples.jsonl warnings.jsonl    what it is doing
+            components/ logs/ stacks/ errors/                           one file a process
+            stop outcome.json                                           how it ends
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import yaml
+
+from launch.config.schema import Run, RunConfig
+from launch.errors import UserError
+from launch.planner.plan import Placement, Plan
+
+FRESH_NAMES = 1000
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt of a run: where everything lies, and what it was started with."""
+
+    folder: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.folder.name)
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder.parent.parent
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run_folder / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+    @property
+    def mark(self) -> str:
+        """Marks every process of this attempt in its environment (`launch.envvars.JOB_MARK`)."""
+        return str(self.folder.resolve())
+
+    def config(self) -> RunConfig:
+        return RunConfig.model_validate(yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8")))
+
+    def plan(self) -> Plan:
+        return Plan.model_validate_json((self.folder / "plan.json").read_text(encoding="utf-8"))
+
+    def placement(self) -> Placement:
+        return Placement.model_validate_json((self.folder / "placement.json").read_text(encoding="utf-8"))
+
+    def write(self, config: RunConfig, plan: Plan, placement: Placement, environment: dict[str, str]) -> None:
+        """Record what the attempt is started with. `environment` is already masked."""
+        write_atomically(self.folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        write_atomically(self.folder / "plan.json", plan.model_dump_json(indent=2))
+        write_atomically(self.folder / "placement.json", placement.model_dump_json(indent=2))
+        write_atomically(self.folder / "environment.json", json.dumps(environment, indent=2))
+
+
+class RunFolder:
+    """A run's folder, locked while a launcher works in it: two jobs never write one run."""
+
+    def __init__(self, run: Run) -> None:
+        self.folder = Path(run.dir) / run.name
+        self._lock: IO[str] | None = None
+
+    def __enter__(self) -> RunFolder:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.folder / ".lock").open("w", encoding="utf-8")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise UserError(f"another job is working in {self.folder}", where="run.name",
+                            fix="wait for it, stop it with `megatron-rl stop`, or use another run.name") from error
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.close()
+
+    def new_attempt(self) -> Attempt:
+        """Make the next attempt's folder and point `latest` at it."""
+        attempts = self.folder / "attempts"
+        attempts.mkdir(exist_ok=True)
+        numbers = [int(path.name) for path in attempts.iterdir() if path.name.isdecimal()]
+        folder = attempts / str(max(numbers, default=0) + 1)
+        for name in ("logs", "components", "stacks", "errors"):
+            (folder / name).mkdir(parents=True)
+        link = self.folder / ".latest"
+        link.unlink(missing_ok=True)
+        link.symlink_to(Path("attempts") / folder.name)
+        os.replace(link, self.folder / "latest")
+        return Attempt(folder)
+
+
+def fresh_name(run: Run) -> str:
+    """`run.name` if no such run exists yet, else the first free of name-2, name-3, ..."""
+    for suffix in ["", *(f"-{number}" for number in range(2, FRESH_NAMES))]:
+        if not (Path(run.dir) / (run.name + suffix)).exists():
+            return run.name + suffix
+    raise UserError(f"{run.dir} holds {FRESH_NAMES} runs named {run.name}", where="run.name", fix="choose another name")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the old file or the whole new one."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)

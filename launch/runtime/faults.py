@@ -1,0 +1,34 @@
+"""Faults on purpose, for drills and tests: `MEGATRON_RL_FAULT=trainer-1:update:3:sleep`.
+
+The named component does, at the named point and step, one of: `sleep` (never arrives), `exit` (dies without a word),
+`raise`. Without the variable nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from launch import envvars
+from launch.errors import UserError
+
+VARIABLE = "MEGATRON_RL_FAULT"
+ACTIONS = ("sleep", "exit", "raise")
+
+
+def strike(component: str, point: str, step: int) -> None:
+    """Called at the points where a fault may be asked for."""
+    wanted = envvars.get(VARIABLE)
+    if not wanted:
+        return
+    parts = wanted.split(":")
+    if len(parts) != 4 or parts[3] not in ACTIONS:
+        raise UserError(f"{VARIABLE}={wanted} is not component:point:step:action",
+                        fix=f"for example trainer-1:update:3:sleep; actions: {', '.join(ACTIONS)}")
+    if parts[:3] != [component, point, str(step)]:
+        return
+    if parts[3] == "sleep":
+        signal.pause()
+    elif parts[3] == "exit":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError(f"fault asked for by {VARIABLE}={wanted}")

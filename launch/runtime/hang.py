@@ -1,0 +1,118 @@
+"""What to do about a job that makes no progress: take the Python stacks of all its processes, name the guilty rank.
+
+Every component registers `faulthandler` for SIGUSR1 with a file of its own. The handler runs in C, so it answers
+from a rank that is stuck inside a collective; a process that does not answer is stopped or dead, which is said.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from launch.runtime.attempts import Attempt
+from launch.runtime.components import ComponentRecord, components
+
+STACK_SIGNAL = signal.SIGUSR1
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+_COLLECTIVE = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py")
+_IDLE = ("ray/_private/workers/default_worker.py",)
+_LOOK_AT_FRAMES = 12
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Where one process was when it was asked."""
+
+    name: str
+    state: str
+    """`collective`: waits for its peers; `idle`: waits for work; `running`: anything else; `stopped`, `dead`,
+    `silent`: it could not answer."""
+    at: str
+    """Innermost frame of the main thread: `file:line in function`."""
+    file: Path
+
+
+def stack_file(attempt: Attempt, name: str) -> Path:
+    return attempt.folder / "stacks" / f"{name}.txt"
+
+
+def take_stacks(attempt: Attempt, wait_s: float = 5.0) -> list[Stack]:
+    """Ask every component of the attempt for its stacks and collect them."""
+    asked: list[tuple[ComponentRecord, int]] = []
+    stacks = []
+    for record in components(attempt):
+        file = stack_file(attempt, record.name)
+        if not record.alive():
+            stacks.append(Stack(record.name, "dead", "", file))
+        elif record.stopped():
+            stacks.append(Stack(record.name, "stopped", "", file))
+        else:
+            asked.append((record, file.stat().st_size if file.exists() else 0))
+            psutil.Process(record.pid).send_signal(STACK_SIGNAL)
+    stacks += [_collect(attempt, record, size, wait_s) for record, size in asked]
+    return sorted(stacks, key=lambda stack: stack.name)
+
+
+def _collect(attempt: Attempt, record: ComponentRecord, before: int, wait_s: float) -> Stack:
+    file = stack_file(attempt, record.name)
+    process = psutil.Process(record.pid)
+    for _ in range(int(wait_s / 0.05)):
+        text = file.read_text(errors="replace")[before:] if file.exists() else ""
+        if "(most recent call first)" in text and text.endswith("\n"):
+            state, at = judge(text)
+            return Stack(record.name, state, at, file)
+        try:
+            process.wait(timeout=0.05)  # paces the poll, and ends it early if the process dies
+            return Stack(record.name, "dead", "", file)
+        except psutil.TimeoutExpired:
+            continue
+    return Stack(record.name, "silent", "", file)
+
+
+def judge(dump: str) -> tuple[str, str]:
+    """(state, innermost frame) of a faulthandler dump of all threads.
+
+    The main thread comes last in a dump. A thread inside a collective counts for the process: gloo and NCCL waits
+    happen in whichever thread made the call.
+    """
+    threads = [block for block in re.split(r"\n(?=(?:Current thread|Thread) 0x)", dump) if "most recent call" in block]
+    frames = [[match.groupdict() for match in _FRAME.finditer(block)] for block in threads]
+    for thread in frames:
+        for frame in thread[:_LOOK_AT_FRAMES]:
+            if frame["file"].endswith(_COLLECTIVE):
+                return "collective", _say(next((f for f in thread if "torch/distributed" not in f["file"]), frame))
+    main = frames[-1] if frames else []
+    if not main:
+        return "running", ""
+    if any(frame["file"].endswith(_IDLE) for frame in main[:3]):
+        return "idle", _say(main[0])
+    return "running", _say(main[0])
+
+
+def absent(stacks: list[Stack]) -> list[Stack]:
+    """The training ranks that the others wait for: those not inside a collective while some peer is. Of several, the
+    ones that cannot answer come first, then the running ones, then the idle ones."""
+    ranks = [stack for stack in stacks if stack.name.startswith("trainer-")]
+    if not any(stack.state == "collective" for stack in ranks):
+        return []
+    order = {"dead": 0, "stopped": 0, "silent": 1, "running": 2, "idle": 3}
+    missing = [stack for stack in ranks if stack.state != "collective"]
+    worst = min((order[stack.state] for stack in missing), default=None)
+    return [stack for stack in missing if order[stack.state] == worst]
+
+
+def explain(stacks: list[Stack]) -> str:
+    """The message of a hang: who never arrived, and where everybody was."""
+    guilty = absent(stacks)
+    names = ", ".join(f"{stack.name} ({stack.state}{', ' + stack.at if stack.at else ''})" for stack in guilty)
+    head = f"never arrived: {names}" if guilty else "no rank stands out"
+    lines = [f"  {stack.name:<12} {stack.state:<10} {stack.at}" for stack in stacks]
+    return "\n".join([head, *lines])
+
+
+def _say(frame: dict[str, str]) -> str:
+    return f"{'/'.join(Path(frame['file']).parts[-2:])}:{frame['line']} in {frame['function']}"

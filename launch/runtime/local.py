@@ -1,0 +1,161 @@
+"""A job on this machine: start Ray and the driver, show progress, stop on request, catch deaths and hangs, clean up.
+
+The launcher holds nothing of the job's state: it reads what the job writes into the attempt's folder.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from launch import envvars, processes
+from launch.cluster import local
+from launch.config.schema import RunConfig
+from launch.planner.place import LOCAL_NODE, LOOPBACK, place_local
+from launch.planner.prepare import Prepared
+from launch.ports import Ports, allocate
+from launch.report.history import metric_rows
+from launch.report.progress import Progress, make_progress
+from launch.runtime import hang, progress_file
+from launch.runtime.attempts import Attempt, RunFolder
+from launch.runtime.outcome import Outcome, read_outcome, write_outcome
+from launch.runtime.ray_node import ADDRESS_VARIABLE, RaySession, loopback_variables, start_head
+from launch.runtime.stop_file import STOP_FILE
+
+LOOK_EVERY_S = 0.25
+
+
+def run_local(prepared: Prepared, *, quiet: bool = False) -> tuple[Attempt, Outcome]:
+    """Run a prepared configuration to its end on this machine.
+
+    Returns the attempt and how it ended. Nothing of the job is left running.
+
+    Raises:
+        UserError: another job works in this run, or its ports are taken.
+    """
+    config = prepared.loaded.config
+    with RunFolder(config.run) as run:
+        ports = allocate(pinned=config.run.port_base, address=LOOPBACK)
+        try:
+            attempt = run.new_attempt()
+            gpus = local.gpus() if prepared.plan.device == "gpu" else ()
+            placement = place_local(prepared.plan, attempt.number, ports, gpus=gpus)
+            attempt.write(config, prepared.plan, placement, envvars.masked())
+            job = LocalJob(attempt, config, prepared.plan.device, ports)
+            with make_progress(config.run.name, config.run.steps, quiet=quiet) as display:
+                return attempt, job.run(display)
+        finally:
+            ports.release()
+
+
+@dataclass
+class LocalJob:
+    """The processes of one attempt on this machine."""
+
+    attempt: Attempt
+    config: RunConfig
+    device: envvars.Device
+    ports: Ports
+    session: RaySession = field(default_factory=RaySession)
+    interrupts: int = 0
+
+    def run(self, display: Progress) -> Outcome:
+        restore = self._catch_signals(display)
+        try:
+            outcome = self._run(display)
+        finally:
+            restore()
+            self._clean_up()
+        if outcome.status in ("crash", "hang"):
+            self.session.keep_logs(self.attempt.logs / "ray")
+        self.session.remove()
+        write_outcome(self.attempt.folder, outcome)
+        return outcome
+
+    def _run(self, display: Progress) -> Outcome:
+        environment = self._environment()
+        ray = start_head(self.session, self.ports, node=LOCAL_NODE, address=LOOPBACK, environment=environment,
+                         log=self.attempt.logs / "ray.log")
+        driver = processes.start("driver", [sys.executable, "-m", "megatron_rl.train", str(self.attempt.folder)],
+                                 environment={**environment, **self.session.variables(),
+                                              ADDRESS_VARIABLE: f"{LOOPBACK}:{self.ports.ray_gcs}"},
+                                 log=self.attempt.logs / "driver.log")
+        view = View(self.attempt.folder, display)
+        while driver.wait(LOOK_EVERY_S) is None:
+            view.update()
+            if self.interrupts > 1:
+                return self._ended("interrupted", "interrupted twice: ended without a checkpoint")
+            if ray.returncode is not None:
+                return self._ended("crash", f"Ray ended with status {ray.returncode}", "ray", str(ray.log))
+            progress = progress_file.read_progress(self.attempt.folder)
+            if progress and progress_file.overdue(progress, self.config.run, time.time()):
+                return self._hang(progress)
+        view.update()
+        return read_outcome(self.attempt.folder) or self._ended(
+            "crash", f"the driver ended with status {driver.returncode} without a word", "driver", str(driver.log))
+
+    def _environment(self) -> dict[str, str]:
+        variables = envvars.environment("driver", self.device, self.config, job=self.attempt.mark, address=LOOPBACK)
+        path = envvars.get("PYTHONPATH")
+        return {**envvars.inherited(), **variables, **loopback_variables(),
+                "PYTHONPATH": ":".join(filter(None, [str(Path.cwd()), path]))}
+
+    def _catch_signals(self, display: Progress) -> Callable[[], None]:
+        """The first Ctrl-C or SIGTERM asks the job to stop at the next step boundary, the second ends it."""
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            self.interrupts += 1
+            if self.interrupts == 1:
+                (self.attempt.folder / STOP_FILE).touch()
+                display.message("stopping: the current step ends, a checkpoint is written; again to end at once")
+
+        before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        return lambda: [signal.signal(number, handler) for number, handler in before.items()] and None
+
+    def _ended(self, status: str, message: str, component: str | None = None, log: str | None = None) -> Outcome:
+        progress = progress_file.read_progress(self.attempt.folder)
+        done = max(0, progress.step - 1) if progress else 0
+        return Outcome(status=status, step=done, message=message, component=component, log=log)
+
+    def _hang(self, progress: progress_file.Progress) -> Outcome:
+        stacks = hang.take_stacks(self.attempt)
+        guilty = hang.absent(stacks)
+        limit = progress_file.allowed_s(progress, self.config.run)
+        message = (f"no progress for {limit:.0f} s in step {progress.step}, phase {progress.phase}\n"
+                   f"{hang.explain(stacks)}\nstacks: {self.attempt.folder / 'stacks'}")
+        name = guilty[0].name if guilty else None
+        return self._ended("hang", message, name, str(self.attempt.logs / f"{name}.log") if name else None)
+
+    def _clean_up(self) -> None:
+        """End every process that carries this attempt's mark, wherever it has moved in the process tree."""
+        processes.end_processes(processes.marked(self.attempt.mark), grace_s=5.0)
+        left = processes.marked(self.attempt.mark)
+        if left:
+            processes.end_processes(left, grace_s=0.0)
+
+
+@dataclass
+class View:
+    """Feeds the display from what the job writes."""
+
+    folder: Path
+    display: Progress
+    shown: int = 0
+    phase: str = ""
+    warned: int = 0
+
+    def update(self) -> None:
+        progress = progress_file.read_progress(self.folder)
+        if progress:
+            text = f"{progress.phase}: {progress.detail}" if progress.detail else progress.phase
+            if text != self.phase and (progress.step == 0 or progress.phase in ("eval", "save")):
+                self.display.phase(text)
+            self.phase = text
+        rows = metric_rows(self.folder / "metrics.jsonl")
+        for row in rows[self.shown:]:
+            self.display.step(int(row["step"]), row)
+        self.shown = len(rows)

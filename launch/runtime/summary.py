@@ -1,0 +1,46 @@
+"""What a job says last: how it ended, the reward curve, where everything lies, or the first error and its log."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from launch.report.history import attempt_dirs, read_history
+from launch.report.html import write_report
+from launch.report.terminal import closing_summary
+from launch.runtime.attempts import Attempt
+from launch.runtime.outcome import Outcome
+
+LOG_TAIL_LINES = 15
+
+
+def print_end(attempt: Attempt, outcome: Outcome) -> None:
+    """Write the report and print the end of an attempt: the summary to stdout, a failure to stderr."""
+    history = read_history(attempt_dirs(attempt.run_folder))
+    if history:
+        report = write_report(attempt.run_folder)
+        print(closing_summary(attempt.run_folder, history, report))
+    if outcome.status == "finished":
+        print(f"finished     {outcome.step} steps")
+    elif outcome.status == "stopped":
+        print(f"stopped      after step {outcome.step}; a checkpoint is written, the same command goes on")
+    else:
+        sys.stdout.flush()
+        print(failure_text(outcome), file=sys.stderr)
+
+
+def failure_text(outcome: Outcome) -> str:
+    """The message of a failed attempt, with the end of the guilty process's log unless it is the user's error."""
+    head = "error" if outcome.status == "user_error" else outcome.status
+    lines = [f"{head}: {outcome.message}"]
+    if outcome.log:
+        lines.append(f"  log:   {outcome.log}")
+        if outcome.status != "user_error":
+            lines += [f"    | {line}" for line in _tail(Path(outcome.log))]
+    return "\n".join(lines)
+
+
+def _tail(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    return path.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]

@@ -1,0 +1,113 @@
+"""Advantages of the completions of one prompt instance, relative to each other. NumPy, on the driver.
+
+A *group* is the set of completions drawn for one prompt instance. Groups may be of different sizes (aborted or
+filtered samples); they are told apart by id and never by position, because rollouts return in order of completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+AdvantageKind = Literal["grpo", "grpo_no_std", "rloo"]
+
+STD_EPSILON = 1e-6
+"""Added to the group's standard deviation. The value and the n - 1 in the variance are verl's."""
+
+
+def group_advantages(rewards: Sequence[np.ndarray], kind: AdvantageKind) -> list[np.ndarray]:
+    """Advantages of every group, with R the rewards of one group of n completions:
+
+    - `grpo`:        A_i = (R_i - mean(R)) / (std(R) + 1e-6), std with n - 1 (GRPO, arXiv:2402.03300, section 4.1.2)
+    - `grpo_no_std`: A_i = R_i - mean(R) (Dr. GRPO, arXiv:2503.20783)
+    - `rloo`:        A_i = R_i - mean of the other n - 1 rewards = n/(n - 1) (R_i - mean(R)) (RLOO, arXiv:2402.14740)
+
+    A group whose rewards are all equal, or that has a single member, gets exactly 0: it says nothing about which
+    completion is better.
+
+    Args:
+        rewards: one array [n] a group; sizes may differ.
+    Returns:
+        float32 [n] a group, in the given order. Computed in float64.
+    Raises:
+        ValueError: an empty group, or a reward that is not finite.
+    """
+    return [_advantages(_checked(rewards_G), kind) for rewards_G in rewards]
+
+
+def advantages_by_group(group_ids_B: np.ndarray, rewards_B: np.ndarray, kind: AdvantageKind) -> np.ndarray:
+    """`group_advantages` of samples in any order (order of arrival): sample b belongs to the group `group_ids_B[b]`.
+
+    Returns float32 [B], `advantages_B[b]` being the advantage of sample b.
+    """
+    if group_ids_B.shape != rewards_B.shape:
+        raise ValueError(f"{group_ids_B.shape} group ids for {rewards_B.shape} rewards")
+    advantages_B = np.zeros(len(rewards_B), dtype=np.float32)
+    for group_id in np.unique(group_ids_B):
+        members = np.flatnonzero(group_ids_B == group_id)
+        advantages_B[members] = group_advantages([rewards_B[members]], kind)[0]
+    return advantages_B
+
+
+def is_flat(rewards_G: np.ndarray) -> bool:
+    """Whether the rewards of a group are all equal, up to the rounding of a weighted sum of components."""
+    return bool(np.ptp(rewards_G) <= 1e-9 * max(1.0, float(np.abs(rewards_G).max())))
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """How much the groups of a batch can teach. Shares are of the number of groups."""
+
+    groups: int
+    zero_variance: float
+    """Share of groups with equal rewards, whose advantages are all 0."""
+    all_right: float
+    """Share of groups in which every reward is at least `right_from`: the prompts are too easy."""
+    all_wrong: float
+    """Share of groups in which no reward is above 0: too hard, or the grader is broken."""
+    mean_std: float
+    """Mean over groups of the standard deviation (n - 1; 0 for a single member)."""
+
+
+def group_statistics(rewards: Sequence[np.ndarray], right_from: float = 1.0) -> GroupStatistics:
+    """Statistics of the groups. `right_from`: the reward from which on a completion counts as right.
+
+    Raises:
+        ValueError: no groups, an empty group, or a reward that is not finite.
+    """
+    if not rewards:
+        raise ValueError("no groups")
+    groups = [_checked(rewards_G) for rewards_G in rewards]
+    return GroupStatistics(
+        groups=len(groups),
+        zero_variance=float(np.mean([is_flat(rewards_G) for rewards_G in groups])),
+        all_right=float(np.mean([rewards_G.min() >= right_from for rewards_G in groups])),
+        all_wrong=float(np.mean([rewards_G.max() <= 0.0 for rewards_G in groups])),
+        mean_std=float(np.mean([rewards_G.std(ddof=1) if len(rewards_G) > 1 else 0.0 for rewards_G in groups])),
+    )
+
+
+def _checked(rewards_G: np.ndarray) -> np.ndarray:
+    rewards_G = np.asarray(rewards_G, dtype=np.float64)
+    if rewards_G.ndim != 1 or rewards_G.size == 0:
+        raise ValueError(f"a group needs a non-empty 1-D array of rewards, found shape {rewards_G.shape}")
+    if not np.isfinite(rewards_G).all():
+        raise ValueError(f"rewards of a group are not finite: {rewards_G.tolist()}")
+    return rewards_G
+
+
+def _advantages(rewards_G: np.ndarray, kind: AdvantageKind) -> np.ndarray:
+    size = len(rewards_G)
+    if size == 1 or is_flat(rewards_G):
+        return np.zeros(size, dtype=np.float32)
+    centred_G = rewards_G - rewards_G.mean()
+    if kind == "grpo":
+        centred_G = centred_G / (rewards_G.std(ddof=1) + STD_EPSILON)
+    elif kind == "rloo":
+        centred_G = centred_G * (size / (size - 1))
+    elif kind != "grpo_no_std":
+        raise ValueError(f"unknown advantage {kind!r}")
+    return centred_G.astype(np.float32)

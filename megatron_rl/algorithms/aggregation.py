@@ -1,0 +1,53 @@
+"""How token losses become one number: a weight for every token, computed once on the whole optimizer batch.
+
+The loss is then the plain sum over tokens of weight x token loss. No rank divides by anything of its own, so the
+gradient cannot depend on DP, CP, the micro-batch size or packing (open-instruct#1161 shows what happens otherwise:
+a mean per micro-batch weighs short answers more).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+AggregationKind = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
+
+
+def loss_weights(response_lengths_B: np.ndarray, kept_B: np.ndarray, kind: AggregationKind,
+                 max_new_tokens: int) -> np.ndarray:
+    """The weight of each completion token of sequence b, with S the kept sequences and l_b completion lengths:
+
+    - `token_mean`:    1 / sum of l over S               (DAPO, arXiv:2503.14476, section 3.3)
+    - `sequence_mean`: 1 / (|S| l_b)                     (GRPO, arXiv:2402.03300; favours short right answers)
+    - `sequence_sum`:  1 / |S|                           (the policy-gradient estimator, unnormalised)
+    - `constant`:      1 / (|S| max_new_tokens)          (Dr. GRPO, arXiv:2503.20783)
+
+    Sequences that are not kept, or that are empty, have weight 0 and are in neither the sum nor the count. If none
+    is kept all weights are 0 (and so is the gradient), never NaN.
+
+    Args:
+        response_lengths_B: completion tokens of each sequence, int [B].
+        kept_B: which sequences are in the loss, bool [B].
+        max_new_tokens: the length limit, the divisor of `constant`.
+    Returns:
+        float32 [B].
+    """
+    lengths_B = np.asarray(response_lengths_B, dtype=np.float64)
+    if lengths_B.shape != np.shape(kept_B):
+        raise ValueError(f"{lengths_B.shape} lengths for a mask of shape {np.shape(kept_B)}")
+    kept_B = np.asarray(kept_B, dtype=bool) & (lengths_B > 0)
+    sequences = int(kept_B.sum())
+    if sequences == 0:
+        return np.zeros(len(lengths_B), dtype=np.float32)
+    if kind == "token_mean":
+        weights_B = np.full(len(lengths_B), 1.0 / lengths_B[kept_B].sum())
+    elif kind == "sequence_mean":
+        weights_B = 1.0 / (sequences * np.maximum(lengths_B, 1.0))
+    elif kind == "sequence_sum":
+        weights_B = np.full(len(lengths_B), 1.0 / sequences)
+    elif kind == "constant":
+        weights_B = np.full(len(lengths_B), 1.0 / (sequences * max_new_tokens))
+    else:
+        raise ValueError(f"unknown aggregation {kind!r}")
+    return np.where(kept_B, weights_B, 0.0).astype(np.float32)

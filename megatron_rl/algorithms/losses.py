@@ -1,0 +1,60 @@
+"""The clipped policy-gradient loss of one token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.algorithms.ratios import clamped_exp
+
+
+@dataclass(frozen=True)
+class ClippedLoss:
+    """All float32 [T]; only `loss_T` carries a gradient. The indicators are 0 or 1."""
+
+    loss_T: torch.Tensor
+    ratio_T: torch.Tensor
+    clipped_high_T: torch.Tensor
+    """A > 0 and the ratio above 1 + clip_high: no gradient."""
+    clipped_low_T: torch.Tensor
+    """A < 0 and the ratio below 1 - clip_low: no gradient."""
+    clipped_dual_T: torch.Tensor
+    """A < 0 and the ratio above the dual clip: no gradient."""
+
+
+def clipped_loss(logprobs_T: torch.Tensor, old_logprobs_T: torch.Tensor, advantages_T: torch.Tensor, *,
+                 clip_low: float, clip_high: float, dual_clip: float | None = None) -> ClippedLoss:
+    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7), negated, with r = pi / pi_old:
+
+        L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
+
+    `clip_high` > `clip_low` is DAPO's clip-higher (arXiv:2503.14476, section 3.1). With `dual_clip` = c
+    (arXiv:1912.09729, eq. 5), for A < 0:
+
+        L = min(L, c |A|)
+
+    so that one bad token that became likely cannot dominate the batch.
+
+    Args:
+        logprobs_T: log pi of the sampled tokens, [T].
+        old_logprobs_T: log pi_old of the same tokens, [T], no gradient.
+        advantages_T: A, [T], no gradient.
+    """
+    advantages_T = advantages_T.float()
+    ratio_T = clamped_exp(logprobs_T.float() - old_logprobs_T.float())
+    loss_T = torch.maximum(-advantages_T * ratio_T,
+                           -advantages_T * ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high))
+    ratio_T = ratio_T.detach()
+    negative_T = advantages_T < 0
+    clipped_dual_T = torch.zeros_like(ratio_T)
+    if dual_clip is not None:
+        clipped_dual_T = (negative_T & (ratio_T > dual_clip)).float()
+        loss_T = torch.where(negative_T, torch.minimum(loss_T, dual_clip * advantages_T.abs()), loss_T)
+    return ClippedLoss(
+        loss_T=loss_T,
+        ratio_T=ratio_T,
+        clipped_high_T=((advantages_T > 0) & (ratio_T > 1.0 + clip_high)).float(),
+        clipped_low_T=(negative_T & (ratio_T < 1.0 - clip_low)).float(),
+        clipped_dual_T=clipped_dual_T,
+    )

@@ -1,0 +1,109 @@
+"""The whole token loss of a run: which policy is the old one, the correction, the KL and the entropy term."""
+
+from __future__ import annotations
+
+import torch
+
+from launch.config.schema import Algorithm
+from megatron_rl.algorithms.corrections import mismatch_sums, truncated_importance_weight
+from megatron_rl.algorithms.kl import kl_estimate
+from megatron_rl.algorithms.losses import clipped_loss
+
+
+def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torch.Tensor | None,
+                    advantages_T: torch.Tensor, weights_T: torch.Tensor, behaviour_logprobs_T: torch.Tensor,
+                    old_logprobs_T: torch.Tensor | None,
+                    reference_logprobs_T: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of T tokens, a part of the batch's loss, and what to report of them:
+
+        loss = sum_t weight_t (w_t L_t + beta KL_t - entropy_coef H_t)
+
+    with L the clipped loss (`losses`), KL an estimate against the reference (`kl`), H the entropy, and w the
+    importance weight from the engine that sampled (mu) to pi_old (`corrections`). Which pi_old:
+
+    | `algorithm.old_logprobs` | updates a batch | mode | pi_old | w |
+    |---|---|---|---|---|
+    | none | 1 | on-policy | pi itself: ratio 1, with its gradient | min(sg(pi)/mu, cap) |
+    | none | > 1 | bypass | mu: the ratio itself corrects | 1 |
+    | recompute | any | decoupled (arXiv:2110.00641) | the trainer's before the first update | min(pi_old/mu, cap) |
+
+    The sum over all micro-batches and ranks is the loss of the batch, whose gradient is what one device would
+    compute: `weights_T` already holds the normaliser (`aggregation`).
+
+    Args:
+        logprobs_T: log pi of the sampled tokens, with gradient, [T]; T may be 0.
+        entropy_T: entropy of pi at these places, [T]; needed if `entropy_coef` is above 0.
+        advantages_T, behaviour_logprobs_T: [T].
+        weights_T: 0 for a token that is not in the loss (prompt, padding, masked): whatever stands in the other
+            tensors there, finite or not, is never used.
+        old_logprobs_T: given exactly if `config.old_logprobs` is `recompute`.
+        reference_logprobs_T: given if `config.kl.beta` is above 0.
+    Returns:
+        The loss (float32 scalar), and float32 scalars without gradient: sums over the tokens with weight (divide by
+        `tokens` after summing over micro-batches and ranks), and maxima, whose names end in `_max`.
+    Raises:
+        ValueError: a tensor that the configuration needs is missing, or one that it excludes is given.
+    """
+    _check(config, entropy_T, old_logprobs_T, reference_logprobs_T)
+    mask_T = weights_T != 0
+
+    def in_loss(values_T: torch.Tensor) -> torch.Tensor:
+        """float32, 0 outside the loss: a mask by product would let an inf or NaN of a prompt token through."""
+        return torch.where(mask_T, values_T.float(), 0.0)
+
+    logprobs_T, advantages_T = in_loss(logprobs_T), in_loss(advantages_T)
+    behaviour_logprobs_T = in_loss(behaviour_logprobs_T)
+    if old_logprobs_T is not None:
+        old_logprobs_T = in_loss(old_logprobs_T)
+        correction_T = truncated_importance_weight(old_logprobs_T, behaviour_logprobs_T, config.importance_cap)
+    elif config.updates_per_batch == 1:
+        old_logprobs_T = logprobs_T.detach()
+        correction_T = truncated_importance_weight(old_logprobs_T, behaviour_logprobs_T, config.importance_cap)
+    else:
+        old_logprobs_T = behaviour_logprobs_T
+        correction_T = torch.ones_like(logprobs_T)
+
+    clipped = clipped_loss(logprobs_T, old_logprobs_T, advantages_T, clip_low=config.clip_low,
+                           clip_high=config.clip_high, dual_clip=config.dual_clip)
+    loss_T = correction_T * clipped.loss_T
+    per_token = {
+        "policy/ratio": clipped.ratio_T,
+        "policy/clipped_high": clipped.clipped_high_T,
+        "policy/clipped_low": clipped.clipped_low_T,
+        "policy/clipped_dual": clipped.clipped_dual_T,
+        "policy/kl_old": kl_estimate(old_logprobs_T, logprobs_T, "k3"),
+        "policy/logprob": logprobs_T,
+        "correction/weight": correction_T,
+        "correction/capped": _capped(correction_T, config),
+    }
+    if reference_logprobs_T is not None:
+        reference_logprobs_T = in_loss(reference_logprobs_T)
+        loss_T = loss_T + config.kl.beta * kl_estimate(logprobs_T, reference_logprobs_T, config.kl.estimator)
+        per_token["reference/kl"] = kl_estimate(logprobs_T, reference_logprobs_T, "k3")
+    if entropy_T is not None:
+        entropy_T = in_loss(entropy_T)
+        loss_T = loss_T - config.entropy_coef * entropy_T
+        per_token["policy/entropy"] = entropy_T
+
+    sums = {"tokens": mask_T.sum().float()}
+    sums |= {name: values_T.detach()[mask_T].sum() for name, values_T in per_token.items()}
+    sums |= mismatch_sums(logprobs_T, behaviour_logprobs_T, mask_T)
+    sums["policy/ratio_max"] = clipped.ratio_T[mask_T].max() if mask_T.any() else loss_T.new_zeros(())
+    return (weights_T.float() * loss_T).sum(), sums
+
+
+def _capped(correction_T: torch.Tensor, config: Algorithm) -> torch.Tensor:
+    if config.importance_cap is None:
+        return torch.zeros_like(correction_T)
+    return (correction_T >= config.importance_cap).float()
+
+
+def _check(config: Algorithm, entropy_T: torch.Tensor | None, old_logprobs_T: torch.Tensor | None,
+           reference_logprobs_T: torch.Tensor | None) -> None:
+    if (config.old_logprobs == "recompute") != (old_logprobs_T is not None):
+        given = "missing" if old_logprobs_T is None else "given"
+        raise ValueError(f"old log-probs are {given} with algorithm.old_logprobs: {config.old_logprobs}")
+    if config.kl.beta > 0 and reference_logprobs_T is None:
+        raise ValueError(f"reference log-probs are missing with algorithm.kl.beta: {config.kl.beta}")
+    if config.entropy_coef > 0 and entropy_T is None:
+        raise ValueError(f"the entropy is missing with algorithm.entropy_coef: {config.entropy_coef}")

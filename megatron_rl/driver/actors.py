@@ -1,0 +1,167 @@
+"""The Ray actors: thin shells around plain classes that know nothing of Ray. One process each, pinned by the driver.
+
+Heavy imports happen inside the methods: the driver imports this module and needs neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from launch.runtime import faults
+from megatron_rl.data.batch import Group, PolicyBatch, Prompt
+from megatron_rl.driver.component import begin, guarded
+
+if TYPE_CHECKING:
+    from megatron_rl.rewards.sample import Sample, Score
+    from megatron_rl.rollout.sampling import Sampling
+
+
+class TrainerActor:
+    """One Megatron rank."""
+
+    def __init__(self, attempt_folder: str, rank: int) -> None:
+        self.rank, self.name = rank, f"trainer-{rank}"
+        self.attempt = begin(attempt_folder, self.name, self._placement(attempt_folder, rank))
+        self.plan, self.placement, self.config = self.attempt.plan(), self.attempt.placement(), self.attempt.config()
+
+    @staticmethod
+    def _placement(attempt_folder: str, rank: int) -> str:
+        from launch.runtime.attempts import Attempt
+
+        return Attempt(Path(attempt_folder)).placement().training[rank].node
+
+    @guarded
+    def start(self) -> None:
+        """Join the training world and build this rank's part of the model."""
+        from megatron_rl.trainer import parallel
+        from megatron_rl.trainer.trainer import MegatronTrainer
+
+        address = self.placement.addresses[self.placement.training[0].node]
+        parallel.initialise(self.plan, self.rank, address, self.placement.master_port, self.config.run.deadline_s,
+                            self.config.trainer.threads, self.config.run.seed)
+        self.trainer = MegatronTrainer(self.config, self.plan, self.rank)
+
+    @guarded
+    def load_initial_weights(self) -> None:
+        self.trainer.load_initial_weights()
+
+    @guarded
+    def load_checkpoint(self, folder: str, identity: dict[str, str]) -> dict[str, Any]:
+        return self.trainer.load(folder, identity)
+
+    @guarded
+    def save_checkpoint(self, folder: str, extra: dict) -> None:
+        self.trainer.save(folder, extra)
+
+    @guarded
+    def update(self, step: int, batch: PolicyBatch) -> dict[str, float]:
+        faults.strike(self.name, "update", step)
+        return self.trainer.update(batch)
+
+    @guarded
+    def logprobs(self, batch: PolicyBatch, model: str) -> np.ndarray | None:
+        return self.trainer.logprobs(batch, model)
+
+    # ---- weight sync (megatron_rl.weight_sync.protocol.TrainerHandle)
+
+    @guarded
+    def sync_describe(self) -> Any:
+        from megatron_rl.weight_sync.sender import WeightSender
+
+        placement = self.placement.training[self.rank]
+        self.sender = WeightSender(self.plan.training.ranks[self.rank], self.trainer.layout(),
+                                   self.trainer.parameters(), address=self.placement.addresses[placement.node])
+        return self.sender.sync_describe()
+
+    @guarded
+    def sync_open(self, lane: Any, edges: Sequence[Any], timeout_s: float) -> None:
+        self.sender.sync_open(lane, edges, timeout_s)
+
+    @guarded
+    def sync_send(self, epoch: int) -> Any:
+        faults.strike(self.name, "sync", epoch)
+        return self.sender.sync_send(epoch)
+
+
+class RolloutActor:
+    """One vLLM replica. Asynchronous: many groups are generated at once."""
+
+    def __init__(self, attempt_folder: str, replica: int) -> None:
+        from launch.runtime.attempts import Attempt
+
+        self.name = f"rollout-{replica}"
+        placement = Attempt(Path(attempt_folder)).placement()
+        self.attempt = begin(attempt_folder, self.name, placement.rollout[replica].node)
+        self._parts = (self.attempt.config(), self.attempt.plan(), placement, replica)
+
+    @guarded
+    async def start(self) -> None:
+        from megatron_rl.rollout.engine import RolloutEngine
+
+        self.engine = RolloutEngine(*self._parts)
+        await self.engine.start()
+
+    @guarded
+    async def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
+        return await self.engine.generate(prompts, sampling, step)
+
+    @guarded
+    async def generate_group(self, prompt: Prompt, sampling: Sampling) -> Group:
+        return await self.engine.generate_group(prompt, sampling)
+
+    @guarded
+    async def stop(self) -> None:
+        await self.engine.stop()
+
+    # ---- weight sync (megatron_rl.weight_sync.protocol.EngineHandle)
+
+    @guarded
+    async def sync_describe(self, canonical: Sequence[Any]) -> Any:
+        return await self.engine.weights.describe(canonical)
+
+    @guarded
+    async def sync_open(self, lanes: Sequence[Any], edges: Sequence[Any], timeout_s: float) -> None:
+        await self.engine.weights.open(lanes, edges, timeout_s)
+
+    @guarded
+    async def sync_prepare(self, epoch: int) -> None:
+        await self.engine.weights.prepare(epoch)
+
+    @guarded
+    async def sync_receive(self, epoch: int) -> Any:
+        return await self.engine.weights.receive(epoch)
+
+    @guarded
+    async def sync_commit(self, epoch: int, version: int) -> None:
+        await self.engine.weights.commit(epoch, version)
+
+    @guarded
+    async def sync_discard(self, epoch: int, reason: str) -> None:
+        await self.engine.weights.discard(epoch, reason)
+
+
+class RewardActor:
+    """The reward processes of one node."""
+
+    def __init__(self, attempt_folder: str, index: int, node: str, columns: Sequence[str]) -> None:
+        from megatron_rl.rewards.worker import RewardWorker
+
+        self.name = f"reward-{index}"
+        self.attempt = begin(attempt_folder, self.name, node)
+        self.worker = RewardWorker(self.attempt.config().reward, self.attempt.folder, columns=columns)
+
+    @guarded
+    def start(self) -> None:
+        self.worker.start()
+
+    @guarded
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return self.worker.score(samples)
+
+    @guarded
+    def close(self) -> None:
+        self.worker.close()

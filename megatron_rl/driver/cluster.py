@@ -1,0 +1,113 @@
+"""The driver's view of Ray: connect, count the nodes, pin an actor to a node, wait for calls with a deadline."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from launch import envvars
+from launch.errors import UserError
+from launch.planner.plan import Placement
+from launch.runtime.ray_node import ADDRESS_VARIABLE
+
+NAMESPACE = "megatron-rl"
+LOOK_EVERY_S = 0.2
+
+
+class ComponentFailed(RuntimeError):
+    """A component raised or died; the message names it."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(f"{name}: {message}")
+        self.name = name
+
+
+class StartTimeout(RuntimeError):
+    """Something did not arrive before its deadline; the message names who is missing."""
+
+
+def connect(placement: Placement, deadline_s: float) -> dict[str, str]:
+    """Join the job's Ray once all its nodes have registered; returns node name -> Ray node id.
+
+    Raises:
+        StartTimeout: naming the nodes that are missing.
+    """
+    address = envvars.get(ADDRESS_VARIABLE)
+    if not address:
+        raise UserError(f"{ADDRESS_VARIABLE} is not set", fix="start the driver through `megatron-rl launch`")
+    until = time.monotonic() + deadline_s
+    _wait_for_port(address, until)
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="WARNING")
+    while True:
+        ids = {node["NodeName"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        missing = [name for name in placement.nodes if name not in ids]
+        if not missing:
+            return {name: ids[name] for name in placement.nodes}
+        if time.monotonic() > until:
+            raise StartTimeout(f"{len(missing)} of {len(placement.nodes)} Ray nodes did not register within "
+                               f"{deadline_s:g} s: {', '.join(missing)}")
+        time.sleep(LOOK_EVERY_S)  # Ray has no call that waits for a node
+
+
+def pinned(cls: type, node_id: str, environment: Mapping[str, str], *args: Any, concurrent: bool = False) -> Any:
+    """Start an actor on this very node. Its environment is set before its Python starts. It takes no Ray resources:
+    the placement decides who sits where."""
+    options: dict[str, Any] = {"max_concurrency": 1000} if concurrent else {}
+    return ray.remote(cls).options(
+        num_cpus=0, max_restarts=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        runtime_env={"env_vars": dict(environment)}, **options).remote(*args)
+
+
+def gather(calls: Mapping[str, Any], what: str, timeout_s: float | None = None) -> dict[str, Any]:
+    """The answers of one call a component, by name. The first failure is raised at once, while others still run.
+
+    Raises:
+        UserError: a component raised it.
+        ComponentFailed: a component raised anything else, or died.
+        StartTimeout: at the deadline, naming those that did not answer.
+    """
+    names = {reference: name for name, reference in calls.items()}
+    waiting = list(names)
+    until = None if timeout_s is None else time.monotonic() + timeout_s
+    answers: dict[str, Any] = {}
+    while waiting:
+        left = None if until is None else max(0.0, until - time.monotonic())
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=left)
+        if not ready:
+            raise StartTimeout(f"{what}: no answer within {timeout_s:g} s from "
+                               f"{', '.join(sorted(names[reference] for reference in waiting))}")
+        for reference in ready:
+            answers[names[reference]] = result(reference, names[reference])
+    return {name: answers[name] for name in calls}
+
+
+def result(reference: Any, name: str) -> Any:
+    """The value of a finished call; failures as in `gather`."""
+    try:
+        return ray.get(reference, timeout=60.0)
+    except RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise error.cause from None
+        raise ComponentFailed(name, f"{type(error.cause).__name__}: {error.cause}") from error
+    except RayActorError as error:
+        raise ComponentFailed(name, f"its process died ({type(error).__name__})") from error
+    except GetTimeoutError as error:
+        raise ComponentFailed(name, "its answer could not be fetched") from error
+
+
+def _wait_for_port(address: str, until: float) -> None:
+    host, port = address.rsplit(":", 1)
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=1.0).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise StartTimeout(f"Ray's head does not answer at {address}: {error}") from error
+            time.sleep(LOOK_EVERY_S)  # nothing to wait on before the head listens

@@ -1,0 +1,76 @@
+"""What every process of a job does when it starts and when it fails: log file, stacks on demand, first error."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import inspect
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from launch.errors import UserError
+from launch.runtime.attempts import Attempt
+from launch.runtime.components import record_error, register
+from launch.runtime.hang import STACK_SIGNAL, stack_file
+
+_stacks: dict[str, IO[str]] = {}
+"""Open for the life of the process: faulthandler writes to the descriptor from its signal handler."""
+
+
+def begin(attempt_folder: str | Path, name: str, node: str, *, own_log: bool = True) -> Attempt:
+    """Register this process as a component of the attempt.
+
+    Args:
+        name: `trainer-0`, `rollout-1`, `reward-0`, `driver`.
+        node: name of the node it runs on.
+        own_log: send stdout and stderr, those of C++ included, to `logs/<name>.log`.
+    """
+    attempt = Attempt(Path(attempt_folder))
+    record = register(attempt, name, node)
+    if own_log:
+        descriptor = os.open(record.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(descriptor, sys.stdout.fileno() if sys.stdout.isatty() else 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    _stacks[name] = stack_file(attempt, name).open("a", encoding="utf-8")
+    faulthandler.register(STACK_SIGNAL, file=_stacks[name], all_threads=True, chain=False)
+    faulthandler.enable(file=sys.stderr)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True,
+                        format=f"%(asctime)s {name} %(levelname)s %(message)s")
+    return attempt
+
+
+def guarded(method: Callable) -> Callable:
+    """For the methods of an actor: the first exception that leaves one is recorded with its traceback, then raised."""
+    if inspect.iscoroutinefunction(method):
+        @functools.wraps(method)
+        async def call_async(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return await method(self, *args, **kwargs)
+            except Exception as error:
+                report(self.attempt, self.name, error)
+                raise
+        return call_async
+
+    @functools.wraps(method)
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            report(self.attempt, self.name, error)
+            raise
+    return call
+
+
+def report(attempt: Attempt, name: str, error: BaseException) -> None:
+    """Write the error to the log and to the attempt's error files."""
+    text = "".join(traceback.format_exception(error))
+    print(text, file=sys.stderr, flush=True)
+    summary = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    record_error(attempt, name, summary, text, user_error=isinstance(error, UserError))

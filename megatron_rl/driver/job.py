@@ -1,0 +1,155 @@
+"""The running job as the loop sees it: training ranks, engines and reward workers behind a handful of verbs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from launch import envvars
+from launch.runtime.attempts import Attempt
+from megatron_rl.data.batch import Group, PolicyBatch, Prompt
+from megatron_rl.driver.actors import RewardActor, RolloutActor, TrainerActor
+from megatron_rl.driver.cluster import connect, gather, pinned, result
+from megatron_rl.rewards.sample import Score, group_samples
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.weight_sync.coordinator import Endpoint, SyncCoordinator
+from megatron_rl.weight_sync.megatron_layout import canonical_tensors
+from megatron_rl.weight_sync.protocol import SyncReport
+
+log = logging.getLogger(__name__)
+
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+"""An engine that unties the head takes it from the embedding that the trainer holds."""
+
+
+class Job:
+    """All actors of an attempt. Use it as a context manager: the end closes what was started.
+
+    Args:
+        attempt: the attempt, with its configuration, plan and placement.
+        columns: further columns of the data set, offered to the rewards.
+        say: called with a line for each thing that start-up waits for.
+    """
+
+    def __init__(self, attempt: Attempt, columns: Sequence[str], say: Callable[[str], None]) -> None:
+        self.attempt, self.columns, self.say = attempt, columns, say
+        self.config, self.plan, self.placement = attempt.config(), attempt.plan(), attempt.placement()
+        self.deadline_s = self.config.run.deadline_s
+        self.trainers: dict[str, Any] = {}
+        self.engines: dict[str, Any] = {}
+        self.rewards: dict[str, Any] = {}
+        self._events = asyncio.Runner()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:  # after a failure the actors stay as they are, so that the cause can be told
+            gather({name: engine.stop.remote() for name, engine in self.engines.items()}, "stopping the engines",
+                   self.deadline_s)
+            gather({name: worker.close.remote() for name, worker in self.rewards.items()}, "stopping the rewards",
+                   self.deadline_s)
+            ray.shutdown()
+        self._events.close()
+
+    # ---- start -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start every actor and wait until each has built its part. All start at the same time."""
+        self.say(f"waiting for {len(self.placement.nodes)} Ray node(s)")
+        nodes = connect(self.placement, self.deadline_s)
+        folder = str(self.attempt.folder.resolve())
+        for engine in self.placement.rollout:
+            self.engines[f"rollout-{engine.replica}"] = pinned(
+                RolloutActor, nodes[engine.node], self._environment("rollout", engine.node, engine.gpus), folder,
+                engine.replica, concurrent=True)
+        for rank in self.placement.training:
+            gpus = () if rank.gpu is None else (rank.gpu,)
+            self.trainers[f"trainer-{rank.rank}"] = pinned(
+                TrainerActor, nodes[rank.node], self._environment("trainer", rank.node, gpus), folder, rank.rank)
+        node = self.placement.nodes[0]
+        self.rewards["reward-0"] = pinned(RewardActor, nodes[node], self._environment("reward", node, ()), folder, 0,
+                                          node, list(self.columns))
+        self.say(f"starting {len(self.trainers)} training rank(s), {len(self.engines)} vLLM engine(s) and the rewards")
+        actors = {**self.trainers, **self.engines, **self.rewards}
+        gather({name: actor.start.remote() for name, actor in actors.items()}, "start", self.deadline_s)
+
+    def load(self, checkpoint: Path | None, identity: dict[str, str]) -> dict[str, Any] | None:
+        """Weights and optimizer into every rank: the initial ones (None is returned), or those of a checkpoint; then
+        what `MegatronTrainer.load` returns."""
+        if checkpoint is None:
+            self.say("loading the initial weights")
+            self._trainers("load_initial_weights")
+            return None
+        self.say(f"loading {checkpoint}")
+        return self._trainers("load_checkpoint", str(checkpoint), identity)[0]
+
+    def open_sync(self) -> None:
+        """Prove the weight-sync manifest and open its lanes."""
+        self.say("tracing layouts and opening the weight-sync lanes")
+        sync = self.config.weight_sync
+        endpoints = [Endpoint(self.placement.addresses[rank.node], rank.port) for rank in self.placement.training]
+        self._coordinator = SyncCoordinator(
+            [Handle(actor) for actor in self.trainers.values()], [Handle(actor) for actor in self.engines.values()],
+            endpoints, canonical_tensors(self.plan.architecture),
+            backend="gloo" if self.plan.device == "cpu" else "nccl", bucket_bytes=int(sync.bucket_mb * 2**20),
+            timeout_s=sync.timeout_s, aliases=TIED if self.plan.architecture.tied_embeddings else None)
+        manifest = self._events.run(self._coordinator.setup())
+        log.info("weight sync: %d edges, %.1f MiB a sync, manifest %s", len(manifest.edges),
+                 manifest.total_bytes / 2**20, manifest.fingerprint())
+
+    # ---- the verbs of a step -----------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int,
+                 arrived: Callable[[Group], None] | None = None) -> list[Group]:
+        """The completions of every prompt, in the order of the prompts; `arrived` is called as each group comes in."""
+        engine = next(iter(self.engines.values()))
+        return result(engine.generate.remote(list(prompts), sampling, step), "rollout-0")
+
+    def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        """The scores of every group, in order."""
+        samples = [sample for group in groups for sample in group_samples(group)]
+        reference = self.rewards["reward-0"].score.remote(samples)
+        scores = iter(result(reference, "reward-0"))
+        return [[next(scores) for _ in group.completions] for group in groups]
+
+    def logprobs(self, batch: PolicyBatch, model: str) -> np.ndarray:
+        """float32 [N]: log-probs of the batch's tokens under the trainer's `policy` or `reference`."""
+        return self._trainers("logprobs", ray.put(batch), model)[0]
+
+    def update(self, step: int, batch: PolicyBatch) -> Mapping[str, float]:
+        """One optimizer step; every rank returns the same metrics."""
+        return self._trainers("update", step, ray.put(batch))[0]
+
+    def sync(self, version: int) -> SyncReport:
+        """Bring every engine to the trainer's weights; returns once all have committed `version`."""
+        return self._events.run(self._coordinator.sync(version))
+
+    def save(self, folder: Path, extra: dict) -> None:
+        self._trainers("save_checkpoint", str(folder), extra)
+
+    def _trainers(self, method: str, *args: Any) -> list[Any]:
+        calls = {name: getattr(actor, method).remote(*args) for name, actor in self.trainers.items()}
+        return list(gather(calls, method).values())
+
+    def _environment(self, role: envvars.Role, node: str, gpus: Sequence[int]) -> dict[str, str]:
+        return envvars.environment(role, self.plan.device, self.config, job=self.attempt.mark, gpus=gpus,
+                                   address=self.placement.addresses[node])
+
+
+class Handle:
+    """An actor whose methods answer with awaitables, as the coordinator wants them."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return getattr(self._actor, method).remote
+
+

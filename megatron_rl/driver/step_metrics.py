@@ -1,0 +1,79 @@
+"""A step's metrics from its parts, by the names of `megatron_rl.monitor.metrics`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_rl.algorithms.batch import BatchStatistics
+from megatron_rl.data.batch import Group
+from megatron_rl.rewards.sample import Score
+from megatron_rl.weight_sync.protocol import SyncReport
+
+COUNTS = ("train/tokens", "train/sequences", "train/microbatches", "train/skipped")
+"""Summed over the updates of a step; maxima stay maxima; everything else is averaged."""
+
+
+def of_step(step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]], statistics: BatchStatistics,
+            updates: Sequence[Mapping[str, float]], sync: SyncReport, times: Mapping[str, float]) -> dict[str, float]:
+    """Everything that is logged of a step."""
+    completions = [completion for group in groups for completion in group.completions]
+    flat = [score for group in scores for score in group]
+    ages = step - 1 - np.concatenate([completion.weight_versions for completion in completions])
+    transfer = sync.seconds["transfer"]
+    return {
+        **statistics.metrics(), **_components(flat), **_updates(updates), **times, **_rates(groups, times),
+        "reward/errors": sum(score.status != "ok" for score in flat) / len(flat),
+        "response/aborted": sum(completion.finish_reason == "abort" for completion in completions) / len(completions),
+        "response/length_min": float(min(len(completion.token_ids) for completion in completions)),
+        "prompt/length_mean": float(np.mean([len(group.prompt.token_ids) for group in groups])),
+        "staleness/mean": float(ages.mean()), "staleness/max": float(ages.max()),
+        "weights/version": float(sync.version),
+        "sync/bytes": float(sync.nbytes), "sync/seconds": transfer, "sync/pause_seconds": sync.seconds["total"],
+        "sync/verify_seconds": sync.seconds["verify"], "sync/gb_per_s": sync.nbytes / 1e9 / max(transfer, 1e-9),
+    }
+
+
+def _rates(groups: Sequence[Group], times: Mapping[str, float]) -> dict[str, float]:
+    lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
+    tokens = sum(lengths) + sum(len(group.prompt.token_ids) * len(group.completions) for group in groups)
+    return {"throughput/samples_per_s": len(lengths) / times["time/step"],
+            "throughput/tokens_per_s": tokens / times["time/step"],
+            "throughput/rollout_tokens_per_s": sum(lengths) / max(times["time/rollout"], 1e-9)}
+
+
+def of_evaluation(file: Path, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> dict[str, float]:
+    """Metrics of greedy answers, one a question. Each answer is written to `file` (JSONL), so that two evaluations
+    can be compared question by question. A question counts as right when its total reward is positive."""
+    rows = [(group.prompt, group.completions[0], score[0]) for group, score in zip(groups, scores, strict=True)]
+    with file.open("w", encoding="utf-8") as out:
+        for prompt, completion, score in rows:
+            out.write(json.dumps({"index": int(prompt.index), "prompt": prompt.text, "answer": prompt.answer,
+                                  "completion": completion.text, "finish_reason": completion.finish_reason,
+                                  "reward": score.total, "components": score.components,
+                                  "right": score.total > 0}, ensure_ascii=False) + "\n")
+    lengths = [len(completion.token_ids) for _, completion, _ in rows]
+    return {"eval/accuracy": float(np.mean([score.total > 0 for _, _, score in rows])),
+            "eval/reward": float(np.mean([score.total for _, _, score in rows])),
+            "eval/questions": float(len(rows)), "eval/length_mean": float(np.mean(lengths)),
+            "eval/truncated": float(np.mean([completion.finish_reason == "length" for _, completion, _ in rows]))}
+
+
+def _components(scores: Sequence[Score]) -> dict[str, float]:
+    names = {name for score in scores for name in score.components}
+    if len(names) < 2:
+        return {}
+    return {f"reward/component/{name}": float(np.mean([score.components.get(name, 0.0) for score in scores]))
+            for name in sorted(names)}
+
+
+def _updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    merged = {}
+    for name in updates[0]:
+        values = [update[name] for update in updates]
+        merged[name] = (sum(values) if name in COUNTS else max(values) if name.endswith("_max")
+                        else values[-1] if name == "train/lr" else sum(values) / len(values))
+    return merged

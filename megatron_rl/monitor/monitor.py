@@ -1,0 +1,68 @@
+"""What the loop holds: one object that takes a step's metrics and passes them to every writer and detector."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from launch.config.schema import RunConfig
+from launch.report.history import attempt_dirs, read_history
+from megatron_rl.data.batch import Group
+from megatron_rl.monitor.divergence import Finding, Watch
+from megatron_rl.monitor.metrics import check_names
+from megatron_rl.monitor.samples import SampleWriter
+from megatron_rl.monitor.writers import JsonlWriter, TensorBoardWriter, WandbWriter, Writer, json_number
+
+log = logging.getLogger(__name__)
+
+
+class Monitor:
+    """Metrics, samples and warnings of one attempt.
+
+    In `attempt_dir` (runs/<name>/attempts/<n>): metrics.jsonl, samples.jsonl, warnings.jsonl. TensorBoard's files lie
+    in runs/<name>/tensorboard, shared by all attempts. `first_step` is the first step that this attempt will log.
+    """
+
+    def __init__(self, config: RunConfig, attempt_dir: Path, *, first_step: int = 1, strict: bool = False) -> None:
+        run_dir = attempt_dir.parent.parent
+        attempt_dir.mkdir(parents=True, exist_ok=True)
+        earlier = [row for row in read_history(attempt_dirs(run_dir)) if row["step"] < first_step]
+        self._strict, self._warned = strict, set()
+        self._warnings = attempt_dir / "warnings.jsonl"
+        self._watch = Watch(earlier)
+        self._samples = SampleWriter(attempt_dir / "samples.jsonl", config.monitor.samples_every)
+        self._writers: list[Writer] = [JsonlWriter(attempt_dir / "metrics.jsonl")]
+        if config.monitor.tensorboard:
+            self._writers.append(TensorBoardWriter(run_dir / "tensorboard", first_step,
+                                                   {"config": config.model_dump_json(indent=2)}))
+        if config.monitor.wandb_project:
+            self._writers.append(WandbWriter(config.monitor.wandb_project, config.run.name, run_dir,
+                                             config.model_dump(mode="json")))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+        """Write one step (once, steps rising). Returns the findings that are new, already logged and written.
+
+        Raises UnknownMetric for a name outside the table when `strict`, else warns once a name."""
+        check_names(metrics, strict=self._strict, warned=self._warned)
+        for writer in self._writers:
+            writer.write(step, metrics)
+        findings = self._watch.check({"step": step, **metrics})
+        for finding in findings:
+            log.warning("%s", finding)
+            evidence = {name: json_number(value) for name, value in finding.evidence.items()}
+            with self._warnings.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(finding) | {"evidence": evidence}, allow_nan=False) + "\n")
+        return findings
+
+    def samples(self, step: int, groups: Sequence[Group], rewards: Sequence[np.ndarray]) -> None:
+        """Write completions to look at, on the steps where `monitor.samples_every` says so."""
+        self._samples.write(step, groups, rewards)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()

@@ -1,0 +1,73 @@
+"""Completions for people to read: samples.jsonl, a few every N steps and the outliers among the rewards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_rl.data.batch import Group
+
+SHOWN = 4
+"""Ordinary completions a time."""
+OUTLIERS = 2
+"""Outliers a side and time."""
+
+
+def pick(rewards: Sequence[np.ndarray]) -> list[tuple[int, int, str]]:
+    """Which completions to show, as (group, sample, why); `rewards[p][g]` is a total reward, groups of any sizes.
+
+    `best` and `worst` of the batch, `sample` spread evenly over the prompts, and `outlier_high` / `outlier_low`
+    outside Tukey's far fences (three interquartile ranges past the quartiles). Nothing twice; the same rewards, the
+    same choice.
+    """
+    places = [(p, g) for p, group in enumerate(rewards) for g in range(len(group))]
+    flat_B = np.concatenate(rewards)
+    low, high = np.quantile(flat_B, [0.25, 0.75])
+    fence = 3 * (high - low)
+    order = np.argsort(flat_B, kind="stable")
+    above = [int(b) for b in order[::-1][:OUTLIERS] if flat_B[b] > high + fence]
+    below = [int(b) for b in order[:OUTLIERS] if flat_B[b] < low - fence]
+    spread = np.linspace(0, flat_B.size - 1, num=min(SHOWN, flat_B.size)).round().astype(int)
+    reasons: dict[int, str] = {}
+    for why, chosen in (("outlier_high", above), ("outlier_low", below), ("best", [int(order[-1])]),
+                        ("worst", [int(order[0])]), ("sample", [int(b) for b in spread])):
+        for b in chosen:
+            reasons.setdefault(b, why)
+    return [(*places[b], why) for b, why in sorted(reasons.items())]
+
+
+class SampleWriter:
+    """Appends to `path` every `every` steps (0: never) what `pick` chooses, one JSON object a completion."""
+
+    def __init__(self, path: Path, every: int) -> None:
+        self._path, self._every = path, every
+
+    def due(self, step: int) -> bool:
+        return self._every > 0 and (step == 1 or step % self._every == 0)
+
+    def write(self, step: int, groups: Sequence[Group], rewards: Sequence[np.ndarray]) -> None:
+        """`rewards[p][g]` is the total reward of `groups[p].completions[g]`.
+
+        Raises ValueError when rewards and groups differ in shape."""
+        if not self.due(step):
+            return
+        shape, expected = [len(group) for group in rewards], [len(group.completions) for group in groups]
+        if shape != expected:
+            raise ValueError(f"rewards of shape {shape} for groups of shape {expected}")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            for p, g, why in pick(rewards):
+                record = _record(step, groups[p], g, float(rewards[p][g]), why)
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _record(step: int, group: Group, g: int, reward: float, why: str) -> dict:
+    completion = group.completions[g]
+    return {
+        "step": step, "why": why, "row": group.prompt.index, "sample": g, "prompt": group.prompt.text,
+        "completion": completion.text, "answer": group.prompt.answer, "reward": round(reward, 6),
+        "tokens": int(completion.token_ids.size), "finish_reason": completion.finish_reason,
+    }

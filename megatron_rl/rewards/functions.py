@@ -1,0 +1,139 @@
+"""The built-in rewards. Each is `f(completion, answer, **keywords) -> float`, the form of a user's function too.
+
+They are pure and hold no deadline of their own: `pool` runs them in a worker process that it can end.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megatron_rl.rewards.numbers import last_number, marked_number, parse_number
+
+
+LONGEST_BOX = 500
+"""Characters of a boxed answer that are still read: parsing time grows fast with nested brackets."""
+
+
+def exact_match(completion: str, answer: str | None, *,
+                anywhere: Literal["marker", "last_number", "text"] = "marker") -> float:
+    """1 if the completion's final answer equals the gold answer, else 0.
+
+    Args:
+        anywhere: where the answer is looked for. `marker`: after GSM8K's `####` (see `numbers.marked_number`);
+            `last_number`: the last number of the completion; `text`: the whole completion, compared as text without
+            the white space around it. Numbers are compared exactly, by value (`1,000` = `1000.0`).
+    Raises:
+        ValueError: the gold answer is empty, or holds no number where one is compared. Such a row must not score.
+    """
+    if answer is None or not answer.strip():
+        raise ValueError("the gold answer is empty")
+    if anywhere == "text":
+        return float(completion.strip() == answer.strip())
+    gold = marked_number(answer) if "####" in answer else parse_number(answer)
+    if gold is None:
+        raise ValueError(f"the gold answer {answer!r} is neither a number nor ends in '#### <number>'")
+    found = marked_number(completion) if anywhere == "marker" else last_number(completion)
+    return float(found is not None and found == gold)
+
+
+def math_equivalence(completion: str, answer: str | None, *, anywhere: Literal["boxed", "last"] = "boxed") -> float:
+    r"""1 if the completion's final answer is mathematically equal to the gold answer (math-verify), else 0.
+
+    Args:
+        anywhere: `boxed`: only what stands in `\boxed{...}` counts, and every box must be right: an answer that
+            boxes two different things is no answer. `last`: the last expression that math-verify finds.
+
+    SymPy may work for ever on what a policy writes (`9^{9^{9^9}}`), which the pool ends as a timeout: use
+    `reward.on_error: zero` with it. Words are read as products of their letters, so for answers in words take
+    `exact_match` with `anywhere: text`.
+
+    Raises:
+        ValueError: the gold answer is empty or cannot be parsed. Such a row must not score (open-r1#55).
+    """
+    gold = _parse_gold(answer or "")
+    if anywhere == "last":
+        return float(_equal(gold, _parse(completion)))
+    boxes = boxed(completion)
+    if not boxes or max(map(len, boxes)) > LONGEST_BOX:
+        return 0.0
+    return float(all(_equal(gold, _parse_box(box)) for box in boxes))
+
+
+def format_match(completion: str, answer: str | None, *, pattern: str) -> float:
+    """1 if the whole completion matches the regular expression `pattern`, else 0. Start it with `(?s)` to let `.`
+    match line breaks."""
+    return float(re.fullmatch(pattern, completion) is not None)
+
+
+def overlong_penalty(completion: str, answer: str | None, *, completion_tokens: int,
+                     max_tokens: Annotated[int, Field(gt=0)], buffer_tokens: Annotated[int, Field(gt=0)]) -> float:
+    """Soft overlong punishment (DAPO, arXiv:2503.14476, section 3.4), with n completion tokens:
+
+        0                                             n <= max_tokens - buffer_tokens
+        (max_tokens - buffer_tokens - n) / buffer_tokens    up to max_tokens
+        -1                                            beyond
+    """
+    return max(-1.0, min(0.0, (max_tokens - buffer_tokens - completion_tokens) / buffer_tokens))
+
+
+BUILTINS: dict[str, Callable[..., float]] = {
+    "exact_match": exact_match,
+    "math": math_equivalence,
+    "format": format_match,
+    "length": overlong_penalty,
+}
+
+
+def boxed(text: str) -> list[str]:
+    r"""The contents of every `\boxed{...}` of a text, outermost boxes only, braces balanced."""
+    contents, position = [], 0
+    while (start := text.find("\\boxed{", position)) >= 0:
+        begin = position = start + len("\\boxed{")
+        depth = 1
+        while position < len(text) and depth:
+            depth += {"{": 1, "}": -1}.get(text[position], 0)
+            position += 1
+        if depth:
+            break
+        contents.append(text[begin:position - 1].strip())
+    return contents
+
+
+@functools.lru_cache(maxsize=1024)
+def _parse_gold(answer: str) -> list[Any]:
+    boxes = boxed(answer)
+    content = boxes[-1] if boxes else answer.strip().strip("$").strip()
+    parsed = _parse_box(content) if content else []
+    if not parsed:
+        raise ValueError(f"the gold answer {answer!r} cannot be parsed as mathematics")
+    return parsed
+
+
+def _parse(text: str) -> list[Any]:
+    """What math-verify reads in a text: SymPy expressions, never a bare string (its fallback), by which text that
+    nobody could parse would equal other such text."""
+    import math_verify  # 0.4 s of SymPy, only where it is used
+
+    return math_verify.parse(text, fallback_mode="no_fallback", parsing_timeout=None)
+
+
+def _parse_box(content: str) -> list[Any]:
+    r"""The whole content as one expression. With math-verify's other extractors `\boxed{Is it 4 or 5?}` would be 5,
+    the last number of what is no expression."""
+    from math_verify import LatexExtractionConfig, parse
+
+    whole = LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0)
+    return parse(f"\\boxed{{{content}}}", [whole], fallback_mode="no_fallback", parsing_timeout=None)
+
+
+def _equal(gold: list[Any], found: list[Any]) -> bool:
+    import math_verify
+
+    # Its own timeout raises SIGALRM, which works in a main thread only and elsewhere turns every answer into 0
+    # (verl#5635, TRL#5281); the deadline is the pool's.
+    return bool(found) and math_verify.verify(gold, found, timeout_seconds=None)

@@ -1,0 +1,184 @@
+"""From the configuration's reward functions to callables, with every mistake found before the run starts."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import math
+import numbers
+import re
+import sys
+import typing
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from launch.config.schema import Reward as RewardConfig
+from launch.errors import UserError
+from megatron_rl.rewards.functions import BUILTINS
+from megatron_rl.rewards.sample import Sample
+
+OFFERED = ("prompt", "finish_reason", "completion_tokens")
+"""Offered to every reward function by keyword, besides the data row's columns."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """One reward function of the configuration, ready to be called."""
+
+    name: str
+    """As in the configuration; numbered (`format#2`) where one name is used twice."""
+    function: Callable[..., Any]
+    weight: float
+    args: dict[str, Any]
+    keywords: frozenset[str] | None
+    """Keyword arguments that the function takes; None: all (`**kwargs`)."""
+
+    def __call__(self, sample: Sample) -> float:
+        """The unweighted value for one sample. The function gets its `args`, and of the row's columns and `OFFERED`
+        what its signature names; `args` win over `OFFERED`, and `OFFERED` over columns.
+
+        Raises:
+            TypeError, ValueError: the function returned something that is not a finite number.
+            Whatever the function raises.
+        """
+        offered = {**sample.columns, "prompt": sample.prompt, "finish_reason": sample.finish_reason,
+                   "completion_tokens": sample.completion_tokens, **self.args}
+        if self.keywords is not None:
+            offered = {name: value for name, value in offered.items() if name in self.keywords}
+        else:
+            offered = {name: value for name, value in offered.items() if name not in ("completion", "answer")}
+        return _finite(self.function(sample.completion, sample.answer, **offered))
+
+
+def load_rewards(config: RewardConfig, columns: Collection[str] | None = None) -> list[Reward]:
+    """The reward functions of a run, in the order of the configuration.
+
+    User functions are imported with the working directory on `sys.path`, as `python -m` would.
+
+    Args:
+        columns: names of the data set's further columns, if known: a function that requires another keyword is
+            then refused here, not at the first sample.
+    Raises:
+        UserError: a name that is no built-in and does not import, an attribute that is missing or not callable,
+            arguments that do not fit the signature.
+    """
+    rewards: list[Reward] = []
+    for i, entry in enumerate(config.functions):
+        where = f"reward.functions[{i}]"
+        function = _resolve(entry.function, f"{where}.function")
+        keywords = _check_signature(entry.function, function, entry.args, columns, where)
+        used = sum(1 for other in config.functions[:i] if other.function == entry.function)
+        name = entry.function if not used else f"{entry.function}#{used + 1}"
+        rewards.append(Reward(name, function, entry.weight, dict(entry.args), keywords))
+    return rewards
+
+
+def _resolve(path: str, where: str) -> Callable[..., Any]:
+    if path in BUILTINS:
+        return BUILTINS[path]
+    module_name, colon, attribute = path.partition(":")
+    if not (colon and module_name and attribute):
+        raise UserError(f"no built-in reward is called {path!r}", where=where, fix=_nearest(path, list(BUILTINS))
+                        + f" (built-in: {', '.join(BUILTINS)}), or a function of yours as package.module:function")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
+        raise UserError(f"reward {path!r}: importing {module_name} fails with {type(error).__name__}: {error}",
+                        where=where, fix=f"make `python -c 'import {module_name}'` work from {Path.cwd()}, "
+                                         f"or set PYTHONPATH to the folder that holds it") from error
+    function = getattr(module, attribute, None)
+    if function is None:
+        public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise UserError(f"reward {path!r}: {module_name} has no {attribute!r}", where=where,
+                        fix=_nearest(attribute, public, module_name + ":") if public
+                        else f"define {attribute} in {module.__file__}")
+    if not callable(function):
+        raise UserError(f"reward {path!r} is a {type(function).__name__}, not a function", where=where,
+                        fix="name a function f(completion, answer, **columns) -> float")
+    return function
+
+
+def _nearest(name: str, candidates: list[str], prefix: str = "") -> str:
+    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
+    return f"write {prefix}{close[0]}" if close else f"write one of {', '.join(prefix + c for c in candidates)}"
+
+
+def _check_signature(name: str, function: Callable[..., Any], args: dict[str, Any], columns: Collection[str] | None,
+                     where: str) -> frozenset[str] | None:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise UserError(f"reward {name!r} has no signature that Python can read", where=f"{where}.function",
+                        fix="wrap it in a plain function f(completion, answer, **columns) -> float") from error
+    if inspect.iscoroutinefunction(function):
+        raise UserError(f"reward {name!r} is asynchronous", where=f"{where}.function",
+                        fix="write a plain function: rewards already run in processes of their own")
+    kinds = inspect.Parameter
+    positional = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    takes_two = len(positional) >= 2 or any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
+    if not takes_two:
+        raise UserError(f"reward {name!r} does not take a completion and an answer: its signature is "
+                        f"{inspect.signature(function)}", where=f"{where}.function",
+                        fix="write f(completion, answer, **columns) -> float; the first two are passed by position")
+    rest = [p for p in parameters if p not in positional[:2]]
+    by_keyword = {p.name: p for p in rest if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
+    takes_all = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
+    _check_args(name, function, args, by_keyword, takes_all, where)
+    available = {*OFFERED, *args, *(columns or ())}
+    required = [p.name for p in rest if p.default is kinds.empty
+                and p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)]
+    missing = [parameter for parameter in required if parameter not in available]
+    if missing and (columns is not None or name in BUILTINS):
+        raise UserError(f"reward {name!r} needs {', '.join(missing)}, which is neither in its args nor a column of "
+                        f"the data", where=f"{where}.args", fix=f"set {where}.args.{missing[0]}")
+    return None if takes_all else frozenset(by_keyword)
+
+
+def _check_args(name: str, function: Callable[..., Any], args: dict[str, Any],
+                by_keyword: dict[str, inspect.Parameter], takes_all: bool, where: str) -> None:
+    for arg, value in args.items():
+        if arg in ("completion", "answer"):
+            raise UserError(f"reward {name!r}: {arg} is passed with every sample and cannot be set",
+                            where=f"{where}.args.{arg}", fix="remove it")
+        if arg not in by_keyword and not takes_all:
+            choices = [parameter for parameter in by_keyword if parameter not in OFFERED]
+            raise UserError(f"reward {name!r} takes no argument {arg!r} (found {value!r})",
+                            where=f"{where}.args.{arg}", fix=_nearest(arg, choices) if choices else "remove it")
+    if name not in BUILTINS:
+        return
+    for arg, annotation in typing.get_type_hints(function, include_extras=True).items():
+        if arg not in args:
+            continue
+        try:
+            pydantic.TypeAdapter(annotation).validate_python(args[arg], strict=True)
+        except pydantic.ValidationError as error:
+            raise UserError(f"reward {name!r}: {arg} = {args[arg]!r} is not valid", where=f"{where}.args.{arg}",
+                            fix=error.errors()[0]["msg"]) from error
+    if name == "format":
+        try:
+            re.compile(args.get("pattern", ""))
+        except re.error as error:
+            raise UserError(f"reward 'format': pattern {args['pattern']!r} is no regular expression: {error}",
+                            where=f"{where}.args.pattern", fix="correct the expression") from error
+    if name == "length" and args.get("buffer_tokens", 0) > args.get("max_tokens", math.inf):
+        raise UserError(f"reward 'length': buffer_tokens = {args['buffer_tokens']} is more than max_tokens = "
+                        f"{args['max_tokens']}", where=f"{where}.args.buffer_tokens",
+                        fix=f"use at most {args['max_tokens']}")
+
+
+def _finite(value: Any) -> float:
+    # NumPy's and torch's scalars are no numbers.Real; `item` is their common way out.
+    if not isinstance(value, numbers.Real) and hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"returned {value!r} ({type(value).__name__}), not a number")
+    if not math.isfinite(value):
+        raise ValueError(f"returned {float(value)}, not a finite number")
+    return float(value)

@@ -1,0 +1,56 @@
+"""What goes into a reward and what comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megatron_rl.data.batch import Group
+
+Status = Literal["ok", "error", "timeout"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion to be scored. Plain values only: it crosses process boundaries and is saved as JSON."""
+
+    completion: str
+    answer: str | None
+    prompt: str = ""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """The data row's other columns, offered to the reward as keyword arguments."""
+    finish_reason: str = "stop"
+    completion_tokens: int = 0
+    prompt_index: int = -1
+    """Row in the data set."""
+    sample_index: int = -1
+    """Place among the completions of its group."""
+
+    @property
+    def name(self) -> str:
+        return f"prompt {self.prompt_index}, sample {self.sample_index}"
+
+
+@dataclass(frozen=True)
+class Score:
+    """A wrong answer (`ok`, low total), a reward that failed (`error`) and one that hung (`timeout`) are three
+    different things; only the first says anything about the policy."""
+
+    total: float
+    """Sum over functions of weight x value; 0 unless the status is `ok`."""
+    components: dict[str, float] = field(default_factory=dict)
+    """Unweighted value by function; those computed before a failure only."""
+    status: Status = "ok"
+    detail: str = ""
+    """Why it failed: the function and its exception, or how its process ended."""
+    function: str = ""
+    """The function that failed."""
+
+
+def group_samples(group: Group) -> list[Sample]:
+    """The completions of a group as samples, in the group's order."""
+    prompt = group.prompt
+    return [Sample(completion=completion.text, answer=prompt.answer, prompt=prompt.text, columns=dict(prompt.columns),
+                   finish_reason=completion.finish_reason, completion_tokens=len(completion.token_ids),
+                   prompt_index=int(prompt.index), sample_index=i)
+            for i, completion in enumerate(group.completions)]

@@ -1,0 +1,99 @@
+"""The reward side of the loop: a pool, and what becomes of samples whose reward failed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.config.schema import Reward as RewardConfig
+from launch.errors import UserError
+from megatron_rl.rewards.pool import RewardFailure, RewardPool
+from megatron_rl.rewards.sample import Sample, Score
+
+log = logging.getLogger(__name__)
+
+SAVED_AT_MOST = 50
+"""Failed samples saved in one attempt with `reward.on_error: zero`."""
+
+
+class RewardWorker:
+    """Scores samples as the configuration says. A plain class: the driver puts it into a Ray actor on CPUs.
+
+    Args:
+        config: the `reward` section.
+        attempt_dir: failed samples are saved in `<attempt_dir>/failed_samples/`.
+        log_dir: for the output of the worker processes; default `<attempt_dir>/logs`.
+        columns: names of the data's further columns, if known.
+    """
+
+    def __init__(self, config: RewardConfig, attempt_dir: str | Path, *, log_dir: str | Path | None = None,
+                 columns: Sequence[str] | None = None) -> None:
+        self._config = config
+        self._failed_dir = Path(attempt_dir) / "failed_samples"
+        self._log_dir = Path(log_dir) if log_dir else Path(attempt_dir) / "logs"
+        self._columns = columns
+        self._pool: RewardPool | None = None
+        self._saved = 0
+
+    def start(self) -> None:
+        """Loads the rewards, tries their guards, warms the processes up.
+
+        Raises:
+            UserError: see `RewardPool.start`.
+        """
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._pool = RewardPool(self._config, columns=self._columns, log_dir=self._log_dir)
+        self._pool.start()
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """The score of every sample, in the given order.
+
+        With `on_error: zero` a failed sample has total 0 and keeps its status, for the caller to count.
+
+        Raises:
+            UserError: with `on_error: stop`, at the first sample whose reward raises or hangs.
+        """
+        if self._pool is None:
+            raise RuntimeError("RewardWorker.score before start, or after close")
+        try:
+            scores = self._pool.score(samples, stop_on_failure=self._config.on_error == "stop")
+        except RewardFailure as failure:
+            sample = samples[failure.index]
+            raise self._stop(sample, failure.score, self._save(sample, failure.score)) from None
+        failed = [i for i, score in enumerate(scores) if score.status != "ok"]
+        for i in failed:
+            if self._saved < SAVED_AT_MOST:
+                path = self._save(samples[i], scores[i])
+                log.warning("reward of %s: %s: %s (saved as %s)", samples[i].name, scores[i].status,
+                            scores[i].detail, path)
+        if failed:
+            log.warning("the reward of %d of %d samples failed and counts as 0", len(failed), len(samples))
+        return scores
+
+    def close(self) -> None:
+        """Ends the worker processes. May be called twice."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _save(self, sample: Sample, score: Score) -> Path:
+        self._failed_dir.mkdir(parents=True, exist_ok=True)
+        self._saved += 1
+        path = self._failed_dir / f"{self._saved:03d}-prompt{sample.prompt_index}-sample{sample.sample_index}.json"
+        content = {"function": score.function, "status": score.status, "detail": score.detail,
+                   "components": score.components, "sample": dataclasses.asdict(sample)}
+        path.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=repr) + "\n", encoding="utf-8")
+        return path
+
+    def _stop(self, sample: Sample, score: Score, path: Path) -> UserError:
+        function = score.function or "/".join(entry.function for entry in self._config.functions)
+        what = "hangs" if score.status == "timeout" else "fails"
+        return UserError(
+            f"reward {function!r} {what} on {sample.name}: {score.detail}",
+            where=f"reward.functions: {function}; the sample is saved as {path}",
+            fix="correct the reward or the data row"
+                + (f", raise reward.timeout_s (now {self._config.timeout_s:g})" if score.status == "timeout" else "")
+                + ", or set reward.on_error: zero to score such samples 0")

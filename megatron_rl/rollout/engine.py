@@ -1,0 +1,279 @@
+"""A rollout replica: vLLM's AsyncLLM with its tensor parallel workers, as a plain class with async methods.
+
+The driver wraps it in a Ray actor; nothing here knows Ray. The engine starts with dummy weights and serves nothing
+until the weight sync has committed a version; `weights` (EngineWeights) holds that side of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from launch.config.schema import RunConfig
+from launch.errors import UserError
+from launch.planner.plan import Placement, Plan
+from megatron_rl.data.batch import Completion, Group, Prompt
+from megatron_rl.rollout.sampling import Sampling, group_seed, instances
+from megatron_rl.rollout.weights import EngineWeights
+from megatron_rl.weight_sync.manifest import Destination, Edge
+from megatron_rl.weight_sync.protocol import TransferReport
+from megatron_rl.weight_sync.tiles import CanonicalTensor
+from megatron_rl.weight_sync.transport import LaneSpec
+from megatron_rl.weight_sync.vllm_internals import pause_scheduler, shut_down
+
+_DEFAULT_CHUNK = 8192
+"""Tokens of one engine iteration when the configuration leaves it to us."""
+
+
+class EngineDied(RuntimeError):
+    """vLLM's engine core or a worker ended; the message holds the end of its log."""
+
+
+class RolloutEngine:
+    """One replica. All methods are called from one event loop.
+
+    Args:
+        config, plan, placement: the run's.
+        replica: which engine of `plan.rollout.engines` this is.
+        log_path: file for the output of vLLM's processes; None leaves it on this process's own.
+    """
+
+    def __init__(self, config: RunConfig, plan: Plan, placement: Placement, replica: int,
+                 log_path: str | Path | None = None) -> None:
+        self._config, self._plan, self._replica = config, plan, replica
+        self._log_path = Path(log_path) if log_path else None
+        node = placement.rollout[replica].node
+        self._address = placement.addresses[node]
+        self._tp = plan.rollout.engines[replica].tp
+        self._max_model_len = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+        self._deterministic = config.rollout.deterministic
+        self._chunk_tokens = _chunk_tokens(config, self._deterministic and plan.device == "cpu")
+        self._requests = 0
+        self._llm = None
+        self.weights: EngineWeights | None = None
+
+    async def start(self) -> None:
+        """Start vLLM with dummy weights; returns when it answers. Serves nothing yet."""
+        from transformers import AutoTokenizer
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._tokenizer = AutoTokenizer.from_pretrained(self._config.model.path)
+        self._stop_ids = stop_token_ids(self._config.model.path, self._tokenizer)
+        arguments = AsyncEngineArgs(**self._engine_arguments())
+        try:
+            with _output_to(self._log_path):
+                self._llm = AsyncLLM.from_engine_args(arguments)
+        except RuntimeError as error:
+            raise EngineDied(f"engine {self._replica} did not start: {error}{self._log_tail()}") from error
+        dtype = {"fp32": "float32", "bf16": "bfloat16"}[self._config.rollout.dtype]
+        self.weights = EngineWeights(self._llm, self._replica, self._tp, dtype, self._address)
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
+        """The groups of `prompts`, in their order.
+
+        With `rollout.deterministic` the prompts are enqueued in sorted order while the engine is paused, on a cold
+        prefix cache, with seeds from (run seed, step, prompt, instance, sample): on a CPU the result repeats bit
+        for bit, whatever the engine did before.
+
+        Raises:
+            UserError: a prompt is longer than the configuration allows.
+            EngineDied: vLLM ended.
+            NotServing: no weight version is committed on this engine.
+        """
+        self.weights.check_serving()
+        seeds = [group_seed(self._config.run.seed, step, prompt.index, instance)
+                 for prompt, instance in zip(prompts, instances(prompts))]
+        if not self._deterministic:
+            return list(await asyncio.gather(*[self.generate_group(prompt, sampling) for prompt in prompts]))
+
+        order = sorted(range(len(prompts)), key=lambda i: (prompts[i].index, seeds[i]))
+        groups: list[Group | None] = [None] * len(prompts)
+        await pause_scheduler(self._llm, clear_cache=True)
+        try:
+            queues = [await self._enqueue(prompts[i], sampling, seeds[i]) for i in order]
+        finally:
+            await self._llm.resume_generation()
+        for i, queue in zip(order, queues):
+            groups[i] = self._group(prompts[i], await self._finished(queue))
+        return groups
+
+    async def generate_group(self, prompt: Prompt, sampling: Sampling, seed: int | None = None) -> Group:
+        """G completions of one prompt. Groups of concurrent calls share the engine's batch as they come."""
+        self.weights.check_serving()
+        queue = await self._enqueue(prompt, sampling, seed)
+        return self._group(prompt, await self._finished(queue))
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """End vLLM and its workers; none is left when this returns."""
+        if self._llm is None:
+            return
+        llm, self._llm = self._llm, None
+        await asyncio.to_thread(shut_down, llm, timeout_s)
+
+    def status(self) -> dict:
+        """State, committed version and unfinished requests, for routing and health checks."""
+        unfinished = self._llm.get_num_unfinished_requests() if self._llm is not None else 0
+        return {"replica": self._replica, "state": self.weights.state.value, "version": self.weights.version,
+                "unfinished": unfinished}
+
+    # The engine's part of a weight sync (`weight_sync.protocol.EngineHandle`).
+
+    async def sync_describe(self, canonical: Sequence[CanonicalTensor]) -> list[Destination]:
+        return await self.weights.describe(canonical)
+
+    async def sync_open(self, lanes: Sequence[LaneSpec], edges: Sequence[Edge], timeout_s: float) -> None:
+        await self.weights.open(lanes, edges, timeout_s)
+
+    async def sync_prepare(self, epoch: int) -> None:
+        await self.weights.prepare(epoch)
+
+    async def sync_receive(self, epoch: int) -> list[TransferReport]:
+        return await self.weights.receive(epoch)
+
+    async def sync_commit(self, epoch: int, version: int) -> None:
+        await self.weights.commit(epoch, version)
+
+    async def sync_discard(self, epoch: int, reason: str) -> None:
+        await self.weights.discard(epoch, reason)
+
+    # Inside.
+
+    def _engine_arguments(self) -> dict:
+        rollout = self._config.rollout
+        cpu = self._plan.device == "cpu"
+        # Without tensor parallelism the worker lives in the engine core's process: one process and one hop less.
+        arguments = dict(
+            model=self._config.model.path, skip_tokenizer_init=True, load_format="dummy",
+            dtype={"fp32": "float32", "bf16": "bfloat16"}[rollout.dtype], seed=self._config.run.seed,
+            tensor_parallel_size=self._tp, distributed_executor_backend="mp" if self._tp > 1 else "uni",
+            max_model_len=self._max_model_len, max_num_seqs=rollout.max_num_seqs,
+            max_num_batched_tokens=self._chunk_tokens, enforce_eager=rollout.enforce_eager,
+            enable_prefix_caching=rollout.prefix_caching, logprobs_mode="processed_logprobs",
+            disable_log_stats=True, enable_log_requests=False,
+            worker_extension_cls="megatron_rl.weight_sync.vllm_plugin.WeightSyncWorker",
+            weight_transfer_config={"backend": "megatron_rl"},
+        )
+        if cpu:
+            arguments["kv_cache_memory_bytes"] = int(rollout.kv_cache_gb * 2**30)
+        else:
+            arguments["gpu_memory_utilization"] = rollout.memory_utilization
+        if cpu and self._deterministic:
+            # vLLM's CPU sampler cannot rewind the generator of a seeded request whose prefill was split.
+            arguments["enable_chunked_prefill"] = False
+        return arguments
+
+    async def _enqueue(self, prompt: Prompt, sampling: Sampling, seed: int | None):
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        self._check_prompt(prompt)
+        parameters = SamplingParams(
+            n=sampling.n, temperature=sampling.temperature, max_tokens=sampling.max_new_tokens, seed=seed,
+            stop_token_ids=self._stop_ids, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
+        self._requests += 1
+        with self._engine_errors():
+            return await self._llm.add_request(str(self._requests), tokens_input(prompt.token_ids.tolist()), parameters)
+
+    async def _finished(self, queue):
+        with self._engine_errors():
+            while True:
+                output = queue.get_nowait() or await queue.get()
+                if output.finished:
+                    return output
+
+    def _group(self, prompt: Prompt, output) -> Group:
+        outputs = sorted(output.outputs, key=lambda completion: completion.index)
+        texts = self._tokenizer.batch_decode([list(o.token_ids) for o in outputs], skip_special_tokens=True)
+        return Group(prompt, tuple(_completion(o, text) for o, text in zip(outputs, texts)), self._replica)
+
+    def _check_prompt(self, prompt: Prompt) -> None:
+        limit = self._config.rollout.max_prompt_tokens
+        if len(prompt.token_ids) > limit:
+            raise UserError(f"prompt {prompt.index} has {len(prompt.token_ids)} tokens, more than "
+                            f"rollout.max_prompt_tokens = {limit}", where="rollout.max_prompt_tokens",
+                            fix="raise it or drop the prompt")
+
+    @contextlib.contextmanager
+    def _engine_errors(self) -> Iterator[None]:
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        try:
+            yield
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineDied(f"engine {self._replica} died{self._log_tail()}") from error
+
+    def _log_tail(self, lines: int = 30) -> str:
+        if self._log_path is None or not self._log_path.exists():
+            return ""
+        tail = self._log_path.read_text(errors="replace").splitlines()[-lines:]
+        return f"; the end of {self._log_path}:\n" + "\n".join(tail)
+
+
+def stop_token_ids(folder: str, tokenizer) -> list[int]:
+    """Every token that ends an answer: the tokenizer's and those of generation_config.json (often more)."""
+    from transformers import GenerationConfig
+
+    ids = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    if (Path(folder) / "generation_config.json").exists():
+        eos = GenerationConfig.from_pretrained(folder).eos_token_id
+        ids |= set() if eos is None else set(eos if isinstance(eos, list) else [eos])
+    return sorted(ids)
+
+
+def _completion(output, text: str) -> Completion:
+    token_ids_R = np.asarray(output.token_ids, dtype=np.int32)
+    logprobs_R = np.asarray(output.logprobs.logprobs if output.logprobs is not None else [], dtype=np.float32)
+    versions_R = np.empty(len(token_ids_R), dtype=np.int32)
+    covered = 0
+    for span in output.weight_versions or ():
+        versions_R[span.start:span.end] = int(span.version)
+        covered += span.end - span.start
+    if covered != len(token_ids_R) or len(logprobs_R) != len(token_ids_R):
+        raise RuntimeError(f"vLLM returned {len(token_ids_R)} tokens, {len(logprobs_R)} log-probs and weight versions "
+                           f"for {covered}")
+    return Completion(token_ids_R, logprobs_R, text, output.finish_reason, versions_R)
+
+
+def _chunk_tokens(config: RunConfig, seeded_on_cpu: bool) -> int:
+    """Tokens of one engine iteration. A seeded request whose prefill is split kills vLLM's CPU engine."""
+    rollout = config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    chosen = rollout.max_num_batched_tokens
+    if chosen is None:
+        return max(_DEFAULT_CHUNK, longest)
+    if seeded_on_cpu and rollout.max_prompt_tokens > chosen:
+        raise UserError(
+            f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens} exceeds rollout.max_num_batched_tokens = {chosen}: "
+            "on a CPU a seeded prompt must be prefilled in one piece",
+            where="rollout.max_num_batched_tokens", fix=f"at least {longest}, null, or rollout.deterministic: false")
+    return max(chosen, longest) if seeded_on_cpu else chosen
+
+
+@contextlib.contextmanager
+def _output_to(path: Path | None) -> Iterator[None]:
+    """Processes started inside write to `path`: they inherit the file behind stdout and stderr."""
+    if path is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    with path.open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        yield
+    finally:
+        for descriptor, original in zip((1, 2), saved):
+            os.dup2(original, descriptor)
+            os.close(original)

@@ -1,0 +1,156 @@
+"""Routing of groups over rollout engines, on the driver.
+
+Engines are handles with awaitable methods (`generate`, `generate_group`), so the scheduler runs on Ray actors and on
+plain objects alike. Groups are returned in the order of the prompts they were asked for, never by arrival.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from megatron_rl.data.batch import Group, Prompt
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.weight_sync.protocol import NotServing
+
+
+class EngineClient(Protocol):
+    """A rollout engine, as the scheduler sees it (`RolloutEngine`, behind a Ray actor or not)."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> Awaitable[list[Group]]: ...
+
+    def generate_group(self, prompt: Prompt, sampling: Sampling, seed: int | None = None) -> Awaitable[Group]: ...
+
+
+@dataclass
+class _Lane:
+    """What the scheduler knows of one engine."""
+
+    client: EngineClient
+    version: int | None = None
+    outstanding_tokens: int = 0
+    outstanding_sequences: int = 0
+    served: dict[str, int] = field(default_factory=lambda: {"groups": 0, "tokens": 0})
+
+
+class RolloutScheduler:
+    """Spreads the groups of a rollout batch over the engines.
+
+    With `deterministic` group i goes to engine i mod E, whatever the load. Otherwise each group goes to the engine
+    with the fewest outstanding tokens that has room in its batch; the rest wait here, so that a slow engine gets
+    fewer. With one engine the whole batch is one call.
+
+    Args:
+        engines: one client a replica.
+        max_sequences: sequences an engine decodes at once (`rollout.max_num_seqs`).
+        deterministic: fixed routing.
+    """
+
+    def __init__(self, engines: Sequence[EngineClient], *, max_sequences: int, deterministic: bool) -> None:
+        self._lanes = [_Lane(engine) for engine in engines]
+        self._max_sequences = max_sequences
+        self._deterministic = deterministic
+        self._committed: int | None = None
+
+    def committed(self, version: int, replicas: Sequence[int] | None = None) -> None:
+        """`version` was committed on `replicas` (default: all). Only engines that hold it are routed to."""
+        self._committed = version
+        for replica in range(len(self._lanes)) if replicas is None else replicas:
+            self._lanes[replica].version = version
+
+    def served(self) -> list[dict[str, int]]:
+        """For each engine, the groups and completion tokens it returned so far."""
+        return [dict(lane.served) for lane in self._lanes]
+
+    async def rollout(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
+        """The groups of `prompts`, in their order.
+
+        Raises:
+            NotServing: no engine holds the committed version.
+            whatever an engine raises: the other groups of the batch are cancelled.
+        """
+        lanes = self._eligible()
+        if len(lanes) == 1 or self._deterministic:
+            return await self._in_shares(lanes, prompts, sampling, step)
+        return await self._by_load(lanes, prompts, sampling)
+
+    def _eligible(self) -> list[_Lane]:
+        lanes = [lane for lane in self._lanes if self._committed is not None and lane.version == self._committed]
+        if not lanes:
+            held = ", ".join(f"engine {i}: {lane.version}" for i, lane in enumerate(self._lanes))
+            raise NotServing(f"no engine holds the committed version {self._committed} ({held})")
+        return lanes
+
+    async def _in_shares(self, lanes: Sequence[_Lane], prompts: Sequence[Prompt], sampling: Sampling, step: int
+                         ) -> list[Group]:
+        """One call an engine: prompt i belongs to engine i mod E."""
+        groups: list[Group | None] = [None] * len(prompts)
+
+        async def serve(lane: _Lane, indices: range) -> None:
+            answers = await lane.client.generate([prompts[i] for i in indices], sampling, step)
+            for i, group in zip(indices, answers, strict=True):
+                groups[i] = _checked(group, prompts[i], sampling)
+                _count(lane, group)
+
+        shares = [(lane, range(first, len(prompts), len(lanes))) for first, lane in enumerate(lanes)]
+        await _all_or_cancel([serve(lane, indices) for lane, indices in shares if len(indices)])
+        return groups
+
+    async def _by_load(self, lanes: Sequence[_Lane], prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
+        """One call a group, longest prompts first, to the least loaded engine with room."""
+        groups: list[Group | None] = [None] * len(prompts)
+        room = asyncio.Condition()
+
+        async def serve(index: int) -> None:
+            prompt = prompts[index]
+            tokens = len(prompt.token_ids) + sampling.n * sampling.max_new_tokens
+            async with room:
+                await room.wait_for(lambda: self._least_loaded(lanes, sampling.n) is not None)
+                lane = self._least_loaded(lanes, sampling.n)
+                lane.outstanding_tokens += tokens
+                lane.outstanding_sequences += sampling.n
+            try:
+                group = await lane.client.generate_group(prompt, sampling)
+                groups[index] = _checked(group, prompt, sampling)
+                _count(lane, group)
+            finally:
+                async with room:
+                    lane.outstanding_tokens -= tokens
+                    lane.outstanding_sequences -= sampling.n
+                    room.notify_all()
+
+        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].token_ids))
+        await _all_or_cancel([serve(index) for index in order])
+        return groups
+
+    def _least_loaded(self, lanes: Sequence[_Lane], sequences: int) -> _Lane | None:
+        """The engine with the fewest outstanding tokens among those with room; an idle one always has room."""
+        free = [lane for lane in lanes if lane.outstanding_sequences == 0
+                or lane.outstanding_sequences + sequences <= self._max_sequences]
+        return min(free, key=lambda lane: lane.outstanding_tokens, default=None)
+
+
+def _checked(group: Group, prompt: Prompt, sampling: Sampling) -> Group:
+    if group.prompt.index != prompt.index or len(group.completions) != sampling.n:
+        raise RuntimeError(f"asked for {sampling.n} completions of prompt {prompt.index}, got "
+                           f"{len(group.completions)} of prompt {group.prompt.index}")
+    return group
+
+
+def _count(lane: _Lane, group: Group) -> None:
+    lane.served["groups"] += 1
+    lane.served["tokens"] += sum(len(completion.token_ids) for completion in group.completions)
+
+
+async def _all_or_cancel(calls: Sequence[Awaitable[None]]) -> None:
+    """Wait for all; at the first failure cancel the rest and raise it."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

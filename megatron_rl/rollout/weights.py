@@ -1,0 +1,106 @@
+"""An engine's weights as a state machine: what may be served, and the engine's part of every sync."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_rl.weight_sync.manifest import Destination, Edge
+from megatron_rl.weight_sync.protocol import EngineState, NotServing, SyncError, TransferReport
+from megatron_rl.weight_sync.tiles import CanonicalTensor
+from megatron_rl.weight_sync.transport import LaneSpec
+from megatron_rl.weight_sync.vllm_layout import decode_layout
+
+
+class EngineWeights:
+    """State and version of one engine, and the calls into its workers.
+
+    vLLM's own `weight_version` is a label nobody checks; here the version advances on COMMIT only, and a request is
+    refused unless the state is SERVING.
+    """
+
+    def __init__(self, llm, replica: int, tp: int, dtype: str, address: str | None) -> None:
+        self._llm, self._replica, self._tp, self._dtype, self._address = llm, replica, tp, dtype, address
+        self.state = EngineState.EMPTY
+        self.version: int | None = None
+        self._paused = False
+        self._reason = "no weights were synced yet"
+
+    def check_serving(self) -> None:
+        """Raise NotServing unless a committed version is live."""
+        if self.state is not EngineState.SERVING:
+            raise NotServing(f"engine {self._replica} is {self.state.value}: {self._reason}")
+
+    async def describe(self, canonical: Sequence[CanonicalTensor]) -> list[Destination]:
+        """Each worker's traced layout.
+
+        Raises:
+            SyncError: vLLM's loading of this model cannot be written as tiles.
+        """
+        plain = [[tensor.name, list(tensor.shape)] for tensor in canonical]
+        answers = await self._llm.collective_rpc("sync_layout", args=(plain, self._dtype))
+        for worker, answer in enumerate(answers):
+            if "error" in answer:
+                raise SyncError(f"engine {self._replica} worker {worker}: {answer['error']}")
+        return [Destination(self._replica, worker, tuple(map(decode_layout, answer["layouts"])), answer["dtypes"],
+                            answer["padding"]) for worker, answer in enumerate(answers)]
+
+    async def open(self, lanes: Sequence[LaneSpec], edges: Sequence[Edge], timeout_s: float) -> None:
+        """Every worker joins its lanes, in the order given, and keeps its edges."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        by_worker = [[edge.encode() for edge in edges if edge.worker == worker] for worker in range(self._tp)]
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={
+            "replica": self._replica, "lanes": [lane.plain() for lane in lanes], "edges": by_worker,
+            "timeout_s": timeout_s, "address": self._address}))
+        self._raise_errors(await self._llm.collective_rpc("sync_status"))
+
+    async def prepare(self, epoch: int) -> None:
+        """Stop serving. Requests that are running are frozen in their place and go on with the new weights."""
+        self.state, self._reason = EngineState.UPDATING, f"epoch {epoch} is not committed yet"
+        if self._llm.get_num_unfinished_requests():
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            self._paused = True
+        await self._llm.start_weight_update()
+
+    async def receive(self, epoch: int) -> list[TransferReport]:
+        """Take in this epoch's buckets; a worker's failure is in its report, it is not raised."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"epoch": epoch}))
+        reports = []
+        for worker, status in enumerate(await self._llm.collective_rpc("sync_status")):
+            member = f"engine {self._replica} worker {worker}"
+            error = status["error"]
+            if error is None and status["epoch"] != epoch:
+                error = f"reports epoch {status['epoch']} instead of {epoch}"
+            reports.append(TransferReport(
+                member, {(rank, self._replica, worker): digest for rank, digest in status.get("digests", [])},
+                status.get("nbytes", 0), status.get("seconds", {}), error))
+        return reports
+
+    async def commit(self, epoch: int, version: int) -> None:
+        """The live weights are `version`: drop what was cached under the old ones, then serve."""
+        if self.state is not EngineState.UPDATING:
+            raise SyncError(f"engine {self._replica} is {self.state.value}: it cannot commit epoch {epoch}")
+        await self._llm.finish_weight_update(weight_version=str(version))
+        # vLLM keeps the prefix cache over an update, and refuses to drop it while requests hold blocks.
+        if not await self._llm.reset_prefix_cache(reset_running_requests=self._paused):
+            raise SyncError(f"engine {self._replica} did not drop its prefix cache: it would mix two versions")
+        if self._paused:
+            await self._llm.resume_generation()
+            self._paused = False
+        self.state, self.version = EngineState.SERVING, version
+
+    async def discard(self, epoch: int, reason: str) -> None:
+        """An epoch failed after PREPARE: the weights are a mixture, serve nothing until a full sync."""
+        was_updating = self.state is EngineState.UPDATING
+        self.state, self._reason = EngineState.DISCARDED, f"epoch {epoch} failed: {reason}"
+        self.version = None
+        if was_updating:
+            await self._llm.finish_weight_update()      # only ends vLLM's session, so that another can start
+
+    def _raise_errors(self, statuses: Sequence[dict]) -> None:
+        failed = [f"engine {self._replica} worker {worker}: {status['error']}"
+                  for worker, status in enumerate(statuses) if status["error"]]
+        if failed:
+            raise SyncError("\n".join(failed))

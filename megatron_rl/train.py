@@ -1,0 +1,142 @@
+"""The driver: the GRPO loop, read top to bottom. `python -m megatron_rl.train ATTEMPT_FOLDER`.
+
+    roll out -> reward -> advantage -> (old and reference log-probs) -> update -> weight sync -> eval, save
+
+Everything heavy happens in the actors behind `Job`; this process needs neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import replace
+
+import numpy as np
+
+from launch.errors import UserError
+from launch.runtime.attempts import Attempt
+from launch.runtime.components import first_failure
+from launch.runtime.outcome import Outcome, write_outcome
+from launch.runtime.stop_file import stop_requested
+from megatron_rl.algorithms.batch import build_policy_batch
+from megatron_rl.data.batch import Group, PolicyBatch
+from megatron_rl.driver import component, step_metrics
+from megatron_rl.driver.clock import StepClock
+from megatron_rl.driver.job import Job
+from megatron_rl.driver.state import RunState, newest_checkpoint
+from megatron_rl.monitor.monitor import Monitor
+from megatron_rl.rewards.sample import Score
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.trainer.checkpoint_files import checkpoint_folder
+
+log = logging.getLogger("megatron_rl.train")
+
+
+def main() -> int:
+    """Entry point of the driver process; how the attempt ended is in outcome.json."""
+    attempt = component.begin(sys.argv[1], "driver", "driver", own_log=False)
+    clock = StepClock(attempt.folder)
+    try:
+        outcome = train(attempt, clock)
+    except UserError as error:
+        component.report(attempt, "driver", error)
+        outcome = Outcome(status="user_error", step=clock.steps_done, message=str(error))
+    except Exception as error:  # whatever it is, it ends the attempt, with its cause on record
+        component.report(attempt, "driver", error)
+        failure = first_failure(attempt)
+        outcome = Outcome(status="crash", step=clock.steps_done, message=failure.message, component=failure.component,
+                          log=failure.log)
+    write_outcome(attempt.folder, outcome)
+    return int(outcome.exit_code)
+
+
+def train(attempt: Attempt, clock: StepClock) -> Outcome:
+    """Run the attempt to its last step, or to the step at which a stop was asked for."""
+    config = attempt.config()
+    clock.start_up("reading the data")
+    state = RunState.from_data(config)
+    with Job(attempt, state.columns, clock.start_up) as job:
+        job.start()
+        state.resume(job.load(newest_checkpoint(attempt, config), state.identity))
+        job.open_sync()
+        monitor = Monitor(config, attempt.folder, first_step=state.step + 1)
+        with clock.phase("sync", "first version"):
+            job.sync(state.step)
+        if state.step == 0 and config.eval.at_start:
+            monitor.log(0, evaluate(job, state, clock))
+
+        while state.step < config.run.steps and not stop_requested(attempt.folder):
+            clock.begin(state.step + 1)
+            metrics = take_step(job, state, clock, monitor)
+            last = state.step == config.run.steps
+            if due(state.step, config.eval.every) or (last and config.eval.at_end):
+                metrics |= evaluate(job, state, clock)
+            if due(state.step, config.checkpoint.every) or last:
+                metrics |= save(job, state, clock)
+            monitor.log(state.step, metrics)
+
+        stopped = state.step < config.run.steps
+        if stopped and state.step > state.saved:
+            save(job, state, clock)
+        monitor.close()
+    return Outcome(status="stopped" if stopped else "finished", step=state.step)
+
+
+def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monitor) -> dict[str, float]:
+    """One GRPO step; afterwards the engines serve the new weights and `state.step` has advanced."""
+    config, step = state.config, state.step + 1
+    prompts = state.next_prompts()
+    with clock.phase("rollout", f"{len(prompts)} prompts x {config.algorithm.group_size}"):
+        groups = job.generate(prompts, Sampling.training(config), step, arrived=lambda group: clock.alive())
+    with clock.phase("reward"):
+        scores = job.score(groups)
+    rewards = [np.array([score.total for score in group], dtype=np.float64) for group in scores]
+    batches, statistics = build_policy_batch(groups, rewards, config.algorithm, config.rollout.max_new_tokens)
+    with clock.phase("log-prob"):
+        batches = [with_fixed_logprobs(job, batch) for batch in batches]
+    with clock.phase("train", f"{len(batches)} update(s)"):
+        updates = [job.update(step, batch) for batch in batches]
+    with clock.phase("sync", f"version {step}"):
+        report = job.sync(step)
+    state.step = step
+    times = clock.end()
+    monitor.samples(step, groups, rewards)
+    return step_metrics.of_step(step, groups, scores, statistics, updates, report, times)
+
+
+def with_fixed_logprobs(job: Job, batch: PolicyBatch) -> PolicyBatch:
+    """Add what the objective needs and the update must not move: proximal and reference log-probs."""
+    algorithm = job.config.algorithm
+    if algorithm.old_logprobs == "recompute":
+        batch = replace(batch, old_logprobs_N=job.logprobs(batch, "policy"))
+    if algorithm.kl.beta > 0:
+        batch = replace(batch, reference_logprobs_N=job.logprobs(batch, "reference"))
+    return batch
+
+
+def evaluate(job: Job, state: RunState, clock: StepClock) -> dict[str, float]:
+    """Greedy answers to the held-out questions, written to eval-<step>.jsonl, and their metrics."""
+    with clock.phase("eval", f"{len(state.held_out)} questions"):
+        groups: list[Group] = job.generate(state.held_out, Sampling.greedy(state.config), state.step,
+                                           arrived=lambda group: clock.alive())
+        scores: list[list[Score]] = job.score(groups)
+        file = job.attempt.folder / f"eval-{state.step:06d}.jsonl"
+        metrics = step_metrics.of_evaluation(file, groups, scores)
+    return metrics | {"time/eval": clock.last("eval")}
+
+
+def save(job: Job, state: RunState, clock: StepClock) -> dict[str, float]:
+    """Write a checkpoint of the step that was just made."""
+    with clock.phase("save", f"step {state.step}"):
+        job.save(checkpoint_folder(job.attempt.checkpoints, state.step), state.extra())
+    state.saved = state.step
+    log.info("checkpoint of step %d written", state.step)
+    return {"time/checkpoint": clock.last("save")}
+
+
+def due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""Checkpoints of a training run in Megatron's distributed format (torch_dist), free of the parallel layout.
+
+Tensors (weights, fp32 master weights, Adam's moments) are stored as slices of whole tensors under layout-free keys,
+so that any TP, PP, VPP, CP and DP can read them (`checkpoint_tensors`). All else is JSON (`state.json`) or plain
+tensors (`rng.safetensors`). How a folder becomes visible only when it is complete: `checkpoint_files`.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import CheckpointingException
+from safetensors import safe_open
+from safetensors.torch import save as safetensors_bytes
+from torch.distributed.checkpoint.api import CheckpointException
+
+from launch.errors import UserError
+from launch.planner.plan import RankCoordinates
+from megatron_rl.trainer import checkpoint_files as files
+from megatron_rl.trainer import checkpoint_tensors, rng
+from megatron_rl.trainer.optimizer import PolicyOptimizer
+
+STATE, RNG = "state.json", "rng.safetensors"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint brought back besides weights, moments and random states."""
+
+    state: dict[str, Any]
+    """`state.json` as it was given to `save_checkpoint`."""
+    rng_restored: bool
+    """False when the layout changed: random states belong to ranks that no longer exist."""
+
+
+def save_checkpoint(folder: Path, chunks: list[torch.nn.Module], optimizer: PolicyOptimizer,
+                    coordinates: RankCoordinates, layout: dict[str, int], state: dict[str, Any], keep: int) -> int:
+    """Write a checkpoint; every training rank calls this at the same step.
+
+    Args:
+        folder: its final place, `checkpoints/step-000050`, on a file system that all ranks see.
+        chunks: the bare model chunks of this rank.
+        layout: the parallel sizes; the random states belong to them.
+        state: everything that is not a tensor; must be JSON. `state["model"]` is compared when it is read back.
+        keep: complete checkpoints to keep once this one is complete.
+
+    Returns:
+        Bytes on disk.
+
+    Raises:
+        UserError: on every rank, when the disk is full or a rank cannot write. The partial folder is removed and
+            earlier checkpoints are untouched.
+    """
+    first = dist.get_rank() == 0
+    text = json.dumps({"format": FORMAT, **state, "updates": optimizer.updates, "layout": layout,
+                       "skipped_in_a_row": optimizer.skipped_in_a_row}, indent=2, allow_nan=False)
+    with _together(folder):
+        partial = files.begin(folder) if first else files.partial_of(folder)
+    own, own_bytes = checkpoint_tensors.prepared_for_writing(
+        checkpoint_tensors.sharded_tensors(chunks, optimizer, loading=False))
+    random_states = safetensors_bytes(_random_states_of_all_ranks(coordinates))
+    needed = _sum(own_bytes) + len(random_states) + len(text)
+    size = 0
+    try:
+        with _together(folder, needed):
+            if first:
+                files.refuse_too_small(partial, needed)
+        with _together(folder, needed):
+            checkpoint_tensors.write(own, partial)
+        with _together(folder, needed):
+            if first:
+                checkpoint_tensors.write_markers(partial)
+                files.write_durably(partial / RNG, random_states)
+                files.write_durably(partial / STATE, text.encode())
+                size = files.publish(folder, {"format": FORMAT, "step": files.step_of(folder)})
+    except Exception:
+        if first:
+            files.discard(folder)
+        raise
+    with _together(folder):
+        if first:
+            files.remove_old(folder.parent, keep)
+    return _sum(size)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """`state.json` of a complete checkpoint. Reads no pickle, needs no process group.
+
+    Raises:
+        UserError: the checkpoint is not complete, of another format, or someone else could have written it.
+    """
+    if problem := files.incomplete_because(folder):
+        raise UserError(f"the checkpoint is not complete: {problem}", where=str(folder),
+                        fix="use an older one, or start a new run")
+    files.refuse_foreign(folder)
+    state = json.loads((folder / STATE).read_text())
+    if state.get("format") != FORMAT:
+        raise UserError(f"the checkpoint has format {state.get('format')}, this version reads {FORMAT}",
+                        where=str(folder / STATE), fix="use the version of megatron-rl that wrote it")
+    return state
+
+
+def load_checkpoint(folder: Path, chunks: list[torch.nn.Module], optimizer: PolicyOptimizer,
+                    coordinates: RankCoordinates, layout: dict[str, int], model: dict[str, Any]) -> Loaded:
+    """Read a checkpoint into the model and the optimizer; every training rank calls this.
+
+    Weights, master weights, Adam's moments and step, and the schedule's position carry over to any layout; the
+    random states only to an equal one.
+
+    Args:
+        model: must equal `state["model"]`.
+
+    Raises:
+        UserError: on every rank. Not complete, not ours, of another model, or its tensors are not exactly those of this
+            model and optimizer (a checkpoint without optimizer state is refused, never half loaded).
+    """
+    shared: list[dict[str, Any] | None] = [None]
+    with _together(folder):
+        if dist.get_rank() == 0:
+            shared = [read_state(folder)]
+            _refuse_other_model(folder, shared[0]["model"], model)
+            checkpoint_tensors.refuse_unknown_classes(folder)
+    dist.broadcast_object_list(shared)
+    (state,) = shared
+    with _together(folder):
+        checkpoint_tensors.read(folder, chunks, optimizer, state["updates"])
+        same_layout = state["layout"] == layout
+        if same_layout:
+            rng.restore(_random_states_of(folder, coordinates))
+    optimizer.updates, optimizer.skipped_in_a_row = state["updates"], state["skipped_in_a_row"]
+    return Loaded(state, same_layout)
+
+
+def _refuse_other_model(folder: Path, saved: dict[str, Any], model: dict[str, Any]) -> None:
+    saved, model = _flat(saved), _flat(model)
+    different = [f"{name} was {saved.get(name)}, is {model.get(name)}"
+                 for name in sorted(saved.keys() | model.keys()) if saved.get(name) != model.get(name)]
+    if different:
+        raise UserError(f"the checkpoint is of another model or precision: {'; '.join(different)}", where=str(folder),
+                        fix="go on with the settings it was written with, or start a new run")
+
+
+def _flat(nested: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for name, part in nested.items()
+            for key, value in (part.items() if isinstance(part, dict) else [(name, part)])}
+
+
+@contextmanager
+def _together(folder: Path, needed: int | None = None) -> Iterator[None]:
+    """Run a block on all ranks; if it fails on one, all of them raise, and none is left waiting in a collective.
+
+    Failures that a person can mend become UserErrors; on the other ranks the first failing rank's message is shown.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    told: list[UserError | str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, None if failure is None else _told(failure, folder, needed))
+    for rank, message in enumerate(told):
+        if isinstance(message, UserError):
+            raise message from failure
+        if message is not None:
+            raise RuntimeError(f"checkpoint {folder}: rank {rank} failed: {message}") from failure
+
+
+def _told(error: Exception, folder: Path, needed: int | None) -> UserError | str:
+    causes = [error]
+    if isinstance(error, CheckpointException):
+        causes += [failure for failure, _ in error.failures.values()]
+    for cause in causes:
+        if isinstance(cause, UserError):
+            return cause
+        if needed is not None and files.is_disk_full(cause):
+            return files.disk_full(files.partial_of(folder), needed)
+        if isinstance(cause, OSError):
+            return UserError(f"the checkpoint cannot be written or read: {cause}", where=str(folder),
+                             fix="check permissions and the state of the file system")
+        if isinstance(cause, CheckpointingException):
+            return UserError(f"the checkpoint does not fit this run's model and optimizer: {cause}",
+                             where=str(folder), fix="use the model.path, trainer.dtype and "
+                             "trainer.distributed_optimizer that it was written with")
+    return f"{type(error).__name__}: {error}"
+
+
+def _random_states_of_all_ranks(coordinates: RankCoordinates) -> dict[str, torch.Tensor]:
+    """Every rank's random states under its coordinates, on the first rank; nothing on the others."""
+    gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object((_prefix(coordinates), rng.capture()), gathered)
+    return {prefix + name: state for prefix, states in gathered or () for name, state in states.items()}
+
+
+def _random_states_of(folder: Path, coordinates: RankCoordinates) -> dict[str, torch.Tensor]:
+    prefix = _prefix(coordinates)
+    with safe_open(folder / RNG, framework="pt") as file:
+        return {key.removeprefix(prefix): file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}
+
+
+def _prefix(coordinates: RankCoordinates) -> str:
+    return f"tp{coordinates.tp}.cp{coordinates.cp}.dp{coordinates.dp}.pp{coordinates.pp}/"
+
+
+def _sum(value: int) -> int:
+    values: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return sum(values)

@@ -1,0 +1,167 @@
+"""The tensors of a checkpoint: what Megatron's sharded state dicts hold, how they are written, how they come back.
+
+Each rank writes one file, from its own process: Megatron's stock writer forks processes and starts a manager, which
+must not happen inside an actor that holds threads, sockets and a GPU. Python objects (`_extra_state` of Transformer
+Engine modules, optimizer hyperparameters) are left out: they would have to be pickled.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_checkpoint
+from megatron.core.dist_checkpointing import load as megatron_load
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from launch.errors import UserError
+from megatron_rl.trainer.optimizer import PolicyOptimizer
+
+METADATA = ".metadata"
+
+# Everything that torch's distributed checkpoint puts into `.metadata`; none of it runs code when it is built.
+_KNOWN = {
+    "torch": {"Size", "float32", "bfloat16", "float16", "strided", "contiguous_format"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
+        "StorageMeta", "_MEM_FORMAT_ENCODING"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath"},
+}
+
+
+def sharded_tensors(chunks: list[torch.nn.Module], optimizer: PolicyOptimizer, *, loading: bool) -> dict[str, Any]:
+    """Megatron's sharded state dict of the model chunks and the optimizer, tensors only.
+
+    With the distributed optimizer this gathers, one buffer at a time, fp32 master weights and moments on the first
+    rank of each DP x CP group, in host memory: 12 bytes for each parameter of the model shard. Collective.
+    """
+    model = {name: chunk.sharded_state_dict(metadata=_metadata()) for name, chunk in _named(chunks).items()}
+    model, _ = extract_sharded_tensors_and_factories(model)
+    moments = optimizer.megatron.sharded_state_dict(
+        model if len(chunks) > 1 else model["model"], is_loading=loading, metadata=_metadata())
+    moments, _ = extract_sharded_tensors_and_factories(moments)
+    return {**model, "optimizer": moments}
+
+
+def prepared_for_writing(tensors: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """What this rank must write of `sharded_tensors`, and its bytes; checks over all ranks that every element is
+    written exactly once. Collective."""
+    prepared, _ = save_preprocess(tensors)
+    own: dict[str, list[ShardedTensor]] = {}
+    for tensor in nested_values(prepared):
+        if is_main_replica(tensor.replica_id):
+            own.setdefault(tensor.key, []).append(tensor)
+    return own, sum(t.data.numel() * t.data.element_size() for shards in own.values() for t in shards)
+
+
+def write(own: dict[str, list[ShardedTensor]], folder: Path) -> None:
+    """Write this rank's tensors into `folder`, synced; the first rank adds the index (`.metadata`). Collective.
+
+    Raises:
+        CheckpointException: on every rank, if one could not write.
+    """
+    torch_checkpoint.save(
+        mcore_to_pyt_state_dict(own),
+        storage_writer=torch_checkpoint.FileSystemWriter(folder, sync_files=True, thread_count=1),
+        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False))
+
+
+def write_markers(folder: Path) -> None:
+    """The two small files that make Megatron's own loader take the folder: `metadata.json`, an empty `common.pt`."""
+    TorchCommonSaveStrategy("torch", 1).save_common({}, folder)
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+
+
+def read(folder: Path, chunks: list[torch.nn.Module], optimizer: PolicyOptimizer, updates: int) -> None:
+    """Fill the model, the master weights and Adam's state from `folder`. Collective.
+
+    Raises:
+        CheckpointingException: a tensor is missing, left over, or of another shape.
+    """
+    loaded = megatron_load(sharded_tensors(chunks, optimizer, loading=True), str(folder),
+                           strict=StrictHandling.RAISE_ALL)
+    for name, chunk in _named(chunks).items():
+        missing, unexpected = chunk.load_state_dict(loaded[name], strict=False)
+        missing = [key for key in missing if not key.endswith("_extra_state")]
+        if missing or unexpected:
+            raise RuntimeError(f"model and checkpoint do not match: missing {missing}, unexpected {unexpected}")
+    _load_optimizer(optimizer, loaded["optimizer"], updates)
+
+
+def refuse_unknown_classes(folder: Path) -> None:
+    """Refuse a `.metadata` that names anything but the classes torch's distributed checkpoint writes.
+
+    Torch loads this file with an unrestricted unpickler. Going through it first with one that knows only data
+    classes turns a forged file into an error before that happens.
+    """
+    with (folder / METADATA).open("rb") as file:
+        try:
+            _KnownClassesOnly(file).load()
+        except pickle.UnpicklingError as error:
+            raise UserError(f"the checkpoint's index is not one that this program writes: {error}",
+                            where=str(folder / METADATA), fix="do not use this checkpoint") from error
+
+
+class _KnownClassesOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _KNOWN.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+def _named(chunks: list[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """Megatron's names of the chunks in a sharded state dict."""
+    return {"model": chunks[0]} if len(chunks) == 1 else {f"model{i}": chunk for i, chunk in enumerate(chunks)}
+
+
+def _metadata() -> dict[str, Any]:
+    # The only layout-free format of the distributed optimizer in megatron-core 0.16; gathering over gloo keeps the
+    # gathered buffers out of GPU memory.
+    return {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": True,
+            "chained_optim_avoid_prefix": True}
+
+
+def _load_optimizer(optimizer: PolicyOptimizer, tensors: dict[str, Any], step: int) -> None:
+    """Hyperparameters come from the run's config (they may have been changed on purpose), state from the file."""
+    (part,) = optimizer.parts
+    if isinstance(part, DistributedOptimizer):
+        _load_distributed(part, tensors["param_state"], step)
+        return
+    plain = part.state_dict()
+    adam = plain.get("optimizer", plain)
+    stored = tensors.get("optimizer", tensors)
+    adam["state"] = {**stored["state"], "common_step": torch.tensor(float(step))}
+    if "fp32_from_fp16_params" in plain:
+        plain["fp32_from_fp16_params"] = tensors["fp32_from_fp16_params"]
+    part.load_state_dict(plain)
+
+
+def _load_distributed(part: DistributedOptimizer, moments: dict[str, Any], step: int) -> None:
+    # With torch's own Adam (no Transformer Engine), Megatron 0.16 gives all parameters one shared `step` tensor, which
+    # then counts once for each of them, and fails on the key itself when it copies the moments. So `step` is set
+    # here, after the moments.
+    plain = part.state_dict()
+    for group in plain["optimizer"]["param_groups"]:
+        group["step"] = step
+    part.load_state_dict(plain)
+    states = list(part.optimizer.state.values())
+    counted = [state.pop("step", None) is not None for state in states]
+    part.load_parameter_state_from_fully_reshardable(moments)
+    for state in (state for state, has_step in zip(states, counted) if has_step):
+        state["step"] = torch.tensor(float(step))

@@ -1,0 +1,118 @@
+"""What stands in for CUDA and Transformer Engine when Megatron-core runs on a CPU. Does nothing where CUDA exists.
+
+Three parts, each the smallest that megatron-core 0.16.1 needs:
+
+* `install()`: the places of Megatron that name a CUDA device, listed one by one below;
+* `PackedAttention` and `PackedRotary`: attention and rotary embedding over packed documents, also under context
+  parallelism (Megatron's own local attention refuses both);
+* `RMSNorm`: torch's, marked for sequence parallelism (Megatron's wrapper of it refuses that).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import warnings
+from types import CodeType
+from typing import Any, Callable
+
+import torch
+
+_DEVICE_NAMES = {
+    "cuda": "cpu",
+    "torch.cuda.FloatTensor": "torch.FloatTensor",
+    "torch.cuda.HalfTensor": "torch.HalfTensor",
+    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
+}
+# Functions whose bodies hold one of those names as a literal. A rewritten constant costs nothing at run time, unlike a
+# TorchFunctionMode, which would sit in front of every tensor operation of a step.
+_LITERALS = {
+    # the token counter of the schedules
+    "megatron.core.pipeline_parallel.schedules": (
+        "forward_backward_no_pipelining",
+        "forward_backward_pipelining_without_interleaving",
+        "forward_backward_pipelining_with_interleaving",
+    ),
+    # gradient norm and clipping: scalars, and the check of the gradients' type
+    "megatron.core.utils": ("local_multi_tensor_l2_norm",),
+    "megatron.core.optimizer.clip_grads": (
+        "get_grad_norm_fp32", "clip_grad_by_total_norm_fp32", "count_zeros_fp32",
+    ),
+    # loss scale and overflow scalars; parameters sorted into fp32 and half groups by the name of their type
+    "megatron.core.optimizer.grad_scaler": ("MegatronGradScaler.__init__",),
+    "megatron.core.optimizer.optimizer": (
+        "MixedPrecisionOptimizer.__init__", "Float16OptimizerWithFloat16Params.__init__", "FP32Optimizer.__init__",
+    ),
+    "megatron.core.optimizer.distrib_optimizer": (
+        "DistributedOptimizer._build_model_and_main_param_groups", "DistributedOptimizer.__init__",
+    ),
+    # distributed checkpointing: receive buffers, and the vote on reusing the global metadata
+    "megatron.core.dist_checkpointing.exchange_utils": ("_get_empty_tensor_for_exchange",),
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver": ("verify_global_md_reuse",),
+}
+
+
+def needed() -> bool:
+    """True on a machine without CUDA."""
+    return not torch.cuda.is_available()
+
+
+@functools.cache
+def install() -> None:
+    """Point Megatron's CUDA calls at the CPU. Idempotent; a no-op where CUDA is available."""
+    if not needed():
+        return
+    for module_name, functions in _LITERALS.items():
+        module = importlib.import_module(module_name)
+        for name in functions:
+            _rewrite_device_names(functools.reduce(getattr, name.split("."), module))
+
+    cpu = torch.device("cpu")
+    # device=torch.cuda.current_device() in layers, mappings, p2p buffers, DDP buffers and the rotary embedding
+    torch.cuda.current_device = lambda: cpu
+    # after batched p2p, and around checkpoints
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.empty_cache = lambda: None
+    # tied embeddings on two stages; tensors that arrive in a checkpoint load
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    # Megatron's RNG tracker keeps a state per name (data parallel, model parallel) and forks into it
+    torch.cuda.manual_seed = torch.default_generator.manual_seed
+    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    rng = importlib.import_module("megatron.core.tensor_parallel.random")
+    rng._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    rng._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    # ... and warns that the CPU's state moves meanwhile, which here is the same state
+    logging.getLogger(rng.__name__).setLevel(logging.ERROR)
+    # Megatron cuts the frequencies document by document in Python; ours come packed (see PackedRotary)
+    rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    rope._apply_rotary_pos_emb_thd = _rotate
+    warnings.filterwarnings("ignore", message="When using async grad allreduce .* CUDA_DEVICE_MAX_CONNECTIONS")
+    # Megatron's names for collectives that torch 2.13 has renamed
+    warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)
+
+
+def _rewrite_device_names(function: Callable) -> None:
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    code = _replace_constants(function.__code__)
+    if code == function.__code__:
+        raise RuntimeError(f"{function.__module__}.{function.__qualname__} names no CUDA device any more: "
+                           "megatron_rl.trainer.cpu was written for another megatron-core (0.16.1)")
+    function.__code__ = code
+
+
+def _replace_constants(value: Any) -> Any:
+    if isinstance(value, CodeType):
+        return value.replace(co_consts=tuple(map(_replace_constants, value.co_consts)))
+    if isinstance(value, tuple):
+        return tuple(map(_replace_constants, value))
+    return _DEVICE_NAMES.get(value, value) if isinstance(value, str) else value
+
+
+def _rotate(t_Thd: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """RoPE on packed tokens [T, heads, d]; `freqs` is what `PackedRotary` made: cos and sin, [2, T, 1, d]."""
+    cos, sin = freqs.to(t_Thd.dtype)
+    first, second = t_Thd.chunk(2, dim=-1)
+    return t_Thd * cos + torch.cat((-second, first), dim=-1) * sin

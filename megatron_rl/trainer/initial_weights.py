@@ -1,0 +1,56 @@
+"""Weights drawn from a seed, the same for every parallel layout.
+
+Each Hugging Face tensor has a generator of its own, seeded by the run's seed and the tensor's name; a rank draws the
+tensors it holds a part of, one at a time, and keeps its tiles. Megatron's own initialiser draws per rank and would
+give another model for each TP and PP.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from megatron_rl.trainer.rng import derived_seed
+from megatron_rl.weight_sync.hf_io import check_parameters
+from megatron_rl.weight_sync.tiles import CanonicalTensor, ParamLayout, Tile, tile_view
+
+
+def draw_canonical(tensor: CanonicalTensor, seed: int, std: float) -> Tensor:
+    """float32 on the CPU, by Hugging Face's rule for Llama and Qwen (`PreTrainedModel._init_weights`): normal with
+    `initializer_range` for matrices, 1 for norms, 0 for biases."""
+    if tensor.name.endswith("norm.weight"):
+        return torch.ones(tensor.shape)
+    if tensor.name.endswith(".bias"):
+        return torch.zeros(tensor.shape)
+    generator = torch.Generator().manual_seed(derived_seed(seed, "weights", tensor.name))
+    return torch.empty(tensor.shape).normal_(0.0, std, generator=generator)
+
+
+@torch.no_grad()
+def draw_layout(canonical: Iterable[CanonicalTensor], layouts: Iterable[ParamLayout],
+                parameters: Mapping[str, Tensor], seed: int, std: float) -> None:
+    """Fill `parameters` in place with their part of the drawn tensors; padding becomes zero.
+
+    Args:
+        canonical: `canonical_tensors(architecture)`.
+        layouts: this rank's layouts.
+        parameters: name -> tensor for exactly the names of `layouts`, any dtype and device.
+        std: the architecture's `initializer_range`.
+    """
+    layouts = list(layouts)
+    check_parameters(layouts, parameters)
+    places: dict[str, list[tuple[Tensor, Tile]]] = defaultdict(list)
+    for layout in layouts:
+        parameters[layout.name].zero_()
+        for tile in layout.tiles:
+            places[tile.tensor].append((parameters[layout.name], tile))
+    for tensor in canonical:
+        if tensor.name not in places:
+            continue
+        whole = draw_canonical(tensor, seed, std)
+        for parameter, tile in places[tensor.name]:
+            box = tuple(slice(start, start + size) for start, size in zip(tile.start, tile.shape))
+            tile_view(parameter, tile).copy_(whole[box])

@@ -1,0 +1,121 @@
+"""Megatron's GPTModel from the plan's architecture: one chunk for every virtual pipeline stage of this rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from launch.config.schema import Trainer
+from launch.planner.plan import Architecture, TrainingPlan
+from megatron_rl.trainer import cpu
+from megatron_rl.trainer.packed_attention import PackedAttention, PackedRotary, RMSNorm
+from megatron_rl.trainer.rope import inverse_frequencies
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build_model(architecture: Architecture, plan: TrainingPlan, trainer: Trainer, device: torch.device) -> list[GPTModel]:
+    """This rank's model chunks, in order of their virtual stage, with random weights (`initializer_range`).
+
+    Parallel state must be initialised. The chunks are bare modules in `trainer.dtype` (not wrapped by DDP) and share
+    one `TransformerConfig`, `chunks[0].config`.
+
+    Raises:
+        UserError: the architecture's RoPE is not supported.
+    """
+    inv_freq = inverse_frequencies(architecture).to(device)
+    config = transformer_config(architecture, plan, trainer)
+    chunks = []
+    for vp_stage in range(plan.vpp):
+        stage = {"ignore_virtual": False, "vp_stage": vp_stage}
+        layers = plan.layers_of_stage[parallel_state.get_pipeline_model_parallel_rank()][vp_stage]
+        chunk = GPTModel(
+            config, _layer_spec(architecture, len(layers)), vocab_size=plan.padded_vocab,
+            max_sequence_length=architecture.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(**stage),
+            post_process=parallel_state.is_pipeline_last_stage(**stage),
+            share_embeddings_and_output_weights=architecture.tied_embeddings, position_embedding_type="rope",
+            parallel_output=True, vp_stage=vp_stage if plan.vpp > 1 else None)
+        if cpu.needed():
+            chunk.rotary_pos_emb = PackedRotary(inv_freq)
+        else:
+            chunk.rotary_pos_emb.inv_freq = inv_freq
+        chunks.append(chunk.to(device))
+    return chunks
+
+
+def transformer_config(architecture: Architecture, plan: TrainingPlan, trainer: Trainer) -> TransformerConfig:
+    """Megatron's config for this architecture, layout and precision."""
+    dtype = DTYPES[trainer.dtype]
+    on_gpu = not cpu.needed()
+    return TransformerConfig(
+        num_layers=architecture.layers, hidden_size=architecture.hidden, ffn_hidden_size=architecture.ffn,
+        num_attention_heads=architecture.heads, num_query_groups=architecture.kv_heads,
+        kv_channels=architecture.head_dim, normalization="RMSNorm", layernorm_epsilon=architecture.norm_eps,
+        qk_layernorm=architecture.qk_norm, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
+        add_bias_linear=False, add_qkv_bias=architecture.qkv_bias, hidden_dropout=0.0, attention_dropout=0.0,
+        init_method_std=architecture.initializer_range, bf16=dtype is torch.bfloat16, params_dtype=dtype,
+        pipeline_dtype=dtype, tensor_model_parallel_size=plan.tp, pipeline_model_parallel_size=plan.pp,
+        virtual_pipeline_model_parallel_size=plan.vpp if plan.vpp > 1 else None,
+        pipeline_model_parallel_layout=_pipeline_layout(plan), context_parallel_size=plan.cp,
+        sequence_parallel=plan.sequence_parallel and plan.tp > 1,
+        # The schedule then returns the loss as it is and DDP sums gradients; both read it when they are built.
+        calculate_per_token_loss=True, finalize_model_grads_func=sum_model_grads,
+        # Read at every exchange; megatron_rl.trainer.step sets it where the micro-batches' lengths differ too much.
+        variable_seq_lengths=False, moe_token_dispatcher_type="alltoall", deallocate_pipeline_outputs=True,
+        # An interleaved pipeline of two stages sends forward and backward to the same peer: batched, the two would be
+        # taken for each other.
+        overlap_p2p_comm=plan.vpp > 1, batch_p2p_comm=plan.vpp == 1,
+        apply_rope_fusion=on_gpu, bias_activation_fusion=on_gpu, masked_softmax_fusion=False,
+        bias_dropout_fusion=False, gradient_accumulation_fusion=False, cuda_graph_scope=[], **_recompute(trainer))
+
+
+def sum_model_grads(chunks: list, num_tokens: torch.Tensor | None = None, **groups: Any) -> None:
+    """Megatron's `finalize_model_grads` without its last step, the division by the number of tokens.
+
+    The weights of the loss already hold the global normaliser, so the gradient is the plain sum over micro-batches
+    and over DP x CP ranks. What remains of the original: that sum (all-reduce or reduce-scatter), the sum of norm
+    gradients over TP (sequence parallelism, q/k norms), and that of tied embeddings over the first and last stage.
+    """
+    finalize_model_grads(chunks, None, **groups)
+
+
+def _pipeline_layout(plan: TrainingPlan) -> list[list[str]] | None:
+    if plan.pp == 1:
+        return None
+    layout = [["decoder"] * len(plan.layers_of_stage[pp][vpp]) for vpp in range(plan.vpp) for pp in range(plan.pp)]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return layout
+
+
+def _recompute(trainer: Trainer) -> dict[str, Any]:
+    if trainer.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if trainer.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {}
+
+
+def _layer_spec(architecture: Architecture, layers: int) -> ModuleSpec | TransformerBlockSubmodules:
+    """Transformer Engine's layers on a GPU; on a CPU Megatron's local ones with the modules of `packed_attention`."""
+    if not cpu.needed():
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm)
+    spec = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if architecture.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)

@@ -1,0 +1,185 @@
+"""Gradients, Adam and the learning rate: Megatron's DDP and optimizer around the model chunks of one rank.
+
+Loss weights carry the normaliser of the *global* batch (see `megatron_rl.data.batch`), so gradients are plain sums
+over DP x CP: nothing here divides by a world size, a micro-batch count or a token count.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.transformer import TransformerConfig
+
+from launch.config.schema import Optimizer as OptimizerSection
+from launch.config.schema import RunConfig
+from launch.config.schema import Trainer as TrainerSection
+from launch.errors import UserError
+
+log = logging.getLogger(__name__)
+
+MAX_SKIPPED_IN_A_ROW = 3
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """The learning rate of each optimizer step, as a function of the number of steps applied before it.
+
+    Having no state, it cannot be stepped twice, counted in rollouts, or lost in a checkpoint.
+    """
+
+    kind: str
+    """`constant`, `linear` or `cosine`."""
+    peak: float
+    final: float
+    warmup: int
+    """Optimizer steps of linear warm-up; step `warmup - 1` is the first at the peak."""
+    total: int
+    """Optimizer steps of the whole run; the last one has `final`."""
+
+    def at(self, step: int) -> float:
+        """Learning rate of the optimizer step with this 0-based number."""
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        if self.kind == "constant":
+            return self.peak
+        progress = min(1.0, (step - self.warmup) / max(1, self.total - 1 - self.warmup))
+        share = 1.0 - progress if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.final + (self.peak - self.final) * share
+
+
+def learning_rate(config: RunConfig) -> LearningRate:
+    """The schedule of a run, in optimizer steps: `run.steps` rollout batches of `updates_per_batch` steps each."""
+    section = config.trainer.optimizer
+    return LearningRate(section.schedule, section.lr, section.min_lr, section.warmup_steps,
+                        config.run.steps * config.algorithm.updates_per_batch)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; equal on every rank."""
+
+    applied: bool
+    """False: the gradient was not finite and the weights are unchanged."""
+    grad_norm: float
+    """Global norm before clipping; NaN or infinite when not applied."""
+    learning_rate: float
+
+
+class PolicyOptimizer:
+    """Adam over the chunks of a rank, with clipping, the schedule and the rule for gradients that are not finite.
+
+    Attributes:
+        chunks: the chunks wrapped in Megatron's DDP; forward and backward go through these.
+        megatron: Megatron's own optimizer.
+        updates: optimizer steps applied so far. Adam's step count, the schedule and the resume all use this number.
+        skipped_in_a_row: steps skipped since the last one applied.
+    """
+
+    def __init__(self, chunks: list[torch.nn.Module], model_config: TransformerConfig, trainer: TrainerSection,
+                 schedule: LearningRate) -> None:
+        if not model_config.calculate_per_token_loss:
+            raise ValueError("TransformerConfig.calculate_per_token_loss must be set before DDP is built: "
+                             "without it DDP divides gradients by the data parallel size")
+        self.chunks = _wrap(chunks, model_config, trainer.distributed_optimizer)
+        self.megatron = _build(self.chunks, trainer)
+        self.schedule = schedule
+        self.updates = 0
+        self.skipped_in_a_row = 0
+        self.clip_grad = trainer.optimizer.clip_grad
+
+    @property
+    def parts(self) -> list[MegatronOptimizer]:
+        """Megatron's optimizers behind the chain: one for a dense model."""
+        return _parts(self.megatron)
+
+    def zero_grad(self) -> None:
+        """Clear all gradients; call before each forward-backward."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    def step(self) -> StepResult:
+        """Clip and apply the gradients that the last forward-backward left (already reduced over DP x CP).
+
+        Raises:
+            UserError: the third gradient in a row is not finite.
+        """
+        rate = self.schedule.at(self.updates)
+        for group in self.megatron.param_groups:
+            group["lr"] = rate * group.get("lr_mult", 1.0)
+        self.megatron.prepare_grads()
+        norm = float(self.megatron.get_grad_norm())
+        if not math.isfinite(norm):
+            return self._skip(norm, rate)
+        if self.clip_grad > 0:
+            for part in self.parts:
+                if parameters := part.get_parameters():
+                    clip_grad_by_total_norm_fp32(parameters, self.clip_grad, norm)
+        self.megatron.step_with_ready_grads()
+        self.updates += 1
+        self.skipped_in_a_row = 0
+        return StepResult(True, norm, rate)
+
+    def weights_changed(self) -> None:
+        """Tell the optimizer that the model's weights were written from outside (initial load): its fp32 copies
+        follow them."""
+        self.megatron.reload_model_params()
+
+    def _skip(self, norm: float, rate: float) -> StepResult:
+        self.skipped_in_a_row += 1
+        log.warning("gradient norm is %s: update skipped, weights unchanged (%d in a row)", norm,
+                    self.skipped_in_a_row)
+        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise UserError(
+                f"the gradient was not finite {MAX_SKIPPED_IN_A_ROW} updates in a row (norm {norm}), after "
+                f"{self.updates} good ones",
+                where=f"trainer.optimizer.lr ({rate:g} at this step), trainer.dtype",
+                fix="go on from the last checkpoint with a lower learning rate or a longer warm-up; "
+                    "check the rewards for NaN")
+        return StepResult(False, norm, rate)
+
+
+def _wrap(chunks: list[torch.nn.Module], model_config: TransformerConfig,
+          distributed_optimizer: bool) -> list[DistributedDataParallel]:
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed_optimizer, grad_reduce_in_fp32=True,
+                                        overlap_grad_reduce=False, overlap_param_gather=False)
+    return [DistributedDataParallel(model_config, ddp, chunk) for chunk in chunks]
+
+
+def _build(chunks: list[DistributedDataParallel], trainer: TrainerSection) -> MegatronOptimizer:
+    section: OptimizerSection = trainer.optimizer
+    bf16 = trainer.dtype == "bf16"
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam", lr=section.lr, min_lr=section.min_lr, weight_decay=section.weight_decay,
+            adam_beta1=section.beta1, adam_beta2=section.beta2, adam_eps=section.eps, clip_grad=section.clip_grad,
+            bf16=bf16, params_dtype=torch.bfloat16 if bf16 else torch.float32,
+            use_distributed_optimizer=trainer.distributed_optimizer),
+        chunks)
+    for part in _parts(optimizer):
+        _allocate_adam_state(part)
+    return optimizer
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _allocate_adam_state(optimizer: MegatronOptimizer) -> None:
+    """Make Adam's moments at once, not at the first step: a checkpoint can then be written and read at any time.
+
+    Megatron expects the state of `torch.optim.Adam` to exist when it builds a sharded state dict.
+    """
+    adam = optimizer.optimizer
+    if not isinstance(adam, torch.optim.Optimizer):
+        return
+    optimizer.init_state_fn(adam, optimizer.config)
+    if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)):
+        for state in adam.state.values():
+            state.setdefault("step", torch.zeros((), dtype=torch.float32))

@@ -1,0 +1,75 @@
+"""Process groups of a training rank: torch.distributed, then Megatron's groups, checked against the plan."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from launch.planner.plan import Plan, RankCoordinates
+from megatron_rl.trainer import cpu
+
+
+def initialise(plan: Plan, rank: int, address: str, port: int, timeout_s: float, threads: int = 1, seed: int = 0) -> None:
+    """Join the training ranks' process group and build Megatron's groups. Call once a process, on all ranks.
+
+    Args:
+        rank: global training rank, an index into `plan.training.ranks`.
+        address, port: rendezvous on rank 0's node.
+        timeout_s: deadline of the rendezvous and of every collective after it.
+        threads: CPU threads of this rank (CPU runs).
+        seed: seeds weight initialisation; differs over TP and PP ranks as Megatron wants it, equal over DP and CP.
+
+    Raises:
+        TimeoutError: not all ranks came in time.
+        RuntimeError: Megatron derived other coordinates than the plan holds.
+    """
+    cpu.install()
+    training = plan.training
+    device = _use_device(plan.device, threads)
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", init_method=f"tcp://{address}:{port}", rank=rank,
+            world_size=training.world_size, timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None)
+    except dist.DistStoreError as error:
+        raise TimeoutError(f"training rank {rank} waited {timeout_s:.0f} s at {address}:{port} for "
+                           f"{training.world_size} ranks: {error}") from error
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=training.tp, pipeline_model_parallel_size=training.pp,
+        virtual_pipeline_model_parallel_size=training.vpp if training.vpp > 1 else None,
+        context_parallel_size=training.cp, order="tp-cp-ep-dp-pp", distributed_timeout_minutes=timeout_s / 60)
+    derived = coordinates()
+    if derived != training.ranks[rank]:
+        raise RuntimeError(f"the plan puts rank {rank} at {training.ranks[rank]}, Megatron at {derived}")
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def destroy() -> None:
+    """Leave all groups. Safe to call when `initialise` failed half-way."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def coordinates() -> RankCoordinates:
+    """This process's place, as Megatron's groups have it."""
+    return RankCoordinates(
+        rank=dist.get_rank(), tp=parallel_state.get_tensor_model_parallel_rank(),
+        cp=parallel_state.get_context_parallel_rank(), dp=parallel_state.get_data_parallel_rank(),
+        pp=parallel_state.get_pipeline_model_parallel_rank())
+
+
+def device_of_rank() -> torch.device:
+    """Where this rank's tensors live."""
+    return torch.device("cpu") if cpu.needed() else torch.device("cuda", torch.cuda.current_device())
+
+
+def _use_device(kind: str, threads: int) -> torch.device:
+    if kind == "cpu":
+        torch.set_num_threads(threads)
+    elif cpu.needed():
+        raise RuntimeError("the plan is for GPUs, but torch sees no CUDA device here")
+    return device_of_rank()

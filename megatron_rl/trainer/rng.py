@@ -1,0 +1,70 @@
+"""Random states of a training rank: seeding by coordinates, capturing, restoring.
+
+Dropout is off in every policy that is trained here, so an update draws nothing. The states are saved all the same:
+whatever draws later (a new layer, a user's code) then goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+from launch.planner.plan import RankCoordinates
+
+_TRACKER = "tracker."
+
+
+def derived_seed(seed: int, *parts: object) -> int:
+    """A seed below 2^31 for one purpose: equal parts give equal seeds, different parts unrelated ones."""
+    text = "\0".join([str(seed), *map(str, parts)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
+def seed_rank(seed: int, coordinates: RankCoordinates, *, step: int = 0) -> None:
+    """Seed Python, NumPy, torch and Megatron's tracker.
+
+    Ranks of one TP group share the default stream (replicated activations must drop the same elements) and differ
+    in Megatron's model-parallel stream; all other coordinates get streams of their own. `step` keeps a run that
+    goes on in another layout from drawing the numbers of its first steps again.
+    """
+    base = derived_seed(seed, "rank", step, coordinates.pp, coordinates.dp, coordinates.cp)
+    random.seed(base)
+    np.random.seed(base)
+    torch.manual_seed(base)
+    model_parallel_cuda_manual_seed(base, force_reset_rng=True)
+
+
+def capture() -> dict[str, torch.Tensor]:
+    """This process's random states as flat CPU tensors; `restore` takes them back."""
+    _, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state()
+    states = {
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python.gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(keys.astype(np.int64)),
+        "numpy.rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
+        "torch": torch.get_rng_state().clone(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state().cpu().clone()
+    for name, state in get_cuda_rng_tracker().get_states().items():
+        states[_TRACKER + name] = state.cpu().clone()
+    return states
+
+
+def restore(states: dict[str, torch.Tensor]) -> None:
+    """Set the states that `capture` returned in a process of the same layout."""
+    gauss = states["python.gauss"].tolist()
+    random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
+    position, has_gauss, cached = states["numpy.rest"].tolist()
+    np.random.set_state(("MT19937", states["numpy"].numpy().astype(np.uint32), int(position), int(has_gauss), cached))
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available() and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    tracker = get_cuda_rng_tracker()
+    tracker.set_states({name.removeprefix(_TRACKER): state for name, state in states.items()
+                        if name.startswith(_TRACKER)})

@@ -1,0 +1,36 @@
+"""Inverse frequencies of rotary embeddings. A wrong one is silent, so transformers' own functions compute them."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from launch.errors import UserError
+from launch.planner.plan import Architecture
+
+SUPPORTED = ("default", "linear", "llama3")
+
+
+def inverse_frequencies(architecture: Architecture) -> torch.Tensor:
+    """float32 [head_dim / 2] for `architecture.rope` (Hugging Face's `rope_parameters`).
+
+    Raises:
+        UserError: a type whose frequencies depend on the sequence or that also scales cos and sin (dynamic, yarn,
+            longrope), or that rotates only a part of the head.
+    """
+    rope = {"rope_type": "default", **architecture.rope}
+    if rope["rope_type"] not in SUPPORTED or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError(f"RoPE {rope} is not supported", where="config.json of the model, rope_parameters",
+                        fix=f"use a model with rope_type {', '.join(SUPPORTED)} over the whole head")
+    if rope["rope_type"] == "default":
+        exponents = torch.arange(0, architecture.head_dim, 2, dtype=torch.float) / architecture.head_dim
+        return 1.0 / (rope["rope_theta"] ** exponents)
+    config = LlamaConfig(hidden_size=architecture.hidden, num_attention_heads=architecture.heads,
+                         head_dim=architecture.head_dim, max_position_embeddings=architecture.max_positions,
+                         rope_parameters=rope)
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+    if scale != 1.0:
+        raise UserError(f"RoPE {rope} scales cos and sin by {scale}", where="config.json of the model",
+                        fix="use a model without attention scaling in its RoPE")
+    return inv_freq

@@ -1,0 +1,183 @@
+"""Forward and backward over a packed schedule, through Megatron's 1F1B or interleaved pipeline."""
+
+from __future__ import annotations
+
+import functools
+from typing import Callable, Iterator, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+
+from launch.planner.plan import Plan
+from megatron_rl.data.batch import PolicyBatch
+from megatron_rl.data.packing import MicroBatch, Schedule, common_length, make_schedule, pack, split_for_cp
+from megatron_rl.trainer import cpu
+from megatron_rl.trainer.logprobs import vocab_parallel_logprobs
+from megatron_rl.trainer.packed_attention import plan_documents
+from megatron_rl.trainer.parallel import device_of_rank
+
+# Micro-batches are padded to one length, which spares the pipeline an exchange of shapes before each exchange of
+# activations, unless that would add more than this share of tokens.
+_MOST_PADDING = 0.25
+
+
+class Objective(Protocol):
+    """`megatron_rl.algorithms.objective.token_objective` with its algorithm bound: see there."""
+
+    def __call__(self, *, logprobs_T: torch.Tensor, entropy_T: torch.Tensor, advantages_T: torch.Tensor,
+                 weights_T: torch.Tensor, behaviour_logprobs_T: torch.Tensor, old_logprobs_T: torch.Tensor | None,
+                 reference_logprobs_T: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss (a plain sum over these tokens, weights applied) and sums for metrics, all scalars."""
+
+
+def schedule_of(batch: PolicyBatch, plan: Plan) -> Schedule:
+    """The packed schedule of a batch under a plan, the same on every rank."""
+    training = plan.training
+    return make_schedule(batch.lengths_B, training.dp, plan.batch.token_budget, plan.batch.sequence_multiple,
+                         micro_batch_multiple=training.pp if training.vpp > 1 else 1)
+
+
+def run_step(chunks: list, plan: Plan, batch: PolicyBatch, objective: Objective, temperature: float,
+             schedule: Schedule | None = None) -> dict[str, float]:
+    """Accumulate the gradient of the objective over the whole batch and reduce it.
+
+    Afterwards `param.main_grad` holds d(sum over the batch of the objective)/d(param), summed over micro-batches and
+    DP x CP ranks (its shard of it with the distributed optimizer). The caller zeroes gradients before.
+
+    Args:
+        chunks: model chunks of this rank, wrapped in Megatron's DDP.
+        batch: the global batch, the same on every rank.
+        schedule: `schedule_of(batch, plan)` if not given.
+
+    Returns:
+        The objective's sums over the whole batch (maxima, where the name ends in `_max`) and `loss`, the same on every
+        rank.
+    """
+    sums: list[dict[str, torch.Tensor]] = []
+
+    def loss_of(logits_TV: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        logprobs_T, entropy_T = _logprobs(logits_TV, micro, plan, temperature)
+        loss, parts = objective(
+            logprobs_T=logprobs_T, entropy_T=entropy_T, advantages_T=micro.advantages_T, weights_T=micro.weights_T,
+            behaviour_logprobs_T=micro.behaviour_logprobs_T, old_logprobs_T=micro.old_logprobs_T,
+            reference_logprobs_T=micro.reference_logprobs_T)
+        sums.append({name: value.detach() for name, value in {"loss": loss, **parts}.items()})
+        return loss
+
+    _run(chunks, plan, batch, schedule or schedule_of(batch, plan), loss_of, forward_only=False)
+    return _reduce(sums, objective, batch)
+
+
+@torch.no_grad()
+def run_logprobs(chunks: list, plan: Plan, batch: PolicyBatch, temperature: float,
+                 schedule: Schedule | None = None) -> np.ndarray:
+    """Log-probs of every token of the batch under the model, without a gradient.
+
+    Returns:
+        float32 [N] on every rank, in the batch's order: log p(token | tokens before it); 0 for the first token of each
+        sequence, which nothing predicts.
+    """
+    values_N = torch.zeros(len(batch.tokens_N), device=device_of_rank())
+
+    def record(logits_TV: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        logprobs_T, _ = _logprobs(logits_TV, micro, plan, temperature)
+        predicts_T = micro.index_T >= 0
+        if parallel_state.get_tensor_model_parallel_rank() == 0:
+            values_N[micro.index_T[predicts_T]] = logprobs_T[predicts_T]
+        return logprobs_T.sum()
+
+    _run(chunks, plan, batch, schedule or schedule_of(batch, plan), record, forward_only=True)
+    # Each token was written by one rank only, and by no other stage.
+    dist.all_reduce(values_N)
+    return values_N.cpu().numpy()
+
+
+def _run(chunks: list, plan: Plan, batch: PolicyBatch, schedule: Schedule,
+         loss_of: Callable[[torch.Tensor, MicroBatch], torch.Tensor], forward_only: bool) -> None:
+    """One pass of the schedule's micro-batches of this rank through the pipeline."""
+    training, multiple = plan.training, plan.batch.sequence_multiple
+    config = get_model_config(chunks[0])
+    length = _padded_length(schedule, batch, plan)
+    config.variable_seq_lengths = length is None and training.pp > 1
+    mine = schedule[parallel_state.get_data_parallel_rank()]
+    device, cp_rank = device_of_rank(), parallel_state.get_context_parallel_rank()
+
+    # Each virtual stage asks for each micro-batch; between the first and the last of them lie at most PP x VPP others.
+    @functools.lru_cache(maxsize=2 * training.pp * training.vpp)
+    def packed(index: int) -> tuple[MicroBatch, PackedSeqParams]:
+        micro = split_for_cp(pack(batch, mine[index], multiple, length), training.cp, cp_rank).to(device)
+        return micro, _packed_seq_params(micro, training.cp, cp_rank)
+
+    def forward(indices: Iterator[int], chunk: torch.nn.Module):
+        micro, params = packed(next(indices))
+        output = chunk(micro.tokens_T[None], micro.positions_T[None], None, packed_seq_params=params)
+        return output, lambda logits_1TV: (loss_of(logits_1TV.squeeze(0), micro), _no_tokens(), {})
+
+    get_forward_backward_func()(
+        forward_step_func=forward, data_iterator=[iter(range(len(mine))) for _ in chunks], model=chunks,
+        num_microbatches=len(mine), seq_length=length or 1, micro_batch_size=1, forward_only=forward_only)
+
+
+def _padded_length(schedule: Schedule, batch: PolicyBatch, plan: Plan) -> int | None:
+    """One length for all micro-batches under a pipeline; None if they keep their own."""
+    if plan.training.pp == 1:
+        return None
+    multiple = plan.batch.sequence_multiple
+    longest = common_length(schedule, batch.lengths_B, multiple)
+    micro_batches = sum(len(rank) for rank in schedule)
+    tokens = (-(-np.asarray(batch.lengths_B, np.int64) // multiple) * multiple).sum()
+    return longest if longest * micro_batches <= (1 + _MOST_PADDING) * tokens else None
+
+
+def _packed_seq_params(micro: MicroBatch, cp: int, cp_rank: int) -> PackedSeqParams:
+    if cpu.needed():
+        return plan_documents(micro.lengths, cp, cp_rank)
+    cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(micro.lengths)]).astype(np.int32))
+    cu_seqlens = cu_seqlens.to(micro.tokens_T.device)
+    longest = int(micro.lengths.max())
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
+                           cu_seqlens_q_padded=cu_seqlens, cu_seqlens_kv_padded=cu_seqlens, max_seqlen_q=longest,
+                           max_seqlen_kv=longest)
+
+
+def _logprobs(logits_TV: torch.Tensor, micro: MicroBatch, plan: Plan, temperature: float):
+    return vocab_parallel_logprobs(logits_TV, micro.labels_T, vocab=plan.architecture.vocab, temperature=temperature,
+                                   group=parallel_state.get_tensor_model_parallel_group())
+
+
+def _no_tokens() -> torch.Tensor:
+    """The schedule's token count: unused, because `sum_model_grads` divides by nothing."""
+    return torch.zeros((), dtype=torch.int, device=device_of_rank())
+
+
+def _reduce(parts_of_micro: list[dict[str, torch.Tensor]], objective: Objective, batch: PolicyBatch) -> dict[str, float]:
+    """Combine over micro-batches and DP x CP, and give the result to every rank: one collective of a few numbers.
+
+    Only the last stage has seen the objective; the others learn its names from a call on one token of weight 0.
+    """
+    names = list(parts_of_micro[0] if parts_of_micro else _names(objective, batch))
+    maxima = torch.tensor([name.endswith("_max") for name in names], device=device_of_rank())
+    mine = torch.where(maxima, -torch.inf, torch.zeros(len(names), dtype=torch.float64, device=device_of_rank()))
+    if parts_of_micro and parallel_state.get_tensor_model_parallel_rank() == 0:
+        mine = _combine(torch.stack([torch.stack(list(parts.values())).double() for parts in parts_of_micro]), maxima)
+    everyone = mine.new_empty(dist.get_world_size() * len(names))
+    dist.all_gather_into_tensor(everyone, mine)
+    return dict(zip(names, _combine(everyone.unflatten(0, (-1, len(names))), maxima).tolist(), strict=True))
+
+
+def _combine(rows: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
+    return torch.where(maxima, rows.amax(0), torch.where(maxima, 0.0, rows).sum(0))
+
+
+def _names(objective: Objective, batch: PolicyBatch) -> list[str]:
+    zero = torch.zeros(1, device=device_of_rank())
+    _, parts = objective(
+        logprobs_T=zero, entropy_T=zero, advantages_T=zero, weights_T=zero, behaviour_logprobs_T=zero,
+        old_logprobs_T=None if batch.old_logprobs_N is None else zero,
+        reference_logprobs_T=None if batch.reference_logprobs_N is None else zero)
+    return ["loss", *parts]

@@ -1,0 +1,200 @@
+"""One training rank: everything it does, without Ray. All methods that compute are collective over the training ranks.
+
+    parallel.initialise(plan, rank, address, port, timeout_s)
+    trainer = MegatronTrainer(config, plan, rank)
+    trainer.load_initial_weights()
+    trainer.load(checkpoint)                 # going on with a run
+    metrics = trainer.update(batch)
+    trainer.save(folder, extra)
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from launch.config.schema import RunConfig
+from launch.planner.plan import Plan
+from megatron_rl.algorithms.objective import token_objective
+from megatron_rl.data.batch import PolicyBatch
+from megatron_rl.trainer import cpu, rng
+from megatron_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
+from megatron_rl.trainer.checkpoint_files import changed_since
+from megatron_rl.trainer.initial_weights import draw_layout
+from megatron_rl.trainer.model import build_model
+from megatron_rl.trainer.optimizer import PolicyOptimizer, StepResult, learning_rate
+from megatron_rl.trainer.parallel import device_of_rank
+from megatron_rl.trainer.reference import ReferenceModel
+from megatron_rl.trainer.step import run_logprobs, run_step, schedule_of
+from megatron_rl.weight_sync.hf_io import CheckpointReader, load_layout
+from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
+from megatron_rl.weight_sync.tiles import ParamLayout
+
+
+class MegatronTrainer:
+    """The policy's shard of one rank, its optimizer, and the reference.
+
+    The caller has joined the process group (`parallel.initialise`). Weights are undefined until
+    `load_initial_weights`.
+    """
+
+    def __init__(self, config: RunConfig, plan: Plan, rank: int) -> None:
+        self.config, self.plan = config, plan
+        self.coordinates = plan.training.ranks[rank]
+        self.device = device_of_rank()
+        rng.seed_rank(config.run.seed, self.coordinates)
+        self._chunks = build_model(plan.architecture, plan.training, config.trainer, self.device)
+        self.optimizer = PolicyOptimizer(self._chunks, self._chunks[0].config, config.trainer, learning_rate(config))
+        self._layout = megatron_layout(plan.architecture, plan.training, rank,
+                                       "local" if cpu.needed() else "transformer_engine")
+        self._objective = partial(token_objective, config.algorithm)
+        self._reference: ReferenceModel | None = None
+
+    def load_initial_weights(self) -> None:
+        """Fill the policy from the model folder, or from `run.seed`, and freeze a copy as the reference if beta > 0.
+
+        Raises:
+            UserError: the folder's weights are missing, truncated, or not those of its config.json.
+        """
+        architecture = self.plan.architecture
+        canonical = canonical_tensors(architecture)
+        if self.config.model.init == "random":
+            draw_layout(canonical, self._layout, self.parameters(), self.config.run.seed,
+                        architecture.initializer_range)
+        else:
+            with CheckpointReader(self.config.model.path) as reader:
+                load_layout(reader, canonical, self._layout, self.parameters())
+        self.optimizer.weights_changed()
+        kl = self.config.algorithm.kl
+        if kl.beta > 0:
+            self._reference = ReferenceModel(self._chunks, self.plan, self.config.trainer, self.device,
+                                             offload=kl.reference_offload)
+
+    def update(self, batch: PolicyBatch) -> dict[str, float]:
+        """One optimizer step on a batch, which every rank has whole.
+
+        Returns:
+            Metrics by the names of `megatron_rl.monitor.metrics`, the same on every rank.
+
+        Raises:
+            UserError: a sequence is over the token budget, or gradients were not finite three times in a row.
+        """
+        schedule = schedule_of(batch, self.plan)
+        self.optimizer.zero_grad()
+        sums = run_step(self.optimizer.chunks, self.plan, batch, self._objective, self.config.rollout.temperature,
+                        schedule)
+        result = self.optimizer.step()
+        micro_batches = len(schedule[0])
+        return _metrics(sums, result) | {"train/sequences": float(len(batch.lengths_B)),
+                                         "train/microbatches": float(micro_batches)}
+
+    def logprobs(self, batch: PolicyBatch, model: Literal["policy", "reference"] = "policy") -> np.ndarray:
+        """Log-probs of the batch's tokens, at the sampling temperature: float32 [N], on every rank."""
+        temperature = self.config.rollout.temperature
+        if model == "policy":
+            return run_logprobs(self.optimizer.chunks, self.plan, batch, temperature)
+        if self._reference is None:
+            raise RuntimeError("there is no reference model: algorithm.kl.beta is 0, or no weights were loaded yet")
+        return self._reference.logprobs(batch, temperature)
+
+    def layout(self) -> list[ParamLayout]:
+        """What this rank's parameters hold of the Hugging Face tensors."""
+        return self._layout
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """This rank's live parameters by their names in `layout()`."""
+        return {f"chunk{i}.{name}": parameter.detach() for i, chunk in enumerate(self._chunks)
+                for name, parameter in chunk.named_parameters()}
+
+    def save(self, folder: str | Path, extra: dict[str, Any]) -> int:
+        """Write a checkpoint to `folder` (`checkpoints/step-000050`) and keep the newest `checkpoint.keep` next to it.
+
+        Args:
+            extra: the driver's own state, as JSON: weight version, data position, counters, ... What is under
+                `identity` (hashes of data set, tokenizer, template, ...) is compared by `load`.
+
+        Returns:
+            Bytes on disk.
+
+        Raises:
+            UserError: the disk is full or cannot be written; earlier checkpoints are untouched.
+        """
+        state = {"model": self._model_facts(), "identity": self._identity(), "extra": extra}
+        return save_checkpoint(Path(folder), self._chunks, self.optimizer, self.coordinates, self._sizes(), state,
+                               self.config.checkpoint.keep)
+
+    def load(self, folder: str | Path, identity: dict[str, str] | None = None) -> dict[str, Any]:
+        """Go on from a checkpoint, in this layout or another. The reference stays at the initial weights.
+
+        Args:
+            identity: what `extra["identity"]` would be now.
+
+        Returns:
+            `extra` as it was saved; `updates`, the optimizer steps applied so far; `changes`, a line for each setting
+            or identity that differs from the run that saved it; `rng_restored`, False in another layout, where ranks
+            are seeded anew from the seed and the step.
+
+        Raises:
+            UserError: the checkpoint is incomplete, someone else's, or of another model, precision or optimizer.
+        """
+        if self.config.algorithm.kl.beta > 0 and self._reference is None:
+            self.load_initial_weights()
+        loaded = load_checkpoint(Path(folder), self._chunks, self.optimizer, self.coordinates, self._sizes(),
+                                 self._model_facts())
+        if not loaded.rng_restored:
+            rng.seed_rank(self.config.run.seed, self.coordinates, step=self.optimizer.updates)
+        state = loaded.state
+        changes = changed_since(state["identity"], self._identity())
+        if identity is not None:
+            changes += changed_since(state["extra"].get("identity", {}), identity)
+        return {"extra": state["extra"], "updates": self.optimizer.updates, "changes": changes,
+                "rng_restored": loaded.rng_restored}
+
+    def _sizes(self) -> dict[str, int]:
+        training = self.plan.training
+        return {name: getattr(training, name) for name in ("tp", "pp", "vpp", "cp", "dp")}
+
+    def _model_facts(self) -> dict[str, Any]:
+        """What must be equal for the tensors of a checkpoint to mean the same."""
+        trainer = self.config.trainer
+        return {"architecture": self.plan.architecture.model_dump(mode="json"), "dtype": trainer.dtype,
+                "distributed_optimizer": trainer.distributed_optimizer}
+
+    def _identity(self) -> dict[str, str]:
+        """What may be changed on a resume, and is then reported."""
+        config = self.config
+        optimizer = {f"trainer.optimizer.{name}": str(value)
+                     for name, value in config.trainer.optimizer.model_dump().items()}
+        sizes = {f"trainer.{name}": str(size) for name, size in self._sizes().items()}
+        return {"plan": self.plan.fingerprint(), "model.path": config.model.path, "model.init": config.model.init,
+                "run.seed": str(config.run.seed), "run.steps": str(config.run.steps), **optimizer, **sizes}
+
+
+# name of the objective's sum -> name of the metric
+_MEANS = {
+    "policy/entropy": "train/entropy",
+    "policy/ratio": "train/ratio_mean",
+    "policy/clipped_high": "train/clip_fraction_high",
+    "policy/clipped_low": "train/clip_fraction_low",
+    "policy/clipped_dual": "train/dual_clip_fraction",
+    "reference/kl": "train/kl",
+    "mismatch/kl": "mismatch/kl",
+    "mismatch/ratio": "mismatch/ratio_mean",
+    "mismatch/abs_diff": "mismatch/abs_mean",
+    "correction/capped": "mismatch/capped",
+}
+_MAXIMA = {"policy/ratio_max": "train/ratio_max", "mismatch/abs_diff_max": "mismatch/abs_max"}
+
+
+def _metrics(sums: dict[str, float], result: StepResult) -> dict[str, float]:
+    tokens = max(1.0, sums["tokens"])
+    metrics = {"train/loss": sums["loss"], "train/grad_norm": result.grad_norm, "train/lr": result.learning_rate,
+               "train/skipped": float(not result.applied), "train/tokens": sums["tokens"]}
+    metrics |= {name: sums[key] / tokens for key, name in _MEANS.items() if key in sums}
+    metrics |= {name: sums[key] for key, name in _MAXIMA.items() if key in sums}
+    metrics["train/clip_fraction"] = metrics["train/clip_fraction_high"] + metrics["train/clip_fraction_low"]
+    return metrics

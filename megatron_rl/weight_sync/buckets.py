@@ -1,0 +1,110 @@
+"""Copies packed into buckets of bounded size. Integers only, no torch.
+
+A bucket is what travels: the elements of its copies, one after the other. Its boundaries are decided here once and
+shipped in the manifest; neither side derives them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from megatron_rl.weight_sync.tiles import Tile, cut
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+"""Bytes of an element, by torch's name of the type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One box of a canonical tensor that goes from a source parameter into a destination parameter."""
+
+    source: str
+    """Parameter name on the training rank."""
+    source_tile: Tile
+    destination: str
+    """Parameter name on the rollout worker."""
+    destination_tile: Tile
+    """The same box of the same tensor as `source_tile`."""
+    dtype: str
+    at: int = 0
+    """Byte offset in the bucket; the box's elements lie there in row-major order."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.source_tile.numel * ITEM_BYTES[self.dtype]
+
+    def encode(self) -> list:
+        """Lists, strings and integers only (it travels through vLLM's msgpack RPC)."""
+        source, destination = self.source_tile, self.destination_tile
+        return [self.source, self.destination, source.tensor, self.dtype, self.at, list(source.start),
+                list(source.shape), list(source.stride), source.offset, list(destination.stride), destination.offset]
+
+    @classmethod
+    def decode(cls, plain: list) -> Copy:
+        (source, destination, tensor, dtype, at, start, shape, source_stride, source_offset, destination_stride,
+         destination_offset) = plain
+        box = tensor, tuple(start), tuple(shape)
+        return cls(source, Tile(*box, tuple(source_stride), source_offset),
+                   destination, Tile(*box, tuple(destination_stride), destination_offset), dtype, at)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One message: `nbytes` long, filled by `copies` in order."""
+
+    nbytes: int
+    copies: tuple[Copy, ...]
+
+    def encode(self) -> dict:
+        return {"nbytes": self.nbytes, "copies": [copy.encode() for copy in self.copies]}
+
+    @classmethod
+    def decode(cls, plain: dict) -> Bucket:
+        return cls(plain["nbytes"], tuple(Copy.decode(copy) for copy in plain["copies"]))
+
+
+def pack(copies: Iterable[Copy], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Fill buckets of at most `bucket_bytes` with `copies`, in order, cutting a box wherever a bucket is full.
+
+    Each copy starts at a multiple of its element size, so a bucket of several types may hold a few unused bytes.
+    Copies without elements vanish. Raises ValueError if a bucket cannot hold one element.
+    """
+    buckets: list[Bucket] = []
+    filling: list[Copy] = []
+    end = 0
+    for copy in copies:
+        item = ITEM_BYTES[copy.dtype]
+        if bucket_bytes < item:
+            raise ValueError(f"a bucket of {bucket_bytes} bytes cannot hold an element of {copy.dtype}")
+        waiting = [copy.source_tile.box] if copy.source_tile.numel else []
+        while waiting:
+            start, shape = waiting.pop()
+            at = -(-end // item) * item
+            room = (bucket_bytes - at) // item
+            if room <= 0:
+                buckets.append(Bucket(end, tuple(filling)))
+                filling, end = [], 0
+                waiting.append((start, shape))
+            elif prod(shape) <= room:
+                filling.append(_part(copy, start, shape, at))
+                end = at + prod(shape) * item
+            else:
+                waiting += reversed(list(_split(start, shape, room)))
+    if filling:
+        buckets.append(Bucket(end, tuple(filling)))
+    return tuple(buckets)
+
+
+def _split(start: tuple[int, ...], shape: tuple[int, ...], room: int) -> Iterator[tuple[tuple, tuple]]:
+    """Two boxes, the first of as many whole rows as fit in `room`, or of one row if none fits (cut again then)."""
+    d = next(d for d, extent in enumerate(shape) if extent > 1)
+    rows = max(1, room // prod(shape[d + 1:]))
+    yield start, (*shape[:d], rows, *shape[d + 1:])
+    yield (*start[:d], start[d] + rows, *start[d + 1:]), (*shape[:d], shape[d] - rows, *shape[d + 1:])
+
+
+def _part(copy: Copy, start: tuple[int, ...], shape: tuple[int, ...], at: int) -> Copy:
+    return Copy(copy.source, cut(copy.source_tile, start, shape),
+                copy.destination, cut(copy.destination_tile, start, shape), copy.dtype, at)

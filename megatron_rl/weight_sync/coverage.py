@@ -1,0 +1,227 @@
+"""Proof that a manifest writes every element of every rollout parameter exactly once, and the right one.
+
+Independent of how the manifest was built: it looks only at the copies and at both sides' layouts. Works on boxes
+(disjoint, and their volumes add up), never on elements, so a 70B model on 256 ranks takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from megatron_rl.weight_sync.buckets import ITEM_BYTES, Bucket, Copy
+from megatron_rl.weight_sync.manifest import Destination, Edge, Source, SyncManifest
+from megatron_rl.weight_sync.tiles import ParamLayout, Tile, contiguous_stride, cut
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Start and shape, in the coordinates of a local parameter or of a canonical tensor."""
+
+
+class CoverageError(Exception):
+    """A gap, a double write, or a copy that does not fit the layouts. A fault of the software, not of the user."""
+
+
+def prove_coverage(manifest: SyncManifest, sources: Iterable[Source], destinations: Iterable[Destination]) -> None:
+    """Raise CoverageError, naming worker, parameter and region, unless all of this holds:
+
+    - every bucket is at most `bucket_bytes`, its copies aligned and without overlap;
+    - every copy reads the box that it claims, by the source's layout, and writes it where the destination's layout
+      has it, in the type of both;
+    - for each destination parameter the copies are disjoint and, with the loader's padding, fill it.
+    """
+    source_of = {source.coordinates.rank: _Side(source) for source in sources}
+    to_worker: dict[tuple[int, int], list[Edge]] = defaultdict(list)
+    for edge in manifest.edges:
+        to_worker[edge.replica, edge.worker].append(edge)
+
+    destinations = list(destinations)
+    unknown = to_worker.keys() - {(d.replica, d.worker) for d in destinations}
+    if unknown:
+        raise CoverageError(f"the manifest sends to workers that do not exist: (replica, worker) {sorted(unknown)}")
+    proven_buckets: set[int] = set()
+    proven_reads: set[tuple] = set()
+    proven_workers: set[tuple] = set()
+    for destination in destinations:
+        edges = to_worker[destination.replica, destination.worker]
+        for edge in edges:
+            if id(edge.buckets) not in proven_buckets:
+                _prove_buckets(edge, manifest.bucket_bytes)
+                proven_buckets.add(id(edge.buckets))
+            if edge.rank not in source_of:
+                raise CoverageError(f"the manifest lets rank {edge.rank} send, which does not exist")
+            side = source_of[edge.rank]
+            if (id(edge.buckets), side.key) not in proven_reads:
+                _prove_reads(edge, side)
+                proven_reads.add((id(edge.buckets), side.key))
+        # Replicas with the same layouts that receive the same buckets need one proof.
+        key = (destination.layouts, tuple(sorted(destination.dtypes.items())),
+               tuple(sorted(destination.padding.items())), frozenset(id(edge.buckets) for edge in edges))
+        if key not in proven_workers:
+            _prove_worker(destination, [copy for edge in edges for copy in _copies(edge)])
+            proven_workers.add(key)
+
+
+def _copies(edge: Edge) -> Iterator[Copy]:
+    return (copy for bucket in edge.buckets for copy in bucket.copies)
+
+
+class _Side:
+    """Look-up of the tiles and types of one rank or worker."""
+
+    def __init__(self, holder: Source | Destination) -> None:
+        self.layouts = {layout.name: layout for layout in holder.layouts}
+        self.dtypes = holder.dtypes
+        self.key = (holder.layouts, tuple(sorted(holder.dtypes.items())))
+
+    def check(self, param: str, part: Tile, dtype: str, where: str) -> None:
+        """`part` is a part of one of the parameter's tiles, at the place where the layout has it."""
+        layout = self.layouts.get(param)
+        if layout is None:
+            raise CoverageError(f"{where}: no parameter {param}")
+        if self.dtypes[param] != dtype:
+            raise CoverageError(f"{where}: {param} is {self.dtypes[param]}, the copy is {dtype}")
+        if not any(_contains(tile, part) and cut(tile, part.start, part.shape) == part for tile in layout.tiles):
+            raise CoverageError(f"{where}: {param} does not hold {_text(part)} at offset {part.offset}, stride "
+                                f"{part.stride}")
+
+
+def _prove_buckets(edge: Edge, bucket_bytes: int) -> None:
+    for number, bucket in enumerate(edge.buckets):
+        where = f"bucket {number} from rank {edge.rank} to engine {edge.replica} worker {edge.worker}"
+        if bucket.nbytes > bucket_bytes:
+            raise CoverageError(f"{where}: {bucket.nbytes} bytes, at most {bucket_bytes}")
+        _prove_bucket(bucket, where)
+
+
+def _prove_bucket(bucket: Bucket, where: str) -> None:
+    end = 0
+    for copy in bucket.copies:
+        if copy.at < end or copy.at % ITEM_BYTES[copy.dtype]:
+            raise CoverageError(f"{where}: {_text(copy.source_tile)} lies at byte {copy.at}, expected an aligned "
+                                f"offset from {end} on")
+        end = copy.at + copy.nbytes
+    if end != bucket.nbytes:
+        raise CoverageError(f"{where}: copies end at byte {end}, the bucket at {bucket.nbytes}")
+
+
+def _prove_reads(edge: Edge, side: _Side) -> None:
+    for copy in _copies(edge):
+        side.check(copy.source, copy.source_tile, copy.dtype, f"source rank {edge.rank}")
+
+
+def _prove_worker(destination: Destination, copies: Sequence[Copy]) -> None:
+    where = f"engine {destination.replica} worker {destination.worker}"
+    side = _Side(destination)
+    written: dict[str, list[Copy]] = defaultdict(list)
+    for copy in copies:
+        source, target = copy.source_tile, copy.destination_tile
+        if (source.tensor, source.box) != (target.tensor, target.box):
+            raise CoverageError(f"{where}: {copy.destination} receives {_text(source)} as {_text(target)}")
+        side.check(copy.destination, target, copy.dtype, where)
+        written[copy.destination].append(copy)
+    for layout in destination.layouts:
+        _prove_param(layout, written[layout.name], destination.padding.get(layout.name, 0), where)
+
+
+def _prove_param(layout: ParamLayout, copies: Sequence[Copy], padding: int, where: str) -> None:
+    tiles = [local_box(layout, tile) for tile in layout.tiles]
+    writes = [local_box(layout, copy.destination_tile) for copy in copies]
+    for what, boxes in (("described", tiles), ("written", writes)):
+        overlap = first_overlap(boxes)
+        if overlap:
+            raise CoverageError(f"{where}: {layout.name} is {what} twice at {_box_text(overlap)}")
+    volume = sum(prod(shape) for _, shape in tiles)
+    if volume + padding != prod(layout.shape):
+        raise CoverageError(f"{where}: the tiles of {layout.name} hold {volume} elements, its padding {padding}, but "
+                            f"the parameter {prod(layout.shape)}")
+    # Every write lies inside a tile and writes are disjoint, so equal volumes leave no gap.
+    if sum(prod(shape) for _, shape in writes) != volume:
+        gap = next(gap for tile in tiles for gap in subtract(tile, writes))
+        raise CoverageError(f"{where}: nobody writes {layout.name} at {_box_text(gap)}")
+
+
+def local_box(layout: ParamLayout, tile: Tile) -> Box:
+    """The tile's region in the coordinates of its parameter.
+
+    Raises CoverageError if its strides are not those of the contiguous parameter (a transposed tile) or it sticks
+    out.
+    """
+    strides = contiguous_stride(layout.shape)
+    extent_of = {stride: extent for stride, extent in zip(tile.stride, tile.shape) if extent > 1}
+    start, shape, rest = [], [], tile.offset
+    for size, stride in zip(layout.shape, strides):
+        at, rest = divmod(rest, stride)
+        extent = extent_of.pop(stride, 1) if size > 1 else 1
+        start.append(at)
+        shape.append(extent)
+        if at + extent > size:
+            raise CoverageError(f"{_text(tile)} sticks out of {layout.name} {layout.shape}: offset {tile.offset}, "
+                                f"stride {tile.stride}")
+    if extent_of or rest:
+        raise CoverageError(f"{_text(tile)} is not a box of {layout.name} {layout.shape}: offset {tile.offset}, "
+                            f"stride {tile.stride}")
+    return tuple(start), tuple(shape) if tile.numel else (0,) * len(shape)
+
+
+def first_overlap(boxes: Iterable[Box]) -> Box | None:
+    """A region that two of the boxes share, None if they are pairwise disjoint. A sweep along the dimension in which
+    the boxes start at the most places."""
+    boxes = [box for box in boxes if prod(box[1])]
+    if len(boxes) < 2:
+        return None
+    dims = range(len(boxes[0][0]))
+    sweep = max(dims, key=lambda d: len({start[d] for start, _ in boxes}))
+    open_boxes: list[Box] = []
+    for start, shape in sorted(boxes, key=lambda box: box[0][sweep]):
+        open_boxes = [box for box in open_boxes if box[0][sweep] + box[1][sweep] > start[sweep]]
+        for other in open_boxes:
+            common = _common((start, shape), other)
+            if common:
+                return common
+        open_boxes.append((start, shape))
+    return None
+
+
+def subtract(box: Box, holes: Iterable[Box]) -> list[Box]:
+    """What is left of `box` without `holes`, as disjoint boxes."""
+    left = [box]
+    for hole in holes:
+        left = [piece for part in left for piece in _subtract_one(part, hole)]
+    return left
+
+
+def _subtract_one(box: Box, hole: Box) -> Iterator[Box]:
+    common = _common(box, hole)
+    if common is None:
+        yield box
+        return
+    start, shape = list(box[0]), list(box[1])
+    for d, (a, n) in enumerate(zip(*common)):
+        before, after = a - start[d], start[d] + shape[d] - (a + n)
+        if before:
+            yield tuple(start), (*shape[:d], before, *shape[d + 1:])
+        if after:
+            yield (*start[:d], a + n, *start[d + 1:]), (*shape[:d], after, *shape[d + 1:])
+        start[d], shape[d] = a, n
+
+
+def _common(a: Box, b: Box) -> Box | None:
+    start = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
+    stop = [min(x + n, y + m) for x, n, y, m in zip(*a, *b)]
+    shape = tuple(e - s for s, e in zip(start, stop))
+    return (start, shape) if all(extent > 0 for extent in shape) else None
+
+
+def _contains(tile: Tile, part: Tile) -> bool:
+    return tile.tensor == part.tensor and all(
+        a <= b and b + m <= a + n for a, n, b, m in zip(tile.start, tile.shape, part.start, part.shape, strict=True))
+
+
+def _box_text(box: Box) -> str:
+    return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(*box)) + "]"
+
+
+def _text(tile: Tile) -> str:
+    return tile.tensor + _box_text(tile.box)

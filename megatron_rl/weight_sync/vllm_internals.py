@@ -1,0 +1,101 @@
+"""Every private name of vLLM that this project leans on, in one place, for the pinned version (requirements/*.lock).
+
+A new vLLM version is taken by running the tests of `weight_sync` and `rollout`: each function below is exercised
+there against vLLM's own loading and against Hugging Face.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+TESTED_VERSION = "0.32"
+
+
+def keep_cpu_weights_in_place() -> None:
+    """Leave linear weights as loaded on the CPU, so that writes into the live parameters take effect.
+
+    vLLM's CPU build packs linear weights into oneDNN or SGL blobs after loading: `weight` becomes `empty(0)`, the
+    head keeps its shape but multiplies with a packed copy. With both kernels declined it falls back to
+    `torch.nn.functional.linear` on the live parameter: the path a GPU takes. Call it in the worker before the
+    model is loaded.
+    """
+    import vllm._custom_ops as custom_ops
+    import vllm.model_executor.layers.utils as layer_utils
+
+    custom_ops._supports_onednn = False
+    layer_utils.check_cpu_sgl_kernel = lambda *args: False
+    # A tiny first forward in bf16 dies with SIGILL unless AMX was requested from the kernel first.
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+
+
+def live_model(worker) -> nn.Module:
+    """The model of a worker (`self` of a worker extension)."""
+    return worker.model_runner.get_model()
+
+
+@contextlib.contextmanager
+def offline_model(folder: str | Path, tp: int, rank: int, dtype: torch.dtype, device: str = "meta"
+                  ) -> Iterator[nn.Module]:
+    """vLLM's model as tensor parallel rank `rank` of `tp` builds it, in this process and without workers.
+
+    The real parallel groups have one member; inside the context the TP group only claims another size and rank,
+    which is all that vLLM's layers and weight loaders ask of it. Loading weights is possible, running is not.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    name = str(dtype).removeprefix("torch.")
+    config = EngineArgs(model=str(folder), dtype=name, enforce_eager=True, skip_tokenizer_init=True,
+                        max_model_len=64).create_engine_config()
+    config.parallel_config.tensor_parallel_size = tp
+    with set_current_vllm_config(config):
+        _single_process_groups()
+        group = parallel_state._TP
+        true_size, true_rank = group.world_size, group.rank_in_group
+        group.world_size, group.rank_in_group = tp, rank
+        try:
+            with set_default_torch_dtype(dtype), torch.device(device):
+                model = initialize_model(vllm_config=config)
+            yield model
+        finally:
+            group.world_size, group.rank_in_group = true_size, true_rank
+
+
+def _single_process_groups() -> None:
+    from vllm.distributed import parallel_state
+    from vllm.utils.network_utils import get_open_port
+
+    if parallel_state._TP is None:
+        parallel_state.init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
+        parallel_state.initialize_model_parallel(1)
+
+
+def shut_down(llm, timeout_s: float) -> None:
+    """End an AsyncLLM with its engine core and workers; whatever outlives `timeout_s` is killed by its own pid."""
+    import psutil
+
+    processes = []
+    for core in llm.engine_core.resources.engine_manager.processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(core.pid)
+            processes += [process, *process.children(recursive=True)]
+    llm.shutdown(timeout=timeout_s / 2)
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s / 2)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=timeout_s / 2)
+
+
+async def pause_scheduler(llm, *, clear_cache: bool) -> None:
+    """Stop scheduling; running requests keep their place. `AsyncLLM.pause_generation` would add a fixed sleep."""
+    await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)

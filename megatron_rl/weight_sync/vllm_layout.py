@@ -1,0 +1,192 @@
+"""The rollout side's layout, traced from vLLM's own weight loaders: no table per model.
+
+`model.load_weights` is run with meta tensors while a dispatch mode watches. Views cost nothing and are followed by
+storage identity; `copy_` into a live parameter becomes a tile, `fill_` becomes padding, and nothing is written.
+Whatever is not a plain copy of a box (a transpose, a cast, a sum) raises `LayoutError`: a layout is right or
+absent, never silently wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl.weight_sync.tiles import CanonicalTensor, ParamLayout, Tile
+
+
+class LayoutError(RuntimeError):
+    """vLLM's loading of this model cannot be written as tiles of live parameters."""
+
+
+@dataclass(frozen=True)
+class Padding:
+    """A region of a local parameter that vLLM's loader fills with a constant (padded vocabulary rows)."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    value: float
+
+
+@dataclass(frozen=True)
+class TracedLayout:
+    layouts: tuple[ParamLayout, ...]
+    """One for each live parameter, by its name in `model.named_parameters()`; tied parameters appear once."""
+    padding: tuple[Padding, ...]
+    unused: tuple[str, ...]
+    """Canonical tensors that this rank takes nothing from (a tied head, or another rank's)."""
+
+    def padded_elements(self) -> dict[str, int]:
+        """Parameter name -> elements that its loader fills with a constant."""
+        counts: dict[str, int] = {}
+        for pad in self.padding:
+            counts[pad.name] = counts.get(pad.name, 0) + prod(pad.shape)
+        return counts
+
+
+def trace_layout(model: nn.Module, canonical: Sequence[CanonicalTensor], dtype: torch.dtype) -> TracedLayout:
+    """Which box of which canonical tensor vLLM's loader puts where, for this rank's model.
+
+    Args:
+        model: a live model or one built on the meta device; left exactly as it was.
+        canonical: names and shapes of the checkpoint's tensors.
+        dtype: the type the checkpoint would have.
+
+    Raises:
+        LayoutError: a parameter is empty, an element is neither loaded nor padded, or a loader does more than copy.
+    """
+    parameters = dict(model.named_parameters())
+    assert_not_empty(parameters)
+    strided = [name for name, parameter in parameters.items() if not parameter.is_contiguous()]
+    if strided:
+        raise LayoutError(f"live parameters are not contiguous: {', '.join(strided[:4])}")
+    recorder = _Recorder(parameters)
+    with torch.no_grad(), recorder:
+        model.load_weights(iter(recorder.meta_tensor(tensor, dtype) for tensor in canonical))
+    recorder.check_storages(parameters)
+
+    layouts = tuple(ParamLayout(name, tuple(parameter.shape), tuple(recorder.tiles[name]))
+                    for name, parameter in parameters.items())
+    for layout in layouts:
+        _check_filled(layout, [pad for pad in recorder.padding if pad.name == layout.name])
+    used = {tile.tensor for layout in layouts for tile in layout.tiles}
+    return TracedLayout(layouts, tuple(recorder.padding), tuple(t.name for t in canonical if t.name not in used))
+
+
+def assert_not_empty(parameters: dict[str, torch.Tensor]) -> None:
+    """Refuse a model whose weights were packed away after loading: writes into it would have no effect."""
+    empty = [name for name, parameter in parameters.items() if parameter.numel() == 0]
+    if empty:
+        raise LayoutError(f"{len(empty)} live parameters are empty (packed after loading): {', '.join(empty[:4])}")
+
+
+def write_padding(parameters: dict[str, torch.Tensor], padding: Iterable[Padding]) -> None:
+    """Fill padded regions as vLLM's loader would: an engine started with dummy weights has noise there."""
+    for pad in padding:
+        parameter = parameters[pad.name].detach()
+        parameter.as_strided(pad.shape, pad.stride, parameter.storage_offset() + pad.offset).fill_(pad.value)
+
+
+def encode_layout(layout: ParamLayout) -> list:
+    """Lists, strings and integers only (it travels through vLLM's msgpack RPC); `decode_layout` inverts it."""
+    return [layout.name, list(layout.shape), [[t.tensor, list(t.start), list(t.shape), list(t.stride), t.offset]
+                                              for t in layout.tiles]]
+
+
+def decode_layout(plain: list) -> ParamLayout:
+    name, shape, tiles = plain
+    return ParamLayout(name, tuple(shape), tuple(
+        Tile(tensor, tuple(start), tuple(extent), tuple(stride), offset)
+        for tensor, start, extent, stride, offset in tiles))
+
+
+class _Recorder(TorchDispatchMode):
+    """Follows source and destination storages through views; turns writes into tiles."""
+
+    def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.tiles: dict[str, list[Tile]] = {name: [] for name in parameters}
+        self.padding: list[Padding] = []
+        self._destinations = {_storage(p): (name, p) for name, p in parameters.items()}
+        self._sources: dict[int, CanonicalTensor] = {}
+        self._alive: list[torch.Tensor] = []
+
+    def meta_tensor(self, canonical: CanonicalTensor, dtype: torch.dtype) -> tuple[str, torch.Tensor]:
+        tensor = torch.empty(canonical.shape, dtype=dtype, device="meta")
+        self._sources[_storage(tensor)] = canonical
+        self._alive.append(tensor)               # a freed storage's identity would be given to the next tensor
+        return canonical.name, tensor
+
+    def check_storages(self, parameters: dict[str, torch.Tensor]) -> None:
+        moved = [name for name, p in parameters.items() if _storage(p) not in self._destinations]
+        if moved:
+            raise LayoutError(f"loading replaced the storage of {', '.join(moved[:4])}")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._schema.is_mutable and isinstance(args[0], torch.Tensor):
+            target = self._destinations.get(_storage(args[0]))
+            if target is not None:
+                self._write(function, target, args)
+                return args[0]
+        return function(*args, **(kwargs or {}))
+
+    def _write(self, function, target: tuple[str, torch.Tensor], args: tuple) -> None:
+        name, parameter = target
+        view = args[0]
+        operation = function.overloadpacket.__name__
+        offset = view.storage_offset() - parameter.storage_offset()
+        if operation in ("fill_", "zero_"):
+            value = float(args[1]) if operation == "fill_" else 0.0
+            self.padding.append(Padding(name, tuple(view.shape), tuple(view.stride()), offset, value))
+            return
+        if operation != "copy_":
+            raise LayoutError(f"vLLM's loader applies {operation} to {name}; only copies can be written as tiles")
+        source = args[1]
+        canonical = self._sources.get(_storage(source))
+        if canonical is None:
+            raise LayoutError(f"vLLM's loader computes what it copies into {name}: not a view of a checkpoint tensor")
+        if source.dtype != view.dtype:
+            raise LayoutError(f"{name} is {view.dtype}, the checkpoint's {canonical.name} {source.dtype}")
+        start = _box_start(canonical.shape, source)
+        if start is None or tuple(source.shape) != tuple(view.shape):
+            raise LayoutError(f"what vLLM's loader copies from {canonical.name} into {name} is not a box of it")
+        self.tiles[name].append(Tile(canonical.name, start, tuple(view.shape), tuple(view.stride()), offset))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _box_start(shape: tuple[int, ...], view: torch.Tensor) -> tuple[int, ...] | None:
+    """Where the box seen by `view` starts in a contiguous tensor of `shape`; None if it is no box of it."""
+    strides = [1] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        strides[d] = strides[d + 1] * shape[d + 1]
+    if view.dim() != len(shape):
+        return None
+    if any(n > 1 and actual != expected for n, actual, expected in zip(view.shape, view.stride(), strides)):
+        return None
+    rest, start = view.storage_offset(), []
+    for stride in strides:
+        start.append(rest // stride)
+        rest %= stride
+    inside = all(a + n <= total for a, n, total in zip(start, view.shape, shape))
+    return tuple(start) if inside else None
+
+
+def _check_filled(layout: ParamLayout, padding: list[Padding]) -> None:
+    """Every element of the parameter is loaded once or padded; marked one by one, in a byte each."""
+    size = prod(layout.shape)
+    writes = torch.zeros(size, dtype=torch.uint8)
+    for region in (*layout.tiles, *padding):
+        writes.as_strided(region.shape, region.stride, region.offset).add_(1)
+    missing, twice = int((writes == 0).sum()), int((writes > 1).sum())
+    if missing or twice:
+        raise LayoutError(f"vLLM's loading leaves {missing} of {size} elements of {layout.name} unset and writes "
+                          f"{twice} more than once")

@@ -1,0 +1,88 @@
+"""A bucket on the wire: a fenced header, then the elements of its copies as the manifest lays them out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megatron_rl.weight_sync.buckets import Bucket
+from megatron_rl.weight_sync.manifest import Edge
+from megatron_rl.weight_sync.tiles import ParamLayout, Tile, tile_view
+
+HEADER_BYTES = 64
+"""Keeps the payload aligned for every dtype."""
+_MAGIC = 0x4D52_4C57
+_POISON = -1
+
+
+class WireError(RuntimeError):
+    """A buffer does not hold the bucket that was expected: nothing was written, or another epoch's."""
+
+
+def buffer_bytes(edges: Sequence[Edge]) -> int:
+    """Size of a buffer that holds any bucket of `edges`, header included; 0 if there is none."""
+    return max((HEADER_BYTES + bucket.nbytes for edge in edges for bucket in edge.buckets), default=0)
+
+
+def pack_bucket(bucket: Bucket, number: int, epoch: int, parameters: Mapping[str, torch.Tensor],
+                buffer: torch.Tensor) -> torch.Tensor:
+    """Write header and copies from the live source parameters; returns the used part of `buffer` (uint8)."""
+    buffer[:HEADER_BYTES].view(torch.int64)[:4].copy_(_header(bucket, number, epoch))
+    for copy in bucket.copies:
+        _payload(buffer, copy.at, copy.source_tile, copy.dtype).copy_(tile_view(parameters[copy.source],
+                                                                                copy.source_tile))
+    return buffer[:HEADER_BYTES + bucket.nbytes]
+
+
+def poison(buffer: torch.Tensor) -> torch.Tensor:
+    """Mark a buffer before it is received into: a transfer that never happened is seen by its header."""
+    buffer[:HEADER_BYTES].view(torch.int64).fill_(_POISON)
+    return buffer
+
+
+def unpack_bucket(bucket: Bucket, number: int, epoch: int, buffer: torch.Tensor,
+                  parameters: Mapping[str, torch.Tensor]) -> None:
+    """Check the header, then write the copies straight into the live destination parameters.
+
+    Raises:
+        WireError: the buffer was never written, or holds another bucket, length or epoch.
+    """
+    found = buffer[:HEADER_BYTES].view(torch.int64)[:4].tolist()
+    expected = _header(bucket, number, epoch).tolist()
+    if found != expected:
+        if found[0] == _POISON:
+            raise WireError(f"bucket {number} of epoch {epoch} never arrived: the buffer is as it was before")
+        raise WireError(f"expected bucket {number} of epoch {epoch} with {bucket.nbytes} bytes, received bucket "
+                        f"{found[2]} of epoch {found[1]} with {found[3]} bytes")
+    for copy in bucket.copies:
+        tile_view(parameters[copy.destination], copy.destination_tile).copy_(
+            _payload(buffer, copy.at, copy.destination_tile, copy.dtype))
+
+
+def source_tiles(edge: Edge) -> tuple[ParamLayout, ...]:
+    """What an edge reads, by source parameter: the elements whose digest the sender reports."""
+    return _by_parameter((copy.source, copy.source_tile) for bucket in edge.buckets for copy in bucket.copies)
+
+
+def destination_tiles(edge: Edge) -> tuple[ParamLayout, ...]:
+    """What an edge writes, by live parameter: the elements whose digest the receiver reports."""
+    return _by_parameter((copy.destination, copy.destination_tile)
+                         for bucket in edge.buckets for copy in bucket.copies)
+
+
+def _by_parameter(tiles) -> tuple[ParamLayout, ...]:
+    grouped: dict[str, list[Tile]] = {}
+    for name, tile in tiles:
+        grouped.setdefault(name, []).append(tile)
+    return tuple(ParamLayout(name, (), tuple(parts)) for name, parts in grouped.items())
+
+
+def _header(bucket: Bucket, number: int, epoch: int) -> torch.Tensor:
+    return torch.tensor([_MAGIC, epoch, number, bucket.nbytes], dtype=torch.int64)
+
+
+def _payload(buffer: torch.Tensor, at: int, tile: Tile, dtype: str) -> torch.Tensor:
+    kind = getattr(torch, dtype)
+    start = HEADER_BYTES + at
+    return buffer[start:start + tile.numel * kind.itemsize].view(kind).view(tile.shape)

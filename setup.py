@@ -1,0 +1,24 @@
+"""Packaging. `pip install .` gives the launcher only, fit for a login node; the stack that computes (torch, vLLM,
+Megatron-core, Ray) comes pinned from requirements/*.lock, because no single resolver run gives a working set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+readme = Path(__file__).parent / "README.md"
+
+setup(
+    name="megatron-rl",
+    version="0.1.0",
+    description="GRPO on Slurm clusters: Megatron-core trains, vLLM rolls out, Ray drives",
+    long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
+    long_description_content_type="text/markdown",
+    python_requires=">=3.11",
+    packages=find_packages(include=["launch", "launch.*", "megatron_rl", "megatron_rl.*"]),
+    include_package_data=True,
+    install_requires=["click>=8.1", "pydantic>=2.12", "pyyaml>=6", "rich>=14", "psutil>=6", "plotext>=6.1"],
+    extras_require={"report": ["matplotlib>=3.9"]},
+    entry_points={"console_scripts": ["megatron-rl = launch.cli.main:main"]},
+)

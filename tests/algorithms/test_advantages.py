@@ -1,0 +1,91 @@
+"""Advantages against closed forms written out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.algorithms.advantages import (
+    STD_EPSILON, advantages_by_group, group_advantages, group_statistics,
+)
+
+KINDS = ("grpo", "grpo_no_std", "rloo")
+
+
+def test_closed_forms_of_one_right_answer_in_four():
+    rewards = [np.array([1.0, 0.0, 0.0, 0.0])]
+    # mean 1/4, sample variance (9/16 + 3/16) / 3 = 1/4, leave-one-out baselines 0 and 1/3
+    np.testing.assert_allclose(group_advantages(rewards, "grpo")[0],
+                               np.array([0.75, -0.25, -0.25, -0.25]) / (0.5 + 1e-6), rtol=1e-6)
+    np.testing.assert_allclose(group_advantages(rewards, "grpo_no_std")[0], [0.75, -0.25, -0.25, -0.25], rtol=1e-6)
+    np.testing.assert_allclose(group_advantages(rewards, "rloo")[0], [1.0, -1 / 3, -1 / 3, -1 / 3], rtol=1e-6)
+
+
+def test_uneven_groups_do_not_fall_into_one():
+    """Rewards 1, 3 and 5 with 2, 3 and 4 samples (slime#1918): equal inside each group, so all advantages are 0;
+    normalised over one global group they would not be."""
+    rewards = [np.full(2, 1.0), np.full(3, 3.0), np.full(4, 5.0)]
+    for kind in KINDS:
+        advantages = group_advantages(rewards, kind)
+        assert [len(advantages_G) for advantages_G in advantages] == [2, 3, 4]
+        assert all((advantages_G == 0.0).all() for advantages_G in advantages)
+
+
+def test_uneven_groups_with_spread_are_centred_each_on_its_own():
+    rewards = [np.array([1.0, 2.0]), np.array([3.0, 3.0, 6.0]), np.array([5.0])]
+    np.testing.assert_allclose(np.concatenate(group_advantages(rewards, "grpo_no_std")),
+                               [-0.5, 0.5, -1.0, -1.0, 2.0, 0.0])
+    np.testing.assert_allclose(np.concatenate(group_advantages(rewards, "rloo")),
+                               [-1.0, 1.0, -1.5, -1.5, 3.0, 0.0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rewards_G", [[1.0, 1.0], [0.0, 0.0, 0.0], [0.7], [1e6, 1e6], [0.1 + 0.2, 0.3, 0.3]])
+def test_no_spread_gives_exactly_zero(kind, rewards_G):
+    assert (group_advantages([np.array(rewards_G)], kind)[0] == 0.0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrival_order_does_not_matter(kind):
+    """Samples of several groups arrive interleaved (NeMo-RL#1627): every sample keeps the advantage of its group."""
+    rng = np.random.default_rng(0)
+    sizes = {7: 2, 3: 5, 11: 4, 2: 1}
+    rewards = {group: rng.normal(size=size) * group for group, size in sizes.items()}
+    expected = {group: group_advantages([rewards_G], kind)[0] for group, rewards_G in rewards.items()}
+    ids_B = np.concatenate([np.full(size, group) for group, size in sizes.items()])
+    rewards_B = np.concatenate(list(rewards.values()))
+    expected_B = np.concatenate([expected[group] for group in sizes])
+    order = rng.permutation(len(ids_B))
+    np.testing.assert_allclose(advantages_by_group(ids_B[order], rewards_B[order], kind), expected_B[order],
+                               rtol=1e-6, atol=1e-7)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=9), st.floats(0.1, 50), st.floats(-50, 50))
+def test_properties(rewards_G, scale, shift):
+    rewards_G = np.array(rewards_G)
+    for kind in KINDS:
+        advantages_G = group_advantages([rewards_G], kind)[0].astype(np.float64)
+        assert abs(advantages_G.sum()) <= 1e-5 * max(1.0, np.abs(advantages_G).sum())
+        shifted_G = group_advantages([rewards_G + shift], kind)[0]
+        np.testing.assert_allclose(shifted_G, advantages_G, rtol=1e-4, atol=1e-4)
+    if rewards_G.std(ddof=1) > 1e-2:
+        scaled_G = group_advantages([rewards_G * scale], "grpo")[0]
+        np.testing.assert_allclose(scaled_G, group_advantages([rewards_G], "grpo")[0], rtol=2e-3)
+        assert STD_EPSILON == 1e-6
+
+
+def test_statistics():
+    rewards = [np.array([1.0, 1.0]), np.array([0.0, 0.0]), np.array([0.0, 1.0]), np.array([0.5, 0.5])]
+    statistics = group_statistics(rewards)
+    assert (statistics.groups, statistics.zero_variance) == (4, 0.75)
+    assert (statistics.all_right, statistics.all_wrong) == (0.25, 0.25)
+    assert statistics.mean_std == pytest.approx(np.sqrt(0.5) / 4)
+
+
+@pytest.mark.parametrize("bad", [np.array([np.nan, 1.0]), np.array([np.inf, 1.0]), np.array([]), np.ones((2, 2))])
+def test_rewards_that_are_no_numbers_are_refused(bad):
+    with pytest.raises(ValueError):
+        group_advantages([bad], "grpo")

@@ -1,0 +1,186 @@
+"""The objective in its three modes against a float64 formula written out by hand, values and gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from launch.config.schema import Algorithm
+from megatron_rl.algorithms.objective import token_objective
+
+T = 64
+
+
+def algorithm(**changes) -> Algorithm:
+    return Algorithm.model_validate({"group_size": 2, "prompts_per_step": 2, **changes})
+
+
+def tokens(seed: int = 0, spread: float = 0.6) -> dict[str, torch.Tensor]:
+    """Log-probs that lie `spread` apart, advantages of both signs, every third token outside the loss."""
+    generator = torch.Generator().manual_seed(seed)
+    base_T = -3 * torch.rand(T, generator=generator)
+    near = {name: base_T + spread * torch.randn(T, generator=generator)
+            for name in ("logprobs_T", "old_logprobs_T", "behaviour_logprobs_T", "reference_logprobs_T")}
+    weights_T = torch.full((T,), 1 / 40)
+    weights_T[::3] = 0.0
+    return near | {"entropy_T": torch.rand(T, generator=generator), "weights_T": weights_T,
+                   "advantages_T": torch.randn(T, generator=generator)}
+
+
+def run(config: Algorithm, values: dict[str, torch.Tensor | None]):
+    logprobs_T = values["logprobs_T"].clone().requires_grad_()
+    entropy_T = None if values["entropy_T"] is None else values["entropy_T"].clone().requires_grad_()
+    loss, sums = token_objective(config, **{**values, "logprobs_T": logprobs_T, "entropy_T": entropy_T})
+    loss.backward()
+    return loss.detach(), logprobs_T.grad, None if entropy_T is None else entropy_T.grad, sums
+
+
+def by_hand(config: Algorithm, values: dict[str, torch.Tensor | None]) -> tuple[float, list[float]]:
+    """Token by token with Python floats: the loss and its derivative by each log-prob."""
+    loss, gradient = 0.0, []
+    for t in range(T):
+        pi, mu, advantage, weight, entropy = (values[name][t].item() for name in (
+            "logprobs_T", "behaviour_logprobs_T", "advantages_T", "weights_T", "entropy_T"))
+        if config.old_logprobs == "recompute":
+            old = values["old_logprobs_T"][t].item()
+            correction = min(math.exp(old - mu), config.importance_cap)
+        elif config.updates_per_batch == 1:
+            old, correction = pi, min(math.exp(pi - mu), config.importance_cap)
+        else:
+            old, correction = mu, 1.0
+        ratio = math.exp(pi - old)
+        bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
+        surrogate, slope = max((-advantage * ratio, -advantage * ratio), (-advantage * bounded,
+                               -advantage * ratio if ratio == bounded else 0.0), key=lambda pair: pair[0])
+        if config.dual_clip and advantage < 0 and surrogate > -advantage * config.dual_clip:
+            surrogate, slope = -advantage * config.dual_clip, 0.0
+        token_loss, derivative = correction * surrogate - config.entropy_coef * entropy, correction * slope
+        if config.kl.beta:
+            x = pi - values["reference_logprobs_T"][t].item()
+            token_loss += config.kl.beta * (math.exp(-x) - 1 + x)
+            derivative += config.kl.beta * (1 - math.exp(-x))
+        loss += weight * token_loss
+        gradient.append(weight * derivative)
+    return loss, gradient
+
+
+MODES = {
+    "on-policy": {},
+    "bypass": {"updates_per_batch": 2},
+    "decoupled": {"updates_per_batch": 2, "old_logprobs": "recompute"},
+    "decoupled, one update": {"old_logprobs": "recompute"},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("terms", [{}, {"clip_high": 0.28, "dual_clip": 3.0, "entropy_coef": 0.01,
+                                        "kl": {"beta": 0.1}, "importance_cap": 1.5}])
+def test_value_and_gradient(mode, terms):
+    config, values = algorithm(**MODES[mode], **terms), tokens()
+    if config.old_logprobs == "none":
+        values["old_logprobs_T"] = None
+    if not config.kl.beta:
+        values["reference_logprobs_T"] = None
+    loss, gradient_T, entropy_gradient_T, _ = run(config, values)
+    expected_loss, expected_gradient = by_hand(config, values)
+    assert loss.item() == pytest.approx(expected_loss, rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(gradient_T.double(), torch.tensor(expected_gradient, dtype=torch.float64),
+                               rtol=1e-4, atol=1e-7)
+    expected_T = -config.entropy_coef * values["weights_T"]
+    torch.testing.assert_close(torch.zeros(T) if entropy_gradient_T is None else entropy_gradient_T, expected_T)
+
+
+def test_equal_numerics_make_the_on_policy_gradient_the_policy_gradient():
+    values = tokens() | {"old_logprobs_T": None, "reference_logprobs_T": None, "entropy_T": None}
+    values["behaviour_logprobs_T"] = values["logprobs_T"].clone()
+    _, gradient_T, _, sums = run(algorithm(), values)
+    torch.testing.assert_close(gradient_T, -values["weights_T"] * values["advantages_T"])
+    assert sums["mismatch/kl"].item() == 0.0
+    assert sums["policy/ratio"].item() == sums["tokens"].item() == sums["correction/weight"].item()
+    assert not any("entropy" in name or "reference" in name for name in sums)
+
+
+def test_old_is_not_behaviour():
+    """With recomputed old log-probs equal to the current ones the ratio is 1 however far the engine is off."""
+    values = tokens(spread=2.0) | {"reference_logprobs_T": None}
+    values["old_logprobs_T"] = values["logprobs_T"].clone()
+    _, _, _, sums = run(algorithm(old_logprobs="recompute", updates_per_batch=2), values)
+    assert sums["policy/ratio"].item() == sums["tokens"].item()
+    assert sums["correction/capped"].item() > 0 and sums["mismatch/kl"].item() > 1.0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_masked_tokens_do_not_matter_whatever_stands_there(mode):
+    config = algorithm(**MODES[mode], kl={"beta": 0.1}, entropy_coef=0.01, dual_clip=3.0)
+    values = tokens()
+    if config.old_logprobs == "none":
+        values["old_logprobs_T"] = None
+    dirty = {name: None if value is None else value.clone() for name, value in values.items()}
+    junk = torch.tensor([float("nan"), float("inf"), float("-inf"), 1e30])
+    for name, value in dirty.items():
+        if name != "weights_T" and value is not None:
+            value[::3] = junk.repeat(T)[:len(value[::3])]
+    clean_run, dirty_run = run(config, values), run(config, dirty)
+    torch.testing.assert_close(dirty_run[0], clean_run[0], rtol=0, atol=0)
+    torch.testing.assert_close(dirty_run[1], clean_run[1], rtol=0, atol=0)
+    assert dirty_run[3].keys() == clean_run[3].keys()
+    for name, value in clean_run[3].items():
+        torch.testing.assert_close(dirty_run[3][name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_long_sequences_with_extreme_ratios_stay_finite(mode):
+    """32,768 tokens whose log-ratios reach +-90, advantages of 0 among them."""
+    config = algorithm(**MODES[mode], kl={"beta": 0.1}, entropy_coef=0.01)
+    length = 32768
+    ramp_T = torch.linspace(-90, 90, length)
+    values = {"logprobs_T": ramp_T - 90, "behaviour_logprobs_T": torch.full((length,), -90.0),
+              "old_logprobs_T": -ramp_T - 90 if config.old_logprobs == "recompute" else None,
+              "reference_logprobs_T": -ramp_T - 90, "entropy_T": torch.ones(length),
+              "advantages_T": torch.tensor([0.0, 1.0, -1.0, 0.0]).repeat(length // 4),
+              "weights_T": torch.full((length,), 1 / length)}
+    loss, gradient_T, _, sums = run(config, values)
+    assert math.isfinite(loss.item()) and torch.isfinite(gradient_T).all()
+    assert all(math.isfinite(value.item()) for value in sums.values())
+
+
+def test_sums_and_loss_add_up_over_micro_batches():
+    config, values = algorithm(kl={"beta": 0.1}, clip_high=0.28), tokens() | {"old_logprobs_T": None}
+    loss, gradient_T, _, sums = run(config, values)
+    cuts = [slice(0, 3), slice(3, 3), slice(3, 50), slice(50, T)]
+    parts = [run(config, {name: None if value is None else value[cut] for name, value in values.items()})
+             for cut in cuts]
+    torch.testing.assert_close(sum(part[0] for part in parts), loss)
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]), gradient_T)
+    for name, value in sums.items():
+        values_P = torch.stack([part[3][name] for part in parts])
+        torch.testing.assert_close(values_P.max() if name.endswith("_max") else values_P.sum(), value)
+
+
+def test_nothing_in_the_loss_is_a_zero_gradient():
+    values = tokens() | {"old_logprobs_T": None, "reference_logprobs_T": None, "weights_T": torch.zeros(T)}
+    loss, gradient_T, _, sums = run(algorithm(), values)
+    assert loss.item() == 0.0 and (gradient_T == 0).all()
+    assert all(value.item() == 0.0 for value in sums.values())
+
+
+def test_bfloat16_inputs_are_computed_in_float32():
+    values = {name: value.bfloat16() for name, value in tokens().items()} | {"old_logprobs_T": None,
+                                                                              "reference_logprobs_T": None}
+    loss, _, _, sums = run(algorithm(), values)
+    exact, *_ = run(algorithm(), {name: None if v is None else v.float() for name, v in values.items()})
+    assert loss.dtype == torch.float32 and sums["mismatch/kl"].dtype == torch.float32
+    torch.testing.assert_close(loss, exact)
+
+
+@pytest.mark.parametrize("changes, values", [
+    ({"old_logprobs": "recompute"}, {"old_logprobs_T": None}),
+    ({}, {}),
+    ({"old_logprobs": "recompute", "kl": {"beta": 0.1}}, {"reference_logprobs_T": None}),
+    ({"old_logprobs": "recompute", "entropy_coef": 0.1}, {"entropy_T": None}),
+])
+def test_a_missing_or_superfluous_tensor_is_refused(changes, values):
+    with pytest.raises(ValueError, match="algorithm.|entropy"):
+        token_objective(algorithm(**changes), **{**tokens(), **values})

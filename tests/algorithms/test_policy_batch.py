@@ -1,0 +1,106 @@
+"""From scored groups to mini-batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from launch.config.schema import Algorithm
+from megatron_rl.algorithms.batch import build_policy_batch
+from megatron_rl.data.batch import Completion, Group, Prompt
+
+LIMIT = 6
+
+
+def algorithm(**changes) -> Algorithm:
+    return Algorithm.model_validate({"group_size": 2, "prompts_per_step": 2, "advantage": "grpo_no_std", **changes})
+
+
+def completion(tokens: list[int], finish_reason: str = "stop") -> Completion:
+    ids = np.array(tokens, dtype=np.int32)
+    return Completion(ids, -0.1 * ids.astype(np.float32), "text", finish_reason, np.ones(len(ids), dtype=np.int32))
+
+
+def group(index: int, prompt: list[int], *completions: Completion) -> Group:
+    return Group(Prompt(index, np.array(prompt, dtype=np.int32), "prompt", "1", {}), completions)
+
+
+GROUPS = [group(4, [90, 91], completion([1, 2, 3]), completion([4])),
+          group(9, [92], completion([5, 6], "length"), completion([7, 8, 9, 10, 11]), completion([12]))]
+REWARDS = [np.array([1.0, 0.0]), np.array([2.0, 0.0, 1.0])]
+
+
+def test_layout_of_one_batch():
+    (batch,), statistics = build_policy_batch(GROUPS, REWARDS, algorithm(), LIMIT)
+    assert batch.tokens_N.tolist() == [90, 91, 1, 2, 3, 90, 91, 4, 92, 5, 6, 92, 7, 8, 9, 10, 11, 92, 12]
+    assert batch.lengths_B.tolist() == [5, 3, 3, 6, 2] and batch.prompt_lengths_B.tolist() == [2, 2, 1, 1, 1]
+    assert batch.offsets_B1[-1] == len(batch.tokens_N)
+    on_response = np.array([0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 0, 1], dtype=bool)
+    np.testing.assert_allclose(batch.loss_weights_N, on_response / 12, rtol=1e-6)
+    np.testing.assert_allclose(batch.behaviour_logprobs_N, np.where(on_response, -0.1 * batch.tokens_N, 0), rtol=1e-6)
+    np.testing.assert_allclose(
+        batch.advantages_N, [0, 0, .5, .5, .5, 0, 0, -.5, 0, 1, 1, 0, -1, -1, -1, -1, -1, 0, 0], atol=1e-7)
+    for name in ("loss_weights_N", "advantages_N", "behaviour_logprobs_N"):
+        assert getattr(batch, name).dtype == np.float32
+    assert batch.extras["group_B"].tolist() == [0, 0, 1, 1, 1]
+    assert statistics.samples == 5 and statistics.truncated == 0.2 and statistics.masked == 0.0
+    assert statistics.metrics()["reward/mean"] == pytest.approx(0.8)
+    assert statistics.metrics()["length/mean"] == pytest.approx(12 / 5)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
+def test_truncated_answers_leave_the_loss_but_not_the_baseline(aggregation):
+    config = algorithm(truncated="mask", aggregation=aggregation)
+    (batch,), statistics = build_policy_batch(GROUPS, REWARDS, config, LIMIT)
+    truncated = slice(8, 11)
+    assert (batch.loss_weights_N[truncated] == 0).all()
+    # The baseline of the second group is (2 + 0 + 1) / 3 = 1 with the truncated answer, 0.5 without it.
+    assert batch.advantages_N[12] == pytest.approx(-1.0) and batch.advantages_N[-1] == pytest.approx(0.0)
+    total = batch.loss_weights_N.astype(np.float64).sum()
+    assert total == pytest.approx({"token_mean": 1, "sequence_mean": 1, "sequence_sum": 10 / 4,
+                                   "constant": 10 / 4 / LIMIT}[aggregation], rel=1e-6)
+    assert statistics.masked == 0.2
+
+
+def test_everything_truncated_and_masked_gives_no_weight():
+    groups = [group(0, [1], completion([1, 2], "length"), completion([3], "length"))]
+    (batch,), statistics = build_policy_batch(groups, [np.array([1.0, 0.0])], algorithm(truncated="mask"), LIMIT)
+    assert (batch.loss_weights_N == 0).all() and statistics.masked == 1.0
+
+
+def test_mini_batches_are_whole_groups_each_with_its_own_normaliser():
+    groups = GROUPS + [group(11, [93], completion([13]), completion([14, 15]))]
+    rewards = [*REWARDS, np.array([1.0, 1.0])]
+    batches, statistics = build_policy_batch(groups, rewards, algorithm(updates_per_batch=2), LIMIT)
+    assert [batch.extras["group_B"].tolist() for batch in batches] == [[0, 0, 1, 1, 1], [2, 2]]
+    assert [batch.loss_weights_N.sum() for batch in batches] == [pytest.approx(1.0), pytest.approx(1.0)]
+    assert statistics.groups.zero_variance == pytest.approx(1 / 3)
+    (whole,), _ = build_policy_batch(groups, rewards, algorithm(), LIMIT)
+    np.testing.assert_array_equal(np.concatenate([batch.advantages_N for batch in batches]), whole.advantages_N)
+    np.testing.assert_array_equal(np.concatenate([batch.tokens_N for batch in batches]), whole.tokens_N)
+
+
+def test_group_order_does_not_change_a_samples_advantage():
+    (forward,), _ = build_policy_batch(GROUPS, REWARDS, algorithm(advantage="grpo"), LIMIT)
+    (backward,), _ = build_policy_batch(GROUPS[::-1], REWARDS[::-1], algorithm(advantage="grpo"), LIMIT)
+    first = {int(token): value for token, value in zip(forward.tokens_N, forward.advantages_N, strict=True)}
+    second = {int(token): value for token, value in zip(backward.tokens_N, backward.advantages_N, strict=True)}
+    assert first == second
+
+
+def test_an_empty_completion_is_no_part_of_the_loss():
+    groups = [group(0, [1, 2], completion([]), completion([3, 4]))]
+    (batch,), _ = build_policy_batch(groups, [np.array([0.0, 1.0])], algorithm(aggregation="sequence_mean"), LIMIT)
+    assert batch.lengths_B.tolist() == [2, 4]
+    np.testing.assert_allclose(batch.loss_weights_N, [0, 0, 0, 0, .5, .5])
+
+
+@pytest.mark.parametrize("groups, rewards, changes, message", [
+    (GROUPS, REWARDS[:1], {}, "groups"),
+    (GROUPS, [REWARDS[0], np.array([1.0])], {}, "prompt 9: 3 completions but 1 rewards"),
+    (GROUPS, REWARDS, {"updates_per_batch": 3}, "cannot be shared among 3 updates"),
+    ([group(3, [1], completion([1], "abort"), completion([2]))], [np.array([0.0, 1.0])], {}, "prompt 3: an aborted"),
+])
+def test_what_does_not_fit_is_refused(groups, rewards, changes, message):
+    with pytest.raises(ValueError, match=message):
+        build_policy_batch(groups, rewards, algorithm(**changes), LIMIT)

@@ -1,0 +1,32 @@
+"""What holds for every test: those marked `gpu` are skipped, and said to be, where there is no NVIDIA GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+NO_GPU = "needs an NVIDIA GPU, and torch sees none"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch  # seconds to import: only paid when a GPU test was collected
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if NO_GPU in str(report.longrepr)]
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} GPU tests were skipped: this machine has no GPU that torch can "
+                                    "use (run `make gpu-check DEVICE=gpu` on one that has)")
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """`make gpu-check` with no GPU test at all is not a failure of the project."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.option.markexpr == "gpu":
+        session.config.get_terminal_writer().line("\nno test is marked gpu: nothing was checked on a GPU")
+        session.exitstatus = pytest.ExitCode.OK

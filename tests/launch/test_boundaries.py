@@ -1,0 +1,83 @@
+"""House rules: `launch/` is light, one module runs processes, one reads the environment."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "megatron", "vllm", "ray", "transformers", "numpy", "megatron_rl")
+
+IMPORT_ALL = f"""
+import importlib, importlib.abc, pkgutil, sys
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {HEAVY!r}:
+            raise ImportError(f"launch imports {{name}}")
+
+sys.meta_path.insert(0, Refuse())
+import launch
+found = pkgutil.walk_packages(launch.__path__, "launch.")
+names = [each.name for each in found if not each.name.endswith("__main__")]
+for name in names:
+    importlib.import_module(name)
+print(len(names))
+"""
+
+
+def test_launch_imports_nothing_heavy():
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 25
+
+
+def test_the_blocker_blocks():
+    """The test above can fail."""
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL + "\nimport numpy"], cwd=ROOT, capture_output=True,
+                          text=True, timeout=120)
+    assert done.returncode != 0 and "launch imports numpy" in done.stderr
+
+
+def test_the_command_starts_without_pydantic_yaml_or_rich():
+    """Usage errors and help answer at once: verbs import what they need when they run."""
+    code = ("import sys; from launch.cli.main import main; assert main(['--help']) == 0; "
+            "print([name for name in ('pydantic', 'yaml', 'rich', 'psutil', 'plotext') if name in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]"
+
+
+def uses(tree: ast.AST) -> set[str]:
+    """Which of the guarded things a module touches."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            if node.attr in ("environ", "environb", "getenv", "putenv", "unsetenv"):
+                found.add("environment")
+            starts = ("system", "popen", "fork", "exec", "spawn", "posix_spawn")
+            if node.attr.startswith(starts):
+                found.add("process")
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            if "subprocess" in names:
+                found.add("process")
+            if isinstance(node, ast.ImportFrom) and node.module == "os":
+                found.update("environment" for alias in node.names if alias.name in ("environ", "getenv"))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
+            found.add("eval")
+    return found
+
+
+MODULES = sorted(file.relative_to(ROOT).as_posix() for package in ("launch", "megatron_rl")
+                 for file in (ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("thing, allowed", [("process", {"launch/processes.py"}),
+                                            ("environment", {"launch/envvars.py"}), ("eval", set())])
+def test_one_module_only(thing, allowed):
+    users = {name for name in MODULES if thing in uses(ast.parse((ROOT / name).read_text(encoding="utf-8")))}
+    assert users == allowed

@@ -1,0 +1,165 @@
+"""Each rule of launch/config/checks.py: the message holds value, key, place and remedy; the remedy is accepted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launch.config.checks import check
+from launch.config.load import load_config
+from launch.errors import UserError
+from launch.planner.architecture import from_hf_dict
+from tests.launch.conftest import TINY_MODEL
+
+# The model: 4 layers, 8 heads, 4 KV heads of 32, ffn 384, vocabulary 96, 128 positions.
+# (overrides, what the message holds, overrides that follow the remedy)
+CASES = [
+    (["trainer.tp=3"], ["trainer.tp = 3 does not divide the 8 attention heads", "override 'trainer.tp=3', trainer.tp",
+                        "use trainer.tp = 1, 2 or 4"], ["trainer.tp=4"]),
+    (["trainer.tp=8"], ["trainer.tp = 8 does not divide the 4 KV heads", "use trainer.tp = 1, 2 or 4",
+                        "rollout.tp may be larger"], ["trainer.tp=1", "rollout.tp=8"]),
+    (["trainer.tp=1", "trainer.sequence_parallel=true"], ["trainer.sequence_parallel = true", "trainer.tp = 1",
+                                                          "use trainer.tp >= 2"], ["trainer.tp=2"]),
+    (["trainer.pp=1", "trainer.vpp=2"], ["trainer.vpp = 2", "trainer.pp = 1", "use trainer.pp >= 2"],
+     ["trainer.pp=2"]),
+    (["trainer.vpp=3"], ["trainer.pp x trainer.vpp = 2 x 3 does not divide the 4 layers",
+                         "with trainer.pp = 2 use trainer.vpp = 1 or 2"], ["trainer.vpp=2"]),
+    (["trainer.pp=3", "trainer.vpp=2"], ["3 x 2 does not divide the 4 layers", "choose trainer.pp from 1, 2 or 4"],
+     ["trainer.pp=2"]),
+    (["trainer.pp=5"], ["trainer.pp = 5 has more stages than the model has layers (4)", "use trainer.pp <= 4"],
+     ["trainer.pp=4"]),
+    (["rollout.tp=3"], ["rollout.tp = 3 does not divide the 8 attention heads", "use rollout.tp = 1, 2, 4 or 8"],
+     ["rollout.tp=8"]),
+    (["rollout.dtype=bf16"], ["trainer.dtype = fp32 and rollout.dtype = bf16 differ", "the same value"],
+     ["trainer.dtype=bf16"]),
+    (["rollout.max_prompt_tokens=121"], ["121 + 8 = 129 exceeds the model's 128 positions", "<= 128"],
+     ["rollout.max_prompt_tokens=120", "trainer.token_budget=128"]),
+    (["trainer.token_budget=23"], ["trainer.token_budget = 23 is below the longest sequence of 24",
+                                   "use trainer.token_budget >= 24"], ["trainer.token_budget=24"]),
+    (["trainer.cp=3", "trainer.sequence_parallel=true", "trainer.token_budget=30", "rollout.max_prompt_tokens=18"],
+     ["trainer.token_budget = 30 is below the longest sequence of 26 tokens (padded to 36, a multiple of 12)",
+      "use trainer.token_budget >= 36"], ["trainer.token_budget=36"]),
+    (["trainer.cp=2", "trainer.sequence_parallel=true", "trainer.token_budget=60"],
+     ["trainer.token_budget = 60 is no multiple of 8", "trainer.token_budget = 64"], ["trainer.token_budget=64"]),
+    (["algorithm.updates_per_batch=3"], ["algorithm.prompts_per_step = 16 does not divide into",
+                                         "updates_per_batch = 3", "updates_per_batch = 1, 2, 4, 8 or 16"],
+     ["algorithm.updates_per_batch=4"]),
+    (["algorithm.prompts_per_step=1", "algorithm.group_size=2", "trainer.dp=4"],
+     ["an update has 2 sequences", "trainer.dp = 4 needs 4", "use algorithm.prompts_per_step >= 2"],
+     ["algorithm.prompts_per_step=2"]),
+    (["algorithm.prompts_per_step=1", "algorithm.group_size=2", "trainer.dp=2", "trainer.vpp=2"],
+     ["an update has 2 sequences", "trainer.dp = 2 x trainer.pp = 2 (interleaved) needs 4"],
+     ["algorithm.prompts_per_step=2"]),
+    (["rollout.replicas=17"], ["rollout.replicas = 17 engines share algorithm.prompts_per_step = 16",
+                               "use rollout.replicas <= 16"], ["rollout.replicas=16"]),
+    (["trainer.optimizer.min_lr=1", "trainer.optimizer.schedule=cosine"],
+     ["trainer.optimizer.min_lr = 1 exceeds trainer.optimizer.lr = 0.001", "<= 0.001"],
+     ["trainer.optimizer.min_lr=1e-4"]),
+    (["trainer.optimizer.min_lr=1e-4"], ["min_lr = 0.0001 has no effect", "schedule = constant", "linear or cosine"],
+     ["trainer.optimizer.schedule=linear"]),
+    (["trainer.optimizer.warmup_steps=100"], ["warmup_steps = 100 leaves nothing of run.steps = 100",
+                                              "warmup_steps <= 99"], ["trainer.optimizer.warmup_steps=99"]),
+    (["rollout.max_num_batched_tokens=64"],
+     ["rollout.max_num_batched_tokens = 64 is below rollout.max_num_seqs = 256", ">= 256"],
+     ["rollout.max_num_batched_tokens=256"]),
+    (["rollout.deterministic=true", "rollout.max_num_batched_tokens=8", "rollout.max_num_seqs=8"],
+     ["rollout.deterministic = true with prompts up to 16 tokens, past the chunked-prefill limit of 8",
+      "use rollout.max_num_batched_tokens >= 16"], ["rollout.max_num_batched_tokens=16"]),
+    (["rollout.kv_cache_gb=1e-5"], ["rollout.kv_cache_gb = 1e-05 holds 2 tokens, fewer than one sequence of 24",
+                                    "use rollout.kv_cache_gb >= 0.01"], ["rollout.kv_cache_gb=0.01"]),
+    (["eval.every=5", "eval.at_end=true"], ["eval.every and eval.at_end ask for evaluations, and data.eval = null"],
+     ["data.eval=held_out.jsonl"]),
+    (["data.system=Think.", "data.chat_template=none"], ["data.system needs a chat template",
+                                                         "data.chat_template = none"], ["data.chat_template=auto"]),
+    (["algorithm.kl.reference_offload=true"], ["reference_offload = true", "algorithm.kl.beta = 0"],
+     ["algorithm.kl.beta=0.01"]),
+]
+
+
+@pytest.mark.parametrize("words, fragments, remedy", CASES, ids=[" ".join(words) for words, _, _ in CASES])
+def test_rule(run_yaml, tiny_architecture, cli, words, fragments, remedy):
+    code, out, err = cli("plan", run_yaml, "--device", "cpu", *words)
+    assert code == 2 and out == ""
+    for fragment in fragments:
+        assert fragment in err
+    check(load_config(run_yaml, [*words, *remedy]), tiny_architecture, "cpu")
+
+
+def test_the_untouched_config_passes(run_yaml, tiny_architecture):
+    check(load_config(run_yaml), tiny_architecture, "cpu")
+
+
+def test_all_problems_at_once(run_yaml, cli):
+    code, _, err = cli("plan", run_yaml, "trainer.tp=3", "rollout.tp=3", "trainer.pp=5")
+    assert code == 2 and "3 errors in" in err
+    assert all(key in err for key in ("trainer.tp = 3", "rollout.tp = 3", "trainer.pp = 5"))
+
+
+@pytest.mark.parametrize("change, words, fragments", [
+    ({"intermediate_size": 386}, ["trainer.tp=4"], ["trainer.tp = 4 does not divide the 386 columns"]),
+    ({"intermediate_size": 386}, ["rollout.tp=4"], ["rollout.tp = 4 does not divide the 386 columns"]),
+    ({"num_attention_heads": 12, "num_key_value_heads": 4}, ["rollout.tp=6"],
+     ["rollout.tp = 6 neither divides the 4 KV heads nor is a multiple of them", "use rollout.tp = 1, 2 or 4"]),
+    ({"num_attention_heads": 12, "num_key_value_heads": 3}, ["trainer.tp=3", "rollout.tp=3"],
+     ["rollout.tp = 3 does not divide the padded vocabulary of 128"]),
+    ({"head_dim": 16}, [], ["vLLM's CPU attention does not take the model's head size 16", "32, 64"])])
+def test_rules_about_the_model(run_yaml, change, words, fragments):
+    architecture = from_hf_dict(TINY_MODEL | change)
+    with pytest.raises(UserError) as error:
+        check(load_config(run_yaml, words), architecture, "cpu")
+    for fragment in fragments:
+        assert fragment in str(error.value)
+
+
+def test_kv_heads_below_rollout_tp_are_legal(run_yaml, tiny_architecture):
+    """vLLM replicates KV heads: 4 KV heads on TP 8."""
+    check(load_config(run_yaml, ["rollout.tp=8"]), tiny_architecture, "cpu")
+
+
+def test_context_parallel_and_uneven_pipelines_are_legal_on_a_cpu(run_yaml, tiny_architecture):
+    check(load_config(run_yaml, ["trainer.cp=2", "trainer.pp=3"]), tiny_architecture, "cpu")
+
+
+def test_gpus_are_counted_on_a_gpu_machine_only(run_yaml, tiny_architecture):
+    loaded = load_config(run_yaml, ["rollout.replicas=2", "rollout.tp=2"])
+    check(loaded, tiny_architecture, "cpu", gpus=0)
+    check(loaded, tiny_architecture, "gpu", gpus=8)
+    with pytest.raises(UserError, match=r"needs 8 GPUs \(training: tp 2 x pp 2 .* = 4; rollout: .* = 4\).* has 7"):
+        check(loaded, tiny_architecture, "gpu", gpus=7)
+
+
+def test_rules_that_are_the_cpus_do_not_bind_gpus(run_yaml):
+    architecture = from_hf_dict(TINY_MODEL | {"head_dim": 16})
+    check(load_config(run_yaml, ["rollout.kv_cache_gb=1e-5"]), architecture, "gpu", gpus=8)
+
+
+def test_missing_or_broken_files(run_yaml, cli, tmp_path):
+    code, _, err = cli("plan", run_yaml, "model.path=models/none")
+    assert code == 2 and "the model folder models/none does not exist" in err
+    assert str(Path.cwd() / "models/none") in err and "model.path" in err
+    code, _, err = cli("plan", run_yaml, f"model.path={run_yaml}")
+    assert code == 2 and "is a file, not a folder" in err
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    code, _, err = cli("plan", run_yaml, f"model.path={empty}")
+    assert code == 2 and "holds no config.json" in err
+    (empty / "config.json").write_text(json.dumps(TINY_MODEL)[:50])
+    code, _, err = cli("plan", run_yaml, f"model.path={empty}")
+    assert code == 2 and "is not JSON" in err and "cut short" in err
+
+
+@pytest.mark.parametrize("value, fragments", [
+    ("none.jsonl", ["the data file none.jsonl does not exist"]), (".", ["is a folder"]),
+    ("table.csv", ["has the suffix '.csv'", "use .jsonl or .parquet"]), ("zero.jsonl", ["is empty"])])
+def test_data_files(run_yaml, tmp_path, monkeypatch, value, fragments):
+    from launch.config.locate import data_file
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "table.csv").write_text("a,b\n")
+    (tmp_path / "zero.jsonl").write_text("")
+    with pytest.raises(UserError) as error:
+        data_file(load_config(run_yaml, [f"data.eval={value}"]), "data.eval")
+    for fragment in (*fragments, str(tmp_path), "data.eval"):
+        assert fragment in str(error.value)

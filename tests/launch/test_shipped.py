@@ -1,0 +1,58 @@
+"""Shipped files are true: every configuration loads, passes the checks and plans; generated docs are up to date."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launch.config import docs
+from launch.config.checks import check
+from launch.config.keys import all_keys
+from launch.config.load import load_config
+from launch.planner.architecture import from_hf_config, from_hf_dict
+from launch.planner.build import plan
+from launch.planner.place import place_local
+from launch.ports import Ports
+from tests.launch.conftest import HF_CONFIGS
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted(file for file in (ROOT / "configs").rglob("*.yaml") if "clusters" not in file.parts)
+NOT_YET_MADE = {"models/smollm2-135m": "smollm2-135m"}
+"""Model folders that a command makes -> the model's published config.json."""
+
+
+def test_there_are_configurations():
+    assert {file.parent.name for file in CONFIGS} >= {"tiny", "135m"}
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: str(file.relative_to(ROOT)))
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_configuration_plans(file, device, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    loaded = load_config(file.relative_to(ROOT))
+    folder = loaded.config.model.path
+    architecture = (from_hf_config(folder) if Path(folder).is_dir() else
+                    from_hf_dict(json.loads((HF_CONFIGS / f"{NOT_YET_MADE[folder]}.json").read_text())))
+    check(loaded, architecture, device, gpus=8)
+    the_plan = plan(loaded.config, architecture, device)
+    place_local(the_plan, 1, Ports(20480), gpus=range(8))
+    for data in (loaded.config.data.train, loaded.config.data.eval):
+        assert data is None or Path(data).is_file(), f"{file}: {data} is missing"
+
+
+def test_config_page_is_up_to_date():
+    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    assert docs.config_page(page) == page, "refresh: python -m launch.config.docs"
+    for key in all_keys():
+        assert key.section is not None or f"`{key.dotted}`" in page or f"### {key.dotted}" in page
+    assert (ROOT / "docs" / "exit-codes.md").read_text(encoding="utf-8") == docs.exit_codes_page()
+
+
+def test_examples_in_the_config_page_are_real_messages(run_yaml, cli):
+    run_yaml.write_text(run_yaml.read_text().replace("    lr: 1e-3", "    lr: 1e-3\n  lr: 1"))
+    err = cli("config", "show", run_yaml)[2]
+    assert "unknown key trainer.lr\n" in err and "did you mean trainer.optimizer.lr?\n" in err
+    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    assert "unknown key trainer.lr\n" in page and "did you mean trainer.optimizer.lr?\n" in page

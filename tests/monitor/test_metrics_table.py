@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.report.history import SPLIT
+from megatron_rl.monitor import metrics
+from megatron_rl.monitor.metrics import UnknownMetric, check_names, lookup
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def test_page_is_the_table():
+    assert PAGE.read_text(encoding="utf-8") == metrics.markdown(), "run `make docs`"
+
+
+def test_names_are_unique_and_rows_complete():
+    names = [metric.name for metric in metrics.ALL]
+    assert len(names) == len(set(names))
+    for metric in metrics.ALL:
+        assert metric.meaning and metric.unit, metric
+        assert "|" not in metric.name
+
+
+def test_report_draws_only_names_of_the_table():
+    charts = (Path(__file__).parents[2] / "launch" / "report" / "charts.py").read_text(encoding="utf-8")
+    drawn = [word for word in charts.split('"') if "/" in word and " " not in word and "<" not in word]
+    assert len(drawn) > 10
+    for name in [*drawn, *(name for name, _ in SPLIT)]:
+        assert lookup(name) is not None, name
+
+
+def test_table_holds_nothing_that_nobody_logs():
+    package = Path(metrics.__file__).parents[1]
+    sources = [path.read_text(encoding="utf-8") for path in package.rglob("*.py") if path.parent.name != "monitor"]
+    logged = {metric.name for metric in metrics.ALL if any(f'"{metric.name.split("<")[0]}' in text for text in sources)}
+    added_by_the_writer = {"step", "timestamp"}
+    assert {metric.name for metric in metrics.ALL} - logged <= added_by_the_writer
+
+
+def test_unknown_name_is_an_error_when_strict():
+    with pytest.raises(UnknownMetric, match="did you mean 'reward/mean'"):
+        check_names(["reward/mean", "reward/maen"], strict=True)
+
+
+def test_unknown_name_warns_once_otherwise(caplog):
+    warned: set[str] = set()
+    for _ in range(3):
+        check_names(["loss"], strict=False, warned=warned)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_family_takes_one_level_only():
+    assert lookup("reward/component/exact_match") is not None
+    assert lookup("reward/component/my_pkg.rewards:score") is not None
+    assert lookup("reward/component/") is None
+    assert lookup("reward/component/a/b") is None

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.data.batch import Completion, Group, Prompt
+from megatron_rl.monitor.samples import SampleWriter, pick
+
+
+def test_the_one_success_of_a_batch_is_shown():
+    rewards_PG = np.zeros((16, 8))
+    rewards_PG[11, 3] = 1.0
+    assert (11, 3, "outlier_high") in pick(rewards_PG)
+
+
+def test_an_outlier_below_is_shown_and_ordinary_spread_is_not_called_one():
+    rewards_PG = np.linspace(0, 1, 32).reshape(4, 8)
+    assert not [why for _, _, why in pick(rewards_PG) if why.startswith("outlier")]
+    rewards_PG[2, 5] = -50
+    assert (2, 5, "outlier_low") in pick(rewards_PG)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 9), st.integers(2, 9), st.integers(0, 2**32 - 1))
+def test_choice_is_small_unique_and_repeats(prompts, group_size, seed):
+    """Groups of unequal sizes: the p-th lacks its last p % 2 samples."""
+    random = np.random.default_rng(seed)
+    rewards = [random.choice([0.0, 1.0, 7.0], size=group_size - p % 2, p=[0.6, 0.35, 0.05]) for p in range(prompts)]
+    chosen = pick(rewards)
+    assert chosen == pick([group.copy() for group in rewards])
+    places = [(p, g) for p, g, _ in chosen]
+    assert 1 <= len(places) == len(set(places)) <= 10
+    shown = [rewards[p][g] for p, g in places]
+    assert max(shown) == max(map(max, rewards)) and min(shown) == min(map(min, rewards))
+
+
+def test_record_belongs_to_its_completion(tmp_path):
+    groups = [make_group(row, ["a", "b", "c"]) for row in (40, 41)]
+    rewards_PG = np.array([[0, 0.25, 0.5], [1, 2, 3]], float)
+    writer = SampleWriter(tmp_path / "samples.jsonl", every=5)
+    for step in range(1, 8):
+        writer.write(step, groups, rewards_PG)
+    records = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert {r["step"] for r in records} == {1, 5}
+    for r in records:
+        assert r["completion"] == f"{'abc'[r['sample']]} to {r['row']}"
+        assert r["reward"] == rewards_PG[r["row"] - 40, r["sample"]]
+
+
+def test_rewards_of_another_shape_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="shape"):
+        SampleWriter(tmp_path / "s.jsonl", every=1).write(1, [make_group(0, ["a", "b"])], np.zeros((2, 1)))
+
+
+def make_group(row: int, texts: list[str]) -> Group:
+    prompt = Prompt(row, np.array([1], np.int32), f"question {row}", "answer", {})
+    return Group(prompt, tuple(Completion(np.array([1, 2], np.int32), np.zeros(2, np.float32), f"{text} to {row}",
+                                          "stop", np.zeros(2, np.int32)) for text in texts))

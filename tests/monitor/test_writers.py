@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launch.config.schema import RunConfig
+from launch.errors import UserError
+from launch.report.history import attempt_dirs, metric_rows, read_history
+from megatron_rl.data.batch import Completion, Group, Prompt
+from megatron_rl.monitor.metrics import UnknownMetric
+from megatron_rl.monitor.monitor import Monitor
+from megatron_rl.monitor.writers import JsonlWriter, TensorBoardWriter, WandbWriter
+
+
+def config(**monitor) -> RunConfig:
+    return RunConfig.model_validate({
+        "run": {"name": "tiny", "steps": 10}, "model": {"path": "model"},
+        "trainer": {"optimizer": {"lr": 1e-3}}, "rollout": {"max_prompt_tokens": 8, "max_new_tokens": 4},
+        "algorithm": {"group_size": 2, "prompts_per_step": 1}, "reward": {"functions": [{"function": "exact_match"}]},
+        "data": {"train": "train.jsonl"}, "monitor": {"tensorboard": False, "samples_every": 2} | monitor})
+
+
+def tensorboard_scalars(folder: Path, name: str) -> dict[int, float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars(name)}
+
+
+def test_jsonl_is_readable_after_every_step(tmp_path):
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    writer.write(1, {"reward/mean": np.float32(0.5), "train/tokens": 7})
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())  # before close: a reader may follow
+    assert (row["step"], row["reward/mean"], row["train/tokens"]) == (1, 0.5, 7)
+    writer.close()
+
+
+def test_jsonl_holds_non_finite_numbers_as_valid_json(tmp_path):
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    writer.write(1, {"train/loss": float("nan"), "train/grad_norm": float("inf"), "train/kl": -float("inf")})
+    writer.close()
+
+    def refuse(constant: str):
+        raise AssertionError(f"{constant} is not JSON")
+
+    json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    row, = metric_rows(tmp_path / "metrics.jsonl")
+    assert math.isnan(row["train/loss"]) and row["train/grad_norm"] == math.inf and row["train/kl"] == -math.inf
+
+
+def test_jsonl_appends_and_refuses_a_step_twice(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2):
+        writer = JsonlWriter(path)
+        writer.write(step, {"reward/mean": step})
+        writer.close()
+    before = path.read_bytes()
+    writer = JsonlWriter(path)
+    with pytest.raises(ValueError, match="step 2 after step 2"):
+        writer.write(2, {"reward/mean": 0})
+    writer.close()
+    assert path.read_bytes() == before
+
+
+def test_jsonl_drops_the_line_that_a_crash_cut(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "reward/mean": 0.1}\n{"step": 2, "rew')
+    writer = JsonlWriter(path)
+    writer.write(2, {"reward/mean": 0.2})
+    writer.close()
+    assert [(row["step"], row["reward/mean"]) for row in metric_rows(path)] == [(1, 0.1), (2, 0.2)]
+
+
+def test_tensorboard_curve_of_a_resumed_run_has_each_step_once(tmp_path):
+    for first, last, value in ((1, 5, 0.1), (4, 6, 0.9)):
+        writer = TensorBoardWriter(tmp_path, first, {"config": "run: tiny"})
+        for step in range(first, last + 1):
+            writer.write(step, {"reward/mean": value})
+        writer.close()
+    assert tensorboard_scalars(tmp_path, "reward/mean") == pytest.approx(
+        {1: 0.1, 2: 0.1, 3: 0.1, 4: 0.9, 5: 0.9, 6: 0.9})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+def test_wandb_configured_but_missing_is_a_user_error(tmp_path):
+    with pytest.raises(UserError, match="wandb is not installed") as error:
+        Monitor(config(wandb_project="grpo"), tmp_path / "tiny" / "attempts" / "1")
+    assert error.value.where == "monitor.wandb_project"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_wandb_offline(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    writer = WandbWriter("grpo", "tiny", tmp_path, {})
+    writer.write(1, {"reward/mean": 0.5})
+    writer.close()
+    assert list(tmp_path.rglob("*.wandb"))
+
+
+def test_monitor_writes_everything_of_an_attempt(tmp_path):
+    attempt = tmp_path / "tiny" / "attempts" / "1"
+    monitor = Monitor(config(tensorboard=True), attempt, strict=True)
+    for step in (1, 2):
+        monitor.log(step, {"reward/mean": 0.5, "time/step": 1.0})
+        monitor.samples(step, [group()], np.array([[0.0, 1.0]]))
+    findings = monitor.log(3, {"reward/mean": float("nan")})
+    monitor.close()
+    assert [finding.code for finding in findings] == ["NON_FINITE"]
+    assert [row["step"] for row in read_history(attempt_dirs(tmp_path / "tiny"))] == [1, 2, 3]
+    assert tensorboard_scalars(tmp_path / "tiny" / "tensorboard", "time/step") == {1: 1.0, 2: 1.0}
+    warning = json.loads((attempt / "warnings.jsonl").read_text())
+    assert (warning["code"], warning["step"], warning["evidence"]) == ("NON_FINITE", 3, {"reward/mean": "NaN"})
+    samples = [json.loads(line) for line in (attempt / "samples.jsonl").read_text().splitlines()]
+    assert {s["step"] for s in samples} == {1, 2} and {s["reward"] for s in samples} == {0.0, 1.0}
+
+
+def test_monitor_is_strict_about_names_before_writing(tmp_path):
+    monitor = Monitor(config(), tmp_path / "tiny" / "attempts" / "1", strict=True)
+    with pytest.raises(UnknownMetric):
+        monitor.log(1, {"reward/maen": 0.5})
+    monitor.close()
+    assert (tmp_path / "tiny" / "attempts" / "1" / "metrics.jsonl").read_text() == ""
+
+
+def test_resumed_monitor_knows_what_came_before(tmp_path):
+    """A reward that was 0.9 before the resume and 0.1 after it is a collapse, also for the new attempt."""
+    first = Monitor(config(), tmp_path / "tiny" / "attempts" / "1")
+    for step in range(1, 41):
+        assert first.log(step, {"reward/mean": 0.1 if step <= 15 else 0.9}) == []
+    first.close()
+    second = Monitor(config(), tmp_path / "tiny" / "attempts" / "2", first_step=36)
+    codes = [finding.code for step in range(36, 60) for finding in second.log(step, {"reward/mean": 0.1})]
+    second.close()
+    assert codes == ["REWARD_COLLAPSE"]
+
+
+def group() -> Group:
+    prompt = Prompt(0, np.array([1], np.int32), "2+3=", "5", {})
+    completions = tuple(Completion(np.array([i], np.int32), np.zeros(1, np.float32), str(i), "stop",
+                                   np.zeros(1, np.int32)) for i in (4, 5))
+    return Group(prompt, completions)

@@ -1,0 +1,40 @@
+"""The arithmetic of `make bench`, on a history whose rates are known."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.run import Case, markdown, summarise
+from tests.report.synthetic import row
+
+CONFIG = """
+run: {name: t, steps: 9}
+model: {path: model}
+trainer: {optimizer: {lr: 0.001}}
+rollout: {max_prompt_tokens: 8, max_new_tokens: 4}
+algorithm: {group_size: 4, prompts_per_step: 8}
+reward: {functions: [{function: exact_match}]}
+data: {train: train.jsonl}
+"""
+
+
+@pytest.fixture
+def ours(tmp_path) -> dict:
+    (tmp_path / "grpo.yaml").write_text(CONFIG)
+    history = [row(step) for step in range(1, 7)]
+    history[0]["time/step"] = 60.0  # warm-up: not counted
+    history[3]["time/step"] = 3.2  # a slow step: counted
+    return summarise(history, Case(str(tmp_path / "grpo.yaml"), 6, 6, warmup=2), ["algorithm.prompts_per_step=16"])
+
+
+def test_rate_is_samples_over_time_after_the_warm_up(ours):
+    assert ours["samples_per_step"] == 64 and ours["steps_measured"] == 4
+    assert ours["samples_per_s"] == pytest.approx(4 * 64 / (1.6 + 3.2 + 1.6 + 1.6))
+    assert ours["split_s"]["train"] == pytest.approx(0.9) and ours["other_share"] == pytest.approx(0.08 / 2.0)
+
+
+def test_table_shows_both_rates_and_the_ratio(ours):
+    trl = {"samples_per_s": 8.0, "length_mean": 3.5}
+    page = markdown({"machine": {"cpu": "CPU", "cores": 2},
+                     "cases": {"tiny": {"ours": ours, "trl": trl, "ratio": ours["samples_per_s"] / 8.0}}})
+    assert "| tiny | 64 | 32.00 | 8.00 | 4.00 | " in page and "0.08 s (4.0%)" in page

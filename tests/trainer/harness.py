@@ -1,0 +1,128 @@
+"""Shared by the trainer's tests: plans, batches, Hugging Face's answer, and what a real rank computes."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from transformers import AutoModelForCausalLM
+
+from launch.config.schema import RunConfig
+from launch.planner.architecture import from_hf_config
+from launch.planner.build import plan as build_plan
+from launch.planner.plan import Plan
+from megatron_rl.data.batch import PolicyBatch
+from megatron_rl.trainer import parallel
+from megatron_rl.trainer.model import build_model
+from megatron_rl.weight_sync.hf_io import CheckpointReader, load_layout
+from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
+from megatron_rl.weight_sync.tiles import tile_view
+from tests.ranks import Rank
+
+
+def run_config(folder: Path | str, **trainer) -> RunConfig:
+    """A run's configuration in which only the trainer matters."""
+    trainer = {"dtype": "fp32", "token_budget": 128, "optimizer": {"lr": 1e-3}, **trainer}
+    return RunConfig.model_validate({
+        "run": {"name": "test", "steps": 1}, "model": {"path": str(folder)}, "trainer": trainer,
+        "rollout": {"max_prompt_tokens": 64, "max_new_tokens": 64, "dtype": trainer["dtype"]},
+        "algorithm": {"group_size": 2, "prompts_per_step": 2}, "reward": {"functions": [{"function": "length"}]},
+        "data": {"train": "none.jsonl"}})
+
+
+def make_plan(config: RunConfig) -> Plan:
+    return build_plan(config, from_hf_config(config.model.path), "cpu")
+
+
+def make_batch(lengths: list[int], vocab: int, seed: int = 0) -> PolicyBatch:
+    """Random tokens (0, the padding id, among them), advantages, and weights that differ from token to token."""
+    rng = np.random.default_rng(seed)
+    lengths_B = np.array(lengths, np.int32)
+    prompt_B = np.maximum(1, lengths_B // 3)
+    n = int(lengths_B.sum())
+    completion_N = np.concatenate([np.arange(length) >= prompt for length, prompt in zip(lengths_B, prompt_B)])
+    return PolicyBatch(
+        tokens_N=rng.integers(0, vocab, n, dtype=np.int32), lengths_B=lengths_B, prompt_lengths_B=prompt_B,
+        loss_weights_N=(completion_N * rng.uniform(0.5, 1.5, n) / completion_N.sum()).astype(np.float32),
+        advantages_N=rng.normal(size=n).astype(np.float32),
+        behaviour_logprobs_N=(completion_N * -rng.uniform(1, 6, n)).astype(np.float32))
+
+
+def reinforce(*, logprobs_T, entropy_T, advantages_T, weights_T, **_):
+    """A policy gradient with an entropy bonus: small enough to be written again for Hugging Face."""
+    loss = -(weights_T * (advantages_T * logprobs_T + 0.1 * entropy_T)).sum()
+    return loss, {"weights": weights_T.sum(), "logprobs": (weights_T * logprobs_T).sum()}
+
+
+def hugging_face(folder: Path | str, batch: PolicyBatch, temperature: float = 1.0, dtype: torch.dtype = torch.float32):
+    """log-probs [N], loss and gradients by canonical name; every sequence on its own, unpacked and unpadded."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    model.get_input_embeddings().padding_idx = None     # it would withhold the gradient of a sampled pad token
+    logprobs_N, total = np.zeros(len(batch.tokens_N), np.float32), 0.0
+    for start, stop in zip(batch.offsets_B1[:-1], batch.offsets_B1[1:]):
+        tokens = torch.from_numpy(batch.tokens_N[start:stop].astype(np.int64))
+        log_p = torch.log_softmax(model(tokens[None]).logits[0, :-1].float() / temperature, -1)
+        chosen = log_p.gather(1, tokens[1:, None]).squeeze(1)
+        logprobs_N[start + 1:stop] = chosen.detach().numpy()
+        weights, advantages = (torch.from_numpy(x[start + 1:stop]) for x in (batch.loss_weights_N, batch.advantages_N))
+        loss, _ = reinforce(logprobs_T=chosen, entropy_T=-(log_p.exp() * log_p).sum(-1), advantages_T=advantages,
+                            weights_T=weights)
+        loss.backward()
+        total += loss.item()
+    return logprobs_N, total, {name: p.grad.float().numpy() for name, p in model.named_parameters()}
+
+
+class TrainingRank:
+    """A real rank with Hugging Face's weights and Megatron's DDP around its chunks."""
+
+    def __init__(self, rank: Rank, config: RunConfig) -> None:
+        self.plan = make_plan(config)
+        parallel.initialise(self.plan, rank.rank, rank.address, rank.port, rank.timeout_s)
+        chunks = build_model(self.plan.architecture, self.plan.training, config.trainer, torch.device("cpu"))
+        self.layouts = megatron_layout(self.plan.architecture, self.plan.training, rank.rank, "local")
+        with CheckpointReader(config.model.path) as reader:
+            load_layout(reader, canonical_tensors(self.plan.architecture), self.layouts, self._named(chunks))
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
+        self.chunks = [DistributedDataParallel(chunks[0].config, ddp, chunk) for chunk in chunks]
+
+    def gradients(self) -> dict[str, np.ndarray] | None:
+        """On rank 0 the gradients of the whole model by canonical name; every element from each of its holders."""
+        parts = []
+        named = self._named([chunk.module for chunk in self.chunks])
+        if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+            for layout in self.layouts:
+                grad = named[layout.name].main_grad
+                parts += [(tile.tensor, tile.start, tile.shape, tile_view(grad, tile).numpy().copy())
+                          for tile in layout.tiles]
+        gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(parts, gathered)
+        if gathered is None:
+            return None
+        out = {t.name: np.full(t.shape, np.nan, np.float32) for t in canonical_tensors(self.plan.architecture)}
+        for tensor, start, shape, values in (part for rank in gathered for part in rank):
+            box = out[tensor][tuple(slice(a, a + n) for a, n in zip(start, shape))]
+            if not np.isnan(box).all():
+                np.testing.assert_allclose(box, values, atol=1e-6, err_msg=f"two holders of {tensor} disagree")
+            box[...] = values
+        return out
+
+    def zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    @staticmethod
+    def _named(chunks) -> dict[str, torch.Tensor]:
+        return {f"chunk{i}.{name}": p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+
+
+def assert_gradients_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float = 2e-4) -> None:
+    """Every tensor within `rtol` of its own largest element."""
+    assert found.keys() == expected.keys()
+    for name, truth in expected.items():
+        worst = np.abs(found[name] - truth).max() / np.abs(truth).max()
+        assert worst < rtol, f"gradient of {name} is off by {worst:.1e} of its largest element"

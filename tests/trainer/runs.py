@@ -1,0 +1,85 @@
+"""Shared by the tests of the trainer as a whole: configurations, real ranks, the whole model's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from launch.config.schema import RunConfig
+from megatron_rl.data.batch import PolicyBatch
+from megatron_rl.trainer import parallel
+from megatron_rl.trainer.trainer import MegatronTrainer
+from megatron_rl.weight_sync.megatron_layout import canonical_tensors
+from megatron_rl.weight_sync.tiles import tile_view
+from tests.ranks import Rank
+from tests.trainer.harness import make_batch, make_plan, run_config
+
+LENGTHS = [9, 23, 5, 16, 12, 7]
+
+
+def config_of(folder: Path | str, *, run: dict | None = None, model: dict | None = None, algorithm: dict | None = None,
+              checkpoint: dict | None = None, **trainer) -> RunConfig:
+    """A configuration with a learning rate that changes at every step."""
+    optimizer = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2, "weight_decay": 0.1, "clip_grad": 0.5,
+                 **trainer.pop("optimizer", {})}
+    values = run_config(folder, optimizer=optimizer, **trainer).model_dump()
+    for section, keys in (("run", {"steps": 10, **(run or {})}), ("model", model), ("checkpoint", checkpoint),
+                          ("algorithm", {"importance_cap": None, **(algorithm or {})})):
+        values[section].update(keys or {})
+    return RunConfig.model_validate(values)
+
+
+def start(rank: Rank, config: RunConfig) -> MegatronTrainer:
+    """Join the group and build the trainer; weights are not loaded yet."""
+    plan = make_plan(config)
+    parallel.initialise(plan, rank.rank, rank.address, rank.port, rank.timeout_s)
+    return MegatronTrainer(config, plan, rank.rank)
+
+
+def batches(vocab: int, count: int, first: int = 0) -> list[PolicyBatch]:
+    """Different batches, the same for everyone who asks for the same numbers."""
+    return [make_batch(LENGTHS, vocab, seed=seed) for seed in range(first, first + count)]
+
+
+def whole_model(trainer: MegatronTrainer) -> dict[str, np.ndarray] | None:
+    """On rank 0 every Hugging Face tensor of the model, as float32; copies on several ranks must be equal."""
+    live = trainer.parameters()
+    parts = [(tile.tensor, tile.start, tile.shape, tile_view(live[layout.name], tile).float().numpy().copy())
+             for layout in trainer.layout() for tile in layout.tiles]
+    gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(parts, gathered)
+    if gathered is None:
+        return None
+    out = {t.name: np.full(t.shape, np.nan, np.float32) for t in canonical_tensors(trainer.plan.architecture)}
+    for tensor, begin, shape, values in (part for rank in gathered for part in rank):
+        box = out[tensor][tuple(slice(a, a + n) for a, n in zip(begin, shape))]
+        assert np.isnan(box).all() or np.array_equal(box, values), f"two holders of {tensor} disagree"
+        box[...] = values
+    return out
+
+
+def assert_same_bits(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    different = [name for name in expected if not np.array_equal(found[name], expected[name])]
+    assert not different, f"{len(different)} tensors differ: {different[:3]}"
+
+
+def worst_difference(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    assert found.keys() == expected.keys()
+    return max(float(np.abs(found[name] - expected[name]).max()) for name in expected)
+
+
+def poison_gradients(trainer: MegatronTrainer, value: float) -> None:
+    """Overwrite one gradient element on one rank, as an overflow would."""
+    if dist.get_rank() == 0:
+        next(p for p in trainer.optimizer.chunks[0].parameters()).main_grad.view(-1)[0] = value
+
+
+def moments_of(trainer: MegatronTrainer) -> list[torch.Tensor]:
+    """Adam's state on this rank, in a fixed order."""
+    (part,) = trainer.optimizer.parts
+    states = part.optimizer.state_dict()["state"]
+    return [states[i][key] for i in sorted(states) for key in ("exp_avg", "exp_avg_sq", "step")]

@@ -1,0 +1,144 @@
+"""Real gloo ranks, Hugging Face as the truth: what a training step's log-probs and gradients must equal, whatever the
+layout, the packing and the number of micro-batches."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from launch.config.schema import RunConfig
+from megatron_rl.data.batch import PolicyBatch
+from megatron_rl.trainer import packed_attention, step
+from tests.ranks import Rank, run_ranks
+from tests.tiny_models import make_tiny
+from tests.trainer.harness import (
+    TrainingRank,
+    assert_gradients_equal,
+    hugging_face,
+    make_batch,
+    make_plan,
+    reinforce,
+    run_config,
+)
+
+VOCAB, TEMPERATURE = 320, 0.7
+MIXED = [17, 40, 9, 33, 5, 61, 1, 2, 22]
+UNEQUAL = [95] * 5 + [20] * 5
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+WIDE_HEADS = {"family": "qwen3", "head_dim": 64, "tie_word_embeddings": True}
+
+
+def _with_maximum(**tensors) -> tuple[torch.Tensor, dict]:
+    loss, sums = reinforce(**tensors)
+    return loss, {**sums, "advantage_max": (tensors["weights_T"] * tensors["advantages_T"]).max()}
+
+
+def _step(rank: Rank, config: RunConfig, batch: PolicyBatch) -> tuple:
+    training = TrainingRank(rank, config)
+    before = step.run_logprobs(training.chunks, training.plan, batch, TEMPERATURE)
+    training.zero_grad()
+    metrics = step.run_step(training.chunks, training.plan, batch, _with_maximum, TEMPERATURE)
+    return before, metrics, training.gradients()
+
+
+class Models:
+    """Model folders and Hugging Face's answers, each made once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @functools.cache
+    def folder(self, model: tuple) -> Path:
+        return make_tiny(self.root / str(abs(hash(model))), **{k: _thaw(v) for k, v in model})
+
+    @functools.cache
+    def truth(self, model: tuple, lengths: tuple) -> tuple:
+        return hugging_face(self.folder(model), make_batch(list(lengths), VOCAB), TEMPERATURE)
+
+
+def _freeze(values: dict) -> tuple:
+    return tuple((k, _freeze(v) if isinstance(v, dict) else v) for k, v in values.items())
+
+
+def _thaw(value):
+    return dict(value) if isinstance(value, tuple) else value
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+CASES = {
+    "tp2-pp2": ({}, {"tp": 2, "pp": 2}, MIXED),
+    "tp2-pp2-sp-tied": ({"tie_word_embeddings": True}, {"tp": 2, "pp": 2, "sequence_parallel": True}, MIXED),
+    "tp2-sp-dp2-qwen3-head-dim": (WIDE_HEADS, {"tp": 2, "sequence_parallel": True, "dp": 2}, MIXED),
+    "pp2-vpp2-qwen2-tied": ({"family": "qwen2", "num_hidden_layers": 4, "tie_word_embeddings": True},
+                            {"pp": 2, "vpp": 2, "token_budget": 64}, MIXED),
+    "pp2-vpp2-dp2-lengths-too-unequal-to-pad": ({"num_hidden_layers": 4}, {"pp": 2, "vpp": 2, "dp": 2},
+                                                [100, 3, 4, 100, 5, 110, 2, 3]),
+    "pp2-uneven-layers-full-recompute": ({"num_hidden_layers": 3}, {"pp": 2, "recompute": "full"}, UNEQUAL),
+    "cp2-llama3-rope": ({"rope_parameters": LLAMA3}, {"cp": 2}, MIXED),
+    "cp2-tp2-sp-selective-recompute-qwen2": ({"family": "qwen2"}, {"cp": 2, "tp": 2, "sequence_parallel": True,
+                                                                   "recompute": "selective"}, MIXED),
+    "cp2-pp2-qwen3-tied-full-recompute": (WIDE_HEADS, {"cp": 2, "pp": 2, "recompute": "full"}, MIXED),
+    "one-rank-one-micro-batch": ({}, {"token_budget": 1000}, UNEQUAL),
+    "one-rank-one-sequence-a-micro-batch": ({}, {"token_budget": 95}, UNEQUAL),
+    "dp2-cp2": ({}, {"dp": 2, "cp": 2}, UNEQUAL),
+    "dp2-selective-recompute": ({}, {"dp": 2, "recompute": "selective"}, UNEQUAL),
+    "dp2-fewer-sequences-than-ranks": ({}, {"dp": 2, "pp": 2}, [30]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_log_probs_and_gradients_equal_hugging_face(case: str, models: Models) -> None:
+    model, trainer, lengths = CASES[case]
+    model = _freeze(model)
+    config = run_config(models.folder(model), **trainer)
+    batch = make_batch(lengths, VOCAB)
+    results = run_ranks(make_plan(config).training.world_size, _step, config, batch, timeout=60)
+    logprobs_N, loss, gradients = models.truth(model, tuple(lengths))
+
+    for found_N, metrics, _ in results:
+        np.testing.assert_allclose(found_N, logprobs_N, atol=5e-5)
+        assert metrics == results[0][1], "metrics must be the same on every rank"
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["weights"] == pytest.approx(batch.loss_weights_N.sum(), rel=1e-5)
+    assert metrics["advantage_max"] == pytest.approx(max(0, (batch.loss_weights_N * batch.advantages_N).max()))
+    assert_gradients_equal(results[0][2], gradients)
+
+
+def test_bf16_stays_close_to_fp32(models: Models) -> None:
+    model = _freeze({"tie_word_embeddings": True})
+    config = run_config(models.folder(model), tp=2, pp=2, sequence_parallel=True, dtype="bf16")
+    batch = make_batch(MIXED, VOCAB)
+    found_N, metrics, gradients = run_ranks(4, _step, config, batch)[0]
+    logprobs_N, loss, expected = models.truth(model, tuple(MIXED))
+    assert np.abs(found_N - logprobs_N).mean() < 0.03
+    assert metrics["loss"] == pytest.approx(loss, abs=0.03)
+    for name, truth in expected.items():
+        cosine = (gradients[name] * truth).sum() / np.linalg.norm(gradients[name]) / np.linalg.norm(truth)
+        assert cosine > 0.99, name
+
+
+def test_padding_under_a_pipeline_is_bounded(models: Models) -> None:
+    plan = make_plan(run_config(models.folder(()), pp=2))
+    even, uneven = make_batch([60] * 8, VOCAB), make_batch([128, 3, 128, 5], VOCAB)
+    assert step._padded_length(step.schedule_of(even, plan), even, plan) == 120
+    assert step._padded_length(step.schedule_of(uneven, plan), uneven, plan) is None
+
+
+def test_attention_never_builds_a_mask_over_the_whole_pack() -> None:
+    lengths = np.array([64, 8, 60, 8, 8, 16, 120])
+    for cp in (1, 2, 4):
+        plans = [packed_attention.plan_documents(lengths, cp, r) for r in range(cp)]
+        for plan in plans:
+            padded = sum(b.documents * b.key for b in plan.sub_batches)
+            assert padded <= 2 * lengths.sum()
+            masks = sum(b.mask.numel() for b in plan.sub_batches if b.mask is not None)
+            assert masks <= 4 * (lengths ** 2).sum() // cp

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.monitor.metrics import lookup
+from megatron_rl.trainer.initial_weights import draw_canonical
+from megatron_rl.weight_sync.tiles import CanonicalTensor
+from tests.ranks import Rank, run_ranks
+from tests.tiny_models import make_tiny
+from tests.trainer.runs import assert_same_bits, batches, config_of, start, whole_model, worst_difference
+
+UPDATES = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=4)
+
+
+def _train(rank: Rank, config, updates: int):
+    trainer = start(rank, config)
+    trainer.load_initial_weights()
+    before = whole_model(trainer)
+    vocab = trainer.plan.architecture.vocab
+    metrics = [trainer.update(batch) for batch in batches(vocab, updates)]
+    return before, metrics, whole_model(trainer)
+
+
+def _hugging_face_grpo(folder, section):
+    """The same updates by Hugging Face's model, torch's AdamW and autograd: every sequence on its own."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.get_input_embeddings().padding_idx = None
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    adam = torch.optim.AdamW([{"params": matrices, "weight_decay": section.weight_decay},
+                              {"params": vectors, "weight_decay": 0.0}], betas=(section.beta1, section.beta2),
+                             eps=section.eps)
+    rows = []
+    for step, batch in enumerate(batches(model.config.vocab_size, UPDATES)):
+        rate = section.lr * (step + 1) / 2 if step < 2 else section.lr * (1 - (step - 2) / (10 - 1 - 2))
+        for group in adam.param_groups:
+            group["lr"] = rate
+        adam.zero_grad()
+        total, entropy, tokens = 0.0, 0.0, 0
+        for start_, stop in zip(batch.offsets_B1[:-1], batch.offsets_B1[1:]):
+            ids = torch.from_numpy(batch.tokens_N[start_:stop].astype(np.int64))
+            log_p = torch.log_softmax(model(ids[None]).logits[0, :-1], -1)
+            chosen = log_p.gather(1, ids[1:, None]).squeeze(1)
+            weights, advantages = (torch.from_numpy(x[start_ + 1:stop])
+                                   for x in (batch.loss_weights_N, batch.advantages_N))
+            # on-policy: the ratio is 1 and its gradient is that of the log-prob
+            loss = -(weights * advantages * torch.exp(chosen - chosen.detach())).sum()
+            loss.backward()
+            total += loss.item()
+            entropy += -(log_p.detach().exp() * log_p.detach()).sum(-1)[weights != 0].sum().item()
+            tokens += int((weights != 0).sum())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), section.clip_grad)
+        adam.step()
+        rows.append({"train/loss": total, "train/grad_norm": float(norm), "train/lr": rate,
+                     "train/entropy": entropy / tokens, "train/tokens": tokens})
+    return rows, {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("sizes", [
+    pytest.param({"tp": 2, "dp": 2}, id="tp2-dp2-distributed-optimizer"),
+    pytest.param({"pp": 2, "vpp": 2, "cp": 2, "distributed_optimizer": False}, id="pp2-vpp2-cp2-plain-optimizer"),
+])
+def test_updates_equal_hugging_face_and_adamw(model, sizes) -> None:
+    """Loss, entropy, gradient norm, schedule, clipping, weight decay and weights after three updates."""
+    # Where eps is small Adam divides rounding by rounding and the comparison would say nothing.
+    config = config_of(model, token_budget=32, optimizer={"eps": 1e-3}, **sizes)
+    results = run_ranks(4, _train, config, UPDATES)
+    expected_metrics, expected = _hugging_face_grpo(model, config.trainer.optimizer)
+    assert all(metrics == results[0][1] for _, metrics, _ in results), "every rank reports the same numbers"
+    for found, truth in zip(results[0][1], expected_metrics, strict=True):
+        for name, value in truth.items():
+            assert found[name] == pytest.approx(value, rel=2e-4, abs=1e-6), name
+    _, _, weights = results[0]
+    assert worst_difference(weights, expected) < 2e-5
+
+
+def test_metrics_are_those_of_the_table(model) -> None:
+    _, (metrics,), _ = run_ranks(1, _train, config_of(model), 1)[0]
+    assert not [name for name in metrics if lookup(name) is None]
+    assert metrics["train/ratio_mean"] == pytest.approx(1.0) and metrics["train/clip_fraction"] == 0
+    assert metrics["train/skipped"] == 0 and metrics["train/sequences"] == 6
+
+
+def test_initial_weights_are_the_folders(model) -> None:
+    truth = {name: p.numpy() for name, p in AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32).state_dict().items()}
+    weights, _, _ = run_ranks(2, _train, config_of(model, tp=2), 0)[0]
+    assert_same_bits(weights, truth)
+
+
+
+
+def test_random_weights_do_not_depend_on_the_layout(tmp_path) -> None:
+    folder = make_tiny(tmp_path, "qwen2", tie_word_embeddings=True)
+    drawn = {"init": "random"}
+    weights = [run_ranks(world, _train, config_of(folder, model=drawn, **sizes), 0)[0][0]
+               for world, sizes in ((1, {}), (4, {"tp": 2, "pp": 2}))]
+    assert_same_bits(weights[1], weights[0])
+    other = run_ranks(1, _train, config_of(folder, model=drawn, run={"seed": 1}), 0)[0][0]
+    assert not np.array_equal(other["model.embed_tokens.weight"], weights[0]["model.embed_tokens.weight"])
+
+
+def test_random_weights_follow_hugging_faces_rule() -> None:
+    """normal(0, initializer_range), norms 1, biases 0; no two tensors alike."""
+    matrix = draw_canonical(CanonicalTensor("model.layers.0.mlp.up_proj.weight", (400, 300)), 0, 0.05)
+    assert abs(matrix.mean()) < 5e-4 and matrix.std() == pytest.approx(0.05, rel=0.01)
+    gate = draw_canonical(CanonicalTensor("model.layers.0.mlp.gate_proj.weight", (400, 300)), 0, 0.05)
+    assert abs(torch.corrcoef(torch.stack([matrix.flatten(), gate.flatten()]))[0, 1]) < 0.02
+    assert draw_canonical(CanonicalTensor("model.layers.0.self_attn.q_norm.weight", (8,)), 0, 0.05).tolist() == [1] * 8
+    assert draw_canonical(CanonicalTensor("model.layers.0.self_attn.q_proj.bias", (8,)), 0, 0.05).tolist() == [0] * 8

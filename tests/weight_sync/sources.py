@@ -1,0 +1,138 @@
+"""Trainer ranks without a trainer: real processes that hold Megatron layouts over plain tensors and send them."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from launch.planner.architecture import from_hf_config
+from launch.planner.plan import TrainingPlan
+from megatron_rl.weight_sync.coordinator import Endpoint
+from tests.ranks import PRELOAD, free_port
+
+
+class SourceRank:
+    """A coordinator's handle of one source process."""
+
+    def __init__(self, connection: Any, process: multiprocessing.process.BaseProcess) -> None:
+        self.connection, self.process = connection, process
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Run a method of `_Source` in the process and return its answer, or raise its exception."""
+        self.connection.send((method, args))
+        failed, answer = await asyncio.to_thread(self.connection.recv)
+        if failed:
+            raise answer
+        return answer
+
+    def sync_describe(self):
+        return self.call("sync_describe")
+
+    def sync_open(self, lane, edges, timeout_s):
+        return self.call("sync_open", lane, edges, timeout_s)
+
+    def sync_send(self, epoch):
+        return self.call("sync_send", epoch)
+
+
+@contextmanager
+def source_ranks(folder: Path, training: TrainingPlan, dtype: str = "float32") -> Iterator[list[SourceRank]]:
+    """One process a rank of `training`, each holding its share of the model in `folder`."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    ranks = []
+    try:
+        for rank in range(training.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, str(folder), training, rank, dtype), daemon=True)
+            process.start()
+            theirs.close()
+            ranks.append(SourceRank(ours, process))
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.connection.close()
+        for rank in ranks:
+            rank.process.join(5)
+            if rank.process.is_alive():
+                rank.process.kill()
+                rank.process.join()
+
+
+def endpoints(world: int) -> list[Endpoint]:
+    return [Endpoint("127.0.0.1", free_port()) for _ in range(world)]
+
+
+def _serve(connection: Any, folder: str, training: TrainingPlan, rank: int, dtype: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    source = _Source(folder, training, rank, getattr(torch, dtype))
+    while True:
+        try:
+            method, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((False, getattr(source, method)(*args)))
+        except Exception as error:
+            connection.send((True, RuntimeError(f"{type(error).__name__}: {error}")))
+
+
+class _Source:
+    def __init__(self, folder: str, training: TrainingPlan, rank: int, dtype: Any) -> None:
+        import torch
+
+        from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
+        from megatron_rl.weight_sync.sender import WeightSender
+
+        architecture = from_hf_config(Path(folder))
+        self.canonical = canonical_tensors(architecture)
+        self.layouts = megatron_layout(architecture, training, rank, "local")
+        self.parameters = {layout.name: torch.zeros(layout.shape, dtype=dtype) for layout in self.layouts}
+        self.load(folder)
+        sender = WeightSender(training.ranks[rank], self.layouts, self.parameters, address="127.0.0.1")
+        self.sync_describe, self.sync_open = sender.sync_describe, sender.sync_open
+        self.sender = sender
+        self.fault = None
+
+    def load(self, folder: str) -> None:
+        """Take the weights of another checkpoint of the same architecture, as an optimizer step would."""
+        from megatron_rl.weight_sync.hf_io import CheckpointReader, load_layout
+
+        with CheckpointReader(folder) as reader:
+            load_layout(reader, self.canonical, self.layouts, self.parameters)
+
+    def set_fault(self, fault: str | None) -> None:
+        """What goes wrong in the next sends: "flip" one bit of the wire, "swap" two rows of it, "stale" epoch."""
+        self.fault = fault
+
+    def sync_send(self, epoch: int):
+        import megatron_rl.weight_sync.sender as sender_module
+        from megatron_rl.weight_sync import wire
+
+        def faulty(bucket, number, epoch_, parameters, buffer):
+            if self.fault == "stale":
+                return wire.pack_bucket(bucket, number, epoch_ - 1, parameters, buffer)
+            filled = wire.pack_bucket(bucket, number, epoch_, parameters, buffer)
+            payload = filled[wire.HEADER_BYTES:]
+            if self.fault == "flip" and number == 0:
+                payload[len(payload) // 2] ^= 1
+            if self.fault == "swap" and number == 0:
+                rows = max((copy for copy in bucket.copies if len(copy.source_tile.shape) == 2),
+                           key=lambda copy: copy.nbytes)
+                size = rows.nbytes // rows.source_tile.shape[0]
+                first, second = payload[rows.at:rows.at + size], payload[rows.at + size:rows.at + 2 * size]
+                kept = first.clone()
+                first.copy_(second)
+                second.copy_(kept)
+            return filled
+
+        sender_module.pack_bucket = wire.pack_bucket if self.fault is None else faulty
+        return self.sender.sync_send(epoch)

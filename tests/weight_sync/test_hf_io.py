@@ -1,0 +1,251 @@
+"""Loading from and exporting to Hugging Face folders, against transformers' own reading, bit for bit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from launch.errors import UserError
+from launch.planner.architecture import from_hf_config
+from launch.planner.plan import Architecture, TrainingPlan
+from megatron_rl.weight_sync.hf_export import Exporter, owned_tiles, shard_files
+from megatron_rl.weight_sync.hf_io import CheckpointReader, load_layout
+from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
+from tests.tiny_models import make_tiny
+from tests.weight_sync.worlds import megatron_shards, training_plan
+
+LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "model", "llama", vocab_size=301)
+
+
+@pytest.fixture
+def copy(tiny, tmp_path) -> Path:
+    """A folder of this test's own to damage."""
+    return shutil.copytree(tiny, tmp_path / "copy")
+
+
+def load(folder: Path, a: Architecture, training: TrainingPlan, rank: int, dtype=torch.float32, fill: float = 9.0):
+    layouts = megatron_layout(a, training, rank, "local")
+    parameters = {layout.name: torch.full(layout.shape, fill, dtype=dtype) for layout in layouts}
+    with CheckpointReader(folder) as reader:
+        report = load_layout(reader, canonical_tensors(a), layouts, parameters)
+    return parameters, report
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").named_parameters())
+
+
+def edit_weights(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, **values) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shards", [None, "60KB"])
+def test_every_rank_reads_its_shard_and_no_more(tiny, tmp_path, shards, dtype):
+    folder = tiny
+    if shards:
+        folder = tmp_path / "sharded"
+        AutoModelForCausalLM.from_pretrained(tiny).save_pretrained(folder, max_shard_size=shards)
+        assert len(list(folder.glob("*.safetensors"))) > 2
+    a = from_hf_config(folder)
+    training, truth = training_plan(a, tp=2, pp=2), {name: p.detach() for name, p in weights(folder).items()}
+    for at in training.ranks:
+        parameters, report = load(folder, a, training, at.rank, dtype)
+        held = sum(tile.numel for layout in megatron_layout(a, training, at.rank, "local") for tile in layout.tiles)
+        assert report.bytes_read == held * 4 and report.unused == ()
+        for name, expected in megatron_shards(a, training, at.rank, truth).items():
+            if "word_embeddings" in name or "output_layer" in name:
+                expected[max(0, a.vocab - at.tp * len(expected)):] = 0.0        # padding is zeroed
+            assert torch.equal(parameters[name], expected.to(dtype)), name
+
+
+def test_parameters_that_are_views_of_a_flat_buffer_are_filled_in_place(tiny):
+    a = from_hf_config(tiny)
+    layouts = megatron_layout(a, training_plan(a), 0, "local")
+    sizes = [torch.Size(layout.shape).numel() for layout in layouts]
+    parts = torch.full((sum(sizes) + 3,), 9.0)[3:].split(sizes)
+    parameters = {layout.name: part.view(layout.shape) for layout, part in zip(layouts, parts)}
+    with CheckpointReader(tiny) as reader:
+        load_layout(reader, canonical_tensors(a), layouts, parameters)
+    for name, expected in load(tiny, a, training_plan(a), 0)[0].items():
+        assert torch.equal(parameters[name], expected)
+
+
+def test_a_tied_checkpoint_may_carry_its_head(tmp_path):
+    folder = make_tiny(tmp_path / "tied", tie_word_embeddings=True)
+    a = from_hf_config(folder)
+    training = training_plan(a, tp=2, pp=2)
+    without = [load(folder, a, training, rank)[0] for rank in range(4)]
+    edit_weights(folder, lambda t: t.update({LM_HEAD: t[EMBEDDING].clone()}))
+    for rank in range(4):
+        parameters, report = load(folder, a, training, rank)
+        assert report.unused == (LM_HEAD,)
+        assert all(torch.equal(parameters[name], value) for name, value in without[rank].items())
+    first, last = without[0], without[2]
+    assert torch.equal(first["chunk0.embedding.word_embeddings.weight"], last["chunk0.output_layer.weight"])
+
+    edit_weights(folder, lambda t: t[LM_HEAD].add_(1))
+    with pytest.raises(UserError, match="ties the embeddings, but lm_head.weight and .* differ"):
+        load(folder, a, training, 0)
+
+
+def test_an_untied_checkpoint_without_a_head_is_refused(copy):
+    edit_weights(copy, lambda t: t.pop(LM_HEAD))
+    a = from_hf_config(copy)
+    with pytest.raises(UserError, match="no lm_head.weight, but its config.json says tie_word_embeddings: false"):
+        load(copy, a, training_plan(a, pp=2), 0)         # rank 0 holds no head, and refuses too
+
+
+def test_a_missing_tensor_and_a_wrong_shape_are_named_on_every_rank(copy):
+    a = from_hf_config(copy)
+    with pytest.raises(UserError, match=r"embed_tokens.weight has shape \[301, 128\].*\[311, 128\]"):
+        load(copy, a.model_copy(update={"vocab": 311}), training_plan(a, pp=2), 1)
+    edit_weights(copy, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(UserError, match="lacks the tensor model.layers.1.mlp.up_proj.weight"):
+        load(copy, a, training_plan(a, pp=2), 0)         # layer 1 lies on the other stage
+
+
+def test_a_tensor_that_the_architecture_would_drop_is_refused_and_other_leftovers_are_reported(copy):
+    a = from_hf_config(copy)
+    leftovers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+                 "model.layers.7.mlp.up_proj.weight": torch.ones(4), "something.else": torch.ones(4)}
+    edit_weights(copy, lambda t: t.update(leftovers))
+    assert load(copy, a, training_plan(a), 0)[1].unused == tuple(sorted(leftovers))
+    edit_weights(copy, lambda t: t.update({"model.layers.0.self_attn.o_proj.bias": torch.ones(128)}))
+    with pytest.raises(UserError, match="has model.layers.0.self_attn.o_proj.bias, which the architecture"):
+        load(copy, a, training_plan(a), 0)
+
+
+def test_folders_that_are_no_checkpoint_are_refused(copy, tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        CheckpointReader(tmp_path / "absent")
+    with pytest.raises(UserError, match="no model.safetensors"):
+        CheckpointReader(tmp_path)
+    file = copy / "model.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(UserError, match="truncated"):
+        CheckpointReader(copy)
+
+
+@pytest.mark.parametrize("damage, message", [
+    (lambda folder, index: index["weight_map"].update({EMBEDDING: "gone.safetensors"}), "names gone.safetensors"),
+    (lambda folder, index: index["weight_map"].update({"extra": next(iter(index["weight_map"].values()))}),
+     "holds extra; it does not"),
+    (lambda folder, index: index.pop("weight_map"), "not a safetensors index"),
+])
+def test_an_index_that_does_not_fit_its_shards_is_refused(tiny, tmp_path, damage, message):
+    AutoModelForCausalLM.from_pretrained(tiny).save_pretrained(tmp_path, max_shard_size="100KB")
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    damage(tmp_path, index)
+    path.write_text(json.dumps(index))
+    with pytest.raises(UserError, match=message):
+        CheckpointReader(tmp_path)
+
+
+def test_layouts_of_another_model_are_refused_before_anything_is_written(tiny):
+    a = from_hf_config(tiny)
+    layouts = megatron_layout(a, training_plan(a), 0, "local")
+    parameters = {layout.name: torch.full(layout.shape, 9.0) for layout in layouts[1:]}
+    with CheckpointReader(tiny) as reader, pytest.raises(ValueError, match="word_embeddings.weight: layout"):
+        load_layout(reader, canonical_tensors(a), layouts, parameters)
+    assert all((parameter == 9.0).all() for parameter in parameters.values())
+
+
+def export(folder: Path, out: Path, training: TrainingPlan, dtype, max_shard_bytes: int = 10**9) -> int:
+    """All ranks' export, one after the other; bytes written."""
+    a = from_hf_config(folder)
+    one_replica = {at.rank: megatron_layout(a, training, at.rank, "local") for at in training.ranks
+                   if (at.dp, at.cp) == (0, 0)}
+    exporter = Exporter(out, canonical_tensors(a), dtype, max_shard_bytes)
+    exporter.prepare(folder, a)
+    written = 0
+    for at in training.ranks:
+        parameters, _ = load(folder, a, training, at.rank, dtype)
+        layouts = megatron_layout(a, training, at.rank, "local")
+        written += exporter.write(layouts, parameters, owned_tiles(one_replica, at.rank))
+    assert not out.exists(), "an unfinished export must not look like a model"
+    exporter.finish()
+    return written
+
+
+@pytest.mark.parametrize("family, tied, sizes", [
+    ("llama", True, dict(tp=2, pp=2)), ("llama", False, dict(pp=2, vpp=2, dp=2)), ("qwen2", True, dict(tp=4, cp=2)),
+    ("qwen2", False, dict(tp=2, pp=4)), ("qwen3", True, dict(pp=4)), ("qwen3", False, dict(tp=4, pp=2))])
+def test_an_export_is_the_model_for_transformers(family, tied, sizes, tmp_path):
+    folder = make_tiny(tmp_path / "model", family, tie_word_embeddings=tied, num_hidden_layers=4,
+                       num_key_value_heads=4, vocab_size=301)
+    a = from_hf_config(folder)
+    written = export(folder, tmp_path / "out", training_plan(a, **sizes), torch.float32, max_shard_bytes=500_000)
+    truth, found = weights(folder), weights(tmp_path / "out")
+    assert found.keys() == truth.keys() and all(torch.equal(found[name], truth[name]) for name in truth)
+    assert written == 4 * sum(torch.Size(t.shape).numel() for t in canonical_tensors(a)), "an element written twice"
+    text = "one plus two"
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")(text) == AutoTokenizer.from_pretrained(folder)(text)
+
+
+def test_an_export_in_bf16_is_a_bf16_model_in_one_file(tiny, tmp_path):
+    a = from_hf_config(tiny)
+    export(tiny, tmp_path / "out", training_plan(a, tp=2), torch.bfloat16)
+    assert [path.name for path in (tmp_path / "out").glob("*.safetensors*")] == ["model.safetensors"]
+    truth, found = weights(tiny), weights(tmp_path / "out")
+    assert all(found[name].dtype == torch.bfloat16 for name in found)
+    assert all(torch.equal(found[name], truth[name].bfloat16()) for name in truth)
+
+
+def test_an_export_is_read_back_by_the_loader(tiny, tmp_path):
+    a = from_hf_config(tiny)
+    export(tiny, tmp_path / "out", training_plan(a, tp=2, pp=2), torch.float32, max_shard_bytes=100_000)
+    before, after = (load(folder, a, training_plan(a), 0)[0] for folder in (tiny, tmp_path / "out"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_shards_hold_at_most_what_was_asked_for(tiny):
+    canonical = canonical_tensors(from_hf_config(tiny))
+    files = shard_files(canonical, torch.bfloat16, 70_000)
+    assert [name for file in files for name in file.offsets] == [t.name for t in canonical]
+    for file in files:
+        assert len(file.offsets) == 1 or file.size - len(file.header) <= 70_000
+        assert len(file.header) % 8 == 0
+
+
+def test_an_export_does_not_overwrite_and_survives_an_interrupted_one(tiny, tmp_path):
+    a = from_hf_config(tiny)
+    exporter = Exporter(tmp_path / "out", canonical_tensors(a), torch.float32)
+    exporter.prepare(tiny, a)
+    (tmp_path / "out.partial" / "left").touch()
+    export(tiny, tmp_path / "out", training_plan(a), torch.float32)
+    assert not (tmp_path / "out" / "left").exists() and not (tmp_path / "out.partial").exists()
+    with pytest.raises(UserError, match="exists already"):
+        exporter.prepare(tiny, a)
+
+
+def test_a_full_disk_is_told_before_any_weight_is_written(tiny, tmp_path, monkeypatch):
+    def no_space(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    a = from_hf_config(tiny)
+    exporter = Exporter(tmp_path / "out", canonical_tensors(a), torch.float32)
+    with pytest.raises(UserError, match="no room for model.safetensors"):
+        exporter.prepare(tiny, a)

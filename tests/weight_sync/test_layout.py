@@ -1,0 +1,247 @@
+"""Megatron's layouts against Megatron's own model, an independent sharding, mbridge, and the known mapping traps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from launch.config.schema import Trainer
+from launch.planner.architecture import from_hf_config
+from launch.planner.plan import Architecture, TrainingPlan
+from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
+from megatron_rl.weight_sync.tiles import Tile, tile_view
+from tests.ranks import Rank, run_ranks
+from tests.tiny_models import make_tiny
+from tests.weight_sync.worlds import PADDING, architecture, megatron_shards, numbered, training_plan
+
+FAMILIES = {
+    "llama": {"qkv_bias": False, "qk_norm": False},
+    "qwen2": {"qkv_bias": True, "qk_norm": False},
+    "qwen3": {"qkv_bias": False, "qk_norm": True},
+}
+SIZES = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (4, 2, 1), (1, 2, 2), (2, 2, 2)]
+
+
+def holds(layouts, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters that the layouts describe, filled tile by tile; PADDING elsewhere."""
+    parameters = {}
+    for layout in layouts:
+        assert layout.name not in parameters, f"{layout.name} occurs twice"
+        parameters[layout.name] = torch.full(layout.shape, PADDING)
+        for tile in layout.tiles:
+            box = tensors[tile.tensor][tuple(slice(a, a + n) for a, n in zip(tile.start, tile.shape))]
+            tile_view(parameters[layout.name], tile).copy_(box)
+    return parameters
+
+
+def assemble(a: Architecture, training: TrainingPlan, shards: dict[int, dict[str, torch.Tensor]]
+             ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Canonical tensors put together from all ranks' parameters, and how often each element was held."""
+    whole = {t.name: torch.full(t.shape, PADDING) for t in canonical_tensors(a)}
+    count = {t.name: torch.zeros(t.shape, dtype=torch.int64) for t in canonical_tensors(a)}
+    for rank, parameters in shards.items():
+        for layout in megatron_layout(a, training, rank, "local"):
+            for tile in layout.tiles:
+                box = tuple(slice(s, s + n) for s, n in zip(tile.start, tile.shape))
+                whole[tile.tensor][box] = tile_view(parameters[layout.name], tile)
+                count[tile.tensor][box] += 1
+    return whole, count
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tp, pp, vpp", SIZES)
+def test_shard_then_assemble_is_the_model_bit_for_bit(family, tied, tp, pp, vpp):
+    a = architecture(family=family, tied_embeddings=tied, layers=4, **FAMILIES[family])
+    training, tensors = training_plan(a, tp, pp, vpp), numbered(a)
+    shards = {at.rank: megatron_shards(a, training, at.rank, tensors) for at in training.ranks}
+    for rank, truth in shards.items():
+        found = holds(megatron_layout(a, training, rank, "local"), tensors)
+        assert found.keys() == truth.keys()
+        for name in truth:
+            assert torch.equal(found[name], truth[name]), name
+    whole, count = assemble(a, training, shards)
+    for name, tensor in tensors.items():
+        assert torch.equal(whole[name], tensor), name
+        copies = 2 if name == "model.embed_tokens.weight" and tied and pp > 1 else 1
+        copies = tp if name.endswith("norm.weight") else copies
+        assert (count[name] == copies).all(), name
+
+
+def _real_parameters(rank: Rank, cases: list[tuple[Architecture, TrainingPlan]]) -> list[list[dict]]:
+    """Names and shapes of the model that every rank of each case builds, on Megatron's own groups.
+
+    torch's `fake` backend stands in for the network: groups and coordinates are real, nothing is sent.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state, tensor_parallel
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megatron_rl.trainer import cpu
+    from megatron_rl.trainer.model import build_model
+
+    cpu.install()
+    trainer = Trainer(dtype="fp32", optimizer={"lr": 1e-3})
+    found = []
+    for a, training in cases:
+        found.append([])
+        for at in training.ranks:
+            dist.init_process_group("fake", rank=at.rank, world_size=training.world_size, store=FakeStore())
+            parallel_state.initialize_model_parallel(
+                training.tp, training.pp, training.vpp if training.vpp > 1 else None,
+                create_gloo_process_groups=False)
+            tensor_parallel.model_parallel_cuda_manual_seed(0, force_reset_rng=True)
+            chunks = build_model(a, training, trainer, torch.device("cpu"))
+            found[-1].append({f"chunk{i}.{name}": tuple(p.shape) for i, chunk in enumerate(chunks)
+                              for name, p in chunk.named_parameters()})
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+    return found
+
+
+def test_names_and_shapes_are_those_of_megatrons_model():
+    cases = []
+    for family, switches in FAMILIES.items():
+        for tied in (True, False):
+            a = architecture(family=family, tied_embeddings=tied, hidden=24, ffn=20, head_dim=6, **switches)
+            cases += [(a, training_plan(a, *sizes)) for sizes in SIZES]
+    uneven = architecture(layers=5, hidden=24, head_dim=6)
+    cases += [(uneven, training_plan(uneven, 1, 2)), (uneven, training_plan(uneven, 2, 4))]
+    (found,) = run_ranks(1, _real_parameters, cases, timeout=90)
+    for (a, training), ranks in zip(cases, found, strict=True):
+        for rank, parameters in enumerate(ranks):
+            expected = {layout.name: layout.shape for layout in megatron_layout(a, training, rank, "local")}
+            assert expected == parameters, (a.family, a.tied_embeddings, training.tp, training.pp, training.vpp)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_canonical_tensors_are_those_that_hugging_face_saves(family, tied, tmp_path):
+    folder = make_tiny(tmp_path / "model", family, tie_word_embeddings=tied)
+    parameters = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    assert {t.name: t.shape for t in canonical_tensors(from_hf_config(folder))} == expected
+
+
+def _mbridge(a: Architecture, training: TrainingPlan):
+    """mbridge's pure conversion functions, without the model that its constructor would want."""
+    from mbridge.core.bridge import _MODEL_REGISTRY
+
+    bridge = _MODEL_REGISTRY["qwen3"].__new__(_MODEL_REGISTRY["qwen3"])
+    bridge.hf_config = SimpleNamespace(num_key_value_heads=a.kv_heads, hidden_size=a.hidden,
+                                       num_attention_heads=a.heads, head_dim=a.head_dim)
+    bridge.config = SimpleNamespace(gated_linear_unit=True)
+    bridge.make_vocab_size_divisible_by = 128
+    bridge.vocab_size, bridge.padded_vocab_size = a.vocab, training.padded_vocab
+    return bridge
+
+
+@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 2), (4, 2)])
+def test_transformer_engine_names_and_values_are_those_of_mbridge(tp, pp):
+    a = architecture(family="qwen3", qkv_bias=True, qk_norm=True)
+    training, tensors = training_plan(a, tp, pp), numbered(a)
+    bridge = _mbridge(a, training)
+    for at in training.ranks:
+        layouts = megatron_layout(a, training, at.rank, "transformer_engine")
+        for layout, parameter in zip(layouts, holds(layouts, tensors).values(), strict=True):
+            # mbridge knows no chunks and numbers layers over all stages.
+            parts = layout.name.removeprefix("chunk0.").split(".")
+            if parts[1] == "layers":
+                parts[2] = str(training.layers_of_stage[at.pp][0][int(parts[2])])
+            name = ".".join(parts)
+            whole = bridge._weight_to_mcore_format(
+                name, [tensors[hf] for hf in bridge._weight_name_mapping_mcore_to_hf(name)])
+            truth = bridge._weight_split_across_tp(name, whole, parameter, tp)[at.tp].clone()
+            if "embedding" in name or "output_layer" in name:
+                truth[max(0, a.vocab - at.tp * len(truth)):] = PADDING    # mbridge pads with zeros
+            assert torch.equal(parameter, truth), name
+
+
+def test_the_two_implementations_differ_in_the_names_of_the_fused_norms_only():
+    a = architecture()
+    training = training_plan(a, tp=2, pp=2)
+    renamed = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+               "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
+    for rank in range(4):
+        local = megatron_layout(a, training, rank, "local")
+        fused = megatron_layout(a, training, rank, "transformer_engine")
+        assert [(layout.shape, layout.tiles) for layout in local] == [(layout.shape, layout.tiles) for layout in fused]
+        for one, other in zip(local, fused):
+            suffix = ".".join(one.name.split(".")[4:])
+            assert other.name == one.name.replace(suffix, renamed[suffix]) if suffix in renamed else one.name
+
+
+# Traps of public bug reports, each with the smallest case that shows it.
+
+def rows_of(layouts, name: str) -> list[tuple[str, int, int]]:
+    (layout,) = [layout for layout in layouts if layout.name.endswith(name)]
+    return [(tile.tensor.split(".")[-2], tile.start[0], tile.shape[0]) for tile in layout.tiles]
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_qkv_rows_go_by_query_group_not_by_projection(kind):
+    a = architecture(heads=4, kv_heads=2, head_dim=3)
+    layouts = megatron_layout(a, training_plan(a), 0, "local")
+    assert rows_of(layouts, f"layers.0.self_attention.linear_qkv.{kind}") == [
+        ("q_proj", 0, 6), ("k_proj", 0, 3), ("v_proj", 0, 3), ("q_proj", 6, 6), ("k_proj", 3, 3), ("v_proj", 3, 3)]
+
+
+def test_head_dim_may_differ_from_hidden_over_heads():
+    a = architecture(hidden=7, heads=4, kv_heads=2, head_dim=5)
+    shapes = {layout.name: layout.shape for layout in megatron_layout(a, training_plan(a, tp=2), 0, "local")}
+    assert shapes["chunk0.decoder.layers.0.self_attention.linear_qkv.weight"] == (20, 7)
+    assert shapes["chunk0.decoder.layers.0.self_attention.linear_proj.weight"] == (7, 10)
+
+
+def test_gate_comes_first_and_each_rank_holds_its_slice_of_both_halves():
+    a = architecture(ffn=20)
+    layouts = megatron_layout(a, training_plan(a, tp=4), 2, "local")
+    assert rows_of(layouts, "layers.0.mlp.linear_fc1.weight") == [("gate_proj", 10, 5), ("up_proj", 10, 5)]
+
+
+def test_padded_vocabulary_rows_are_in_no_tile():
+    a = architecture(vocab=301)
+    training = training_plan(a, tp=2)             # 512 padded rows, 256 a rank
+    held = [megatron_layout(a, training, rank, "local")[0] for rank in range(2)]
+    assert [layout.shape[0] for layout in held] == [256, 256]
+    assert [layout.tiles[0].shape[0] for layout in held] == [256, 45]
+    assert held[1].padding == (256 - 45) * a.hidden
+    nothing = megatron_layout(a, training_plan(a, tp=4), 3, "local")[0]   # 1024 over 4: rank 3 holds only padding
+    assert nothing.tiles == () and nothing.shape == (128, a.hidden)
+
+
+def test_tied_embeddings_have_a_second_copy_on_the_last_stage_only():
+    a = architecture(tied_embeddings=True, layers=4)
+    training = training_plan(a, pp=2, vpp=2)
+    names = [[layout.name for layout in megatron_layout(a, training, rank, "local")] for rank in range(2)]
+    assert "chunk1.output_layer.weight" not in names[0] and "chunk1.output_layer.weight" in names[1]
+    (head,) = [x for x in megatron_layout(a, training, 1, "local") if x.name == "chunk1.output_layer.weight"]
+    assert head.tiles == (Tile("model.embed_tokens.weight", (0, 0), (301, 7), (7, 1), 0),)
+    alone = [layout.name for layout in megatron_layout(a, training_plan(a), 0, "local")]
+    assert not any("output_layer" in name for name in alone)
+
+
+def test_layers_are_numbered_from_zero_in_every_chunk_and_stages_may_be_uneven():
+    def first_norms(a, training, rank):
+        return {layout.name: int(layout.tiles[0].tensor.split(".")[2])
+                for layout in megatron_layout(a, training, rank, "local") if "input_layernorm" in layout.name}
+
+    a = architecture(layers=8)
+    assert first_norms(a, training_plan(a, pp=2, vpp=2), 1) == {
+        "chunk0.decoder.layers.0.input_layernorm.weight": 2, "chunk0.decoder.layers.1.input_layernorm.weight": 3,
+        "chunk1.decoder.layers.0.input_layernorm.weight": 6, "chunk1.decoder.layers.1.input_layernorm.weight": 7}
+    a = architecture(layers=4)
+    uneven = training_plan(a, pp=2, stages=(((0,),), ((1, 2, 3),)))
+    assert list(first_norms(a, uneven, 1).values()) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("changes, plan, message", [
+    ({"kv_heads": 2}, {"tp": 4}, "kv_heads = 2"), ({"ffn": 21}, {"tp": 2}, "ffn = 21"),
+    ({}, {"pp": 2, "stages": (((0, 1),), ((3,),))}, r"layers \[0, 1, 3\]")])
+def test_sizes_that_do_not_divide_are_refused_not_rounded(changes, plan, message):
+    a = architecture(**changes)
+    with pytest.raises(ValueError, match=message):
+        megatron_layout(a, training_plan(a, **plan), 0, "local")

@@ -1,0 +1,212 @@
+"""The proof accepts a right manifest and names what is wrong with a broken one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from launch.planner.plan import Architecture
+from megatron_rl.weight_sync.buckets import Bucket
+from megatron_rl.weight_sync.coverage import (CoverageError, first_overlap, local_box, prove_coverage, subtract)
+from megatron_rl.weight_sync.manifest import Destination, Source, SyncManifest, build_manifest
+from megatron_rl.weight_sync.megatron_layout import megatron_layout
+from megatron_rl.weight_sync.tiles import ParamLayout, Tile, contiguous_stride
+from tests.weight_sync.worlds import architecture, destinations, sources, training_plan
+
+NORM = "model.layers.0.input_layernorm.weight"
+QKV = "model.layers.0.self_attn.qkv_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def world():
+    a = architecture()
+    return sources(a, training_plan(a, tp=2)), destinations(a, 2)
+
+
+@pytest.fixture(scope="module")
+def manifest(world):
+    return build_manifest(*world, bucket_bytes=1 << 20)
+
+
+def edit(manifest: SyncManifest, change, *, edge: int = 0) -> SyncManifest:
+    """Replace the copies of one edge's only bucket by `change(copies)`, laid out again without gaps."""
+    edges = list(manifest.edges)
+    (bucket,) = edges[edge].buckets
+    copies, at = [], 0
+    for copy in change(list(bucket.copies)):
+        copies.append(replace(copy, at=at))
+        at += copy.nbytes
+    edges[edge] = replace(edges[edge], buckets=(Bucket(at, tuple(copies)),))
+    return replace(manifest, edges=tuple(edges))
+
+
+def test_a_right_manifest_passes(world, manifest):
+    prove_coverage(manifest, *world)
+
+
+def test_a_dropped_copy_is_a_gap_with_its_region(world, manifest):
+    broken = edit(manifest, lambda copies: [c for c in copies if c.destination != NORM])
+    with pytest.raises(CoverageError, match=rf"engine 0 worker 0: nobody writes {NORM} at \[0:7\]"):
+        prove_coverage(broken, *world)
+
+
+def test_a_doubled_copy_is_a_double_write(world, manifest):
+    broken = edit(manifest, lambda copies: [*copies, *(c for c in copies if c.destination == NORM)])
+    with pytest.raises(CoverageError, match=rf"{NORM} is written twice at \[0:7\]"):
+        prove_coverage(broken, *world)
+
+
+def test_two_ranks_that_write_one_norm_are_caught(world, manifest):
+    to_worker_1 = {edge.rank: i for i, edge in enumerate(manifest.edges) if edge.worker == 1}
+    (bucket,) = manifest.edges[to_worker_1[1]].buckets
+    norm = next(c for c in bucket.copies if c.destination == NORM)
+    broken = edit(manifest, lambda copies: [*copies, norm], edge=to_worker_1[0])
+    with pytest.raises(CoverageError, match=rf"engine 0 worker 1: {NORM} is written twice"):
+        prove_coverage(broken, *world)
+
+
+def test_a_gap_beside_a_double_write_of_the_same_size_is_caught(world, manifest):
+    """Volumes alone would add up."""
+    def shift(copies):
+        qkv = [c for c in copies if c.destination == QKV]
+        return [c for c in copies if c is not qkv[1]] + [qkv[0]]
+
+    with pytest.raises(CoverageError, match=f"{QKV}"):
+        prove_coverage(edit(manifest, shift), *world)
+
+
+def test_a_copy_that_lands_elsewhere_is_caught(world, manifest):
+    def move(copies):
+        return [replace(c, destination_tile=replace(c.destination_tile, offset=c.destination_tile.offset + 7))
+                if c.destination == QKV else c for c in copies]
+
+    with pytest.raises(CoverageError, match=rf"{QKV} does not hold .*q_proj.weight"):
+        prove_coverage(edit(manifest, move), *world)
+
+
+def test_a_copy_that_reads_elsewhere_is_caught(world, manifest):
+    """K and V have one shape: volumes and destinations are right, the values are not."""
+    def swap(copies):
+        k = next(i for i, c in enumerate(copies) if c.source_tile.tensor.endswith("0.self_attn.k_proj.weight"))
+        v = next(i for i, c in enumerate(copies) if c.source_tile.tensor.endswith("0.self_attn.v_proj.weight"))
+        copies[k], copies[v] = (
+            replace(copies[k], source_tile=replace(copies[k].source_tile, offset=copies[v].source_tile.offset)),
+            replace(copies[v], source_tile=replace(copies[v].source_tile, offset=copies[k].source_tile.offset)))
+        return copies
+
+    with pytest.raises(CoverageError, match="source rank 0.*does not hold .*k_proj"):
+        prove_coverage(edit(manifest, swap), *world)
+
+
+def test_boxes_that_differ_between_the_sides_are_caught(world, manifest):
+    def swap(copies):
+        k = next(i for i, c in enumerate(copies) if c.source_tile.tensor.endswith("0.self_attn.k_proj.weight"))
+        v = next(i for i, c in enumerate(copies) if c.source_tile.tensor.endswith("0.self_attn.v_proj.weight"))
+        copies[k], copies[v] = (replace(copies[k], source=copies[v].source, source_tile=copies[v].source_tile),
+                                replace(copies[v], source=copies[k].source, source_tile=copies[k].source_tile))
+        return copies
+
+    broken = edit(manifest, swap)
+    # Same start and shape: only the tensor's name tells them apart.
+    with pytest.raises(CoverageError, match="receives .*v_proj.weight.* as .*k_proj.weight"):
+        prove_coverage(broken, *world)
+
+
+@pytest.mark.parametrize("field, value, message", [
+    ("at", 1, "aligned offset"), ("nbytes", 10**6, "copies end at byte")])
+def test_a_bucket_whose_offsets_are_wrong_is_caught(world, manifest, field, value, message):
+    (bucket,) = manifest.edges[0].buckets
+    if field == "at":
+        bucket = Bucket(bucket.nbytes, (replace(bucket.copies[0], at=value), *bucket.copies[1:]))
+    else:
+        bucket = Bucket(value, bucket.copies)
+    broken = replace(manifest, edges=(replace(manifest.edges[0], buckets=(bucket,)), *manifest.edges[1:]))
+    with pytest.raises(CoverageError, match=message):
+        prove_coverage(broken, *world)
+
+
+def test_a_bucket_over_the_limit_and_an_unknown_worker_or_rank_are_caught(world, manifest):
+    with pytest.raises(CoverageError, match="at most 16"):
+        prove_coverage(replace(manifest, bucket_bytes=16), *world)
+    with pytest.raises(CoverageError, match="workers that do not exist"):
+        prove_coverage(manifest, world[0], world[1][:1])
+    with pytest.raises(CoverageError, match="rank 1 send"):
+        prove_coverage(manifest, world[0][:1], world[1])
+
+
+def test_types_and_padding_are_part_of_the_proof(world, manifest):
+    trainer, rollout = world
+    other_type = [replace(rollout[0], dtypes={**rollout[0].dtypes, NORM: "bfloat16"}), rollout[1]]
+    with pytest.raises(CoverageError, match=f"{NORM} is bfloat16, the copy is float32"):
+        prove_coverage(manifest, trainer, other_type)
+    unpadded = [replace(rollout[0]), replace(rollout[1], padding={})]
+    with pytest.raises(CoverageError, match="the tiles of model.embed_tokens.weight hold"):
+        prove_coverage(manifest, trainer, unpadded)
+
+
+def test_a_tile_that_is_no_box_of_its_parameter_is_refused():
+    parameter = ParamLayout("p", (4, 6), ())
+    assert local_box(parameter, Tile("w", (0, 0), (2, 3), (6, 1), 13)) == ((2, 1), (2, 3))
+    with pytest.raises(CoverageError, match="not a box"):
+        local_box(parameter, Tile("w", (0, 0), (3, 2), (1, 3), 0))
+    with pytest.raises(CoverageError, match="sticks out"):
+        local_box(parameter, Tile("w", (0, 0), (2, 6), (6, 1), 3))
+
+
+def test_box_arithmetic():
+    columns = [((0, c), (100, 3)) for c in range(0, 30, 3)]
+    assert first_overlap(columns) is None
+    assert first_overlap([*columns, ((50, 29), (1, 5))]) == ((50, 29), (1, 1))
+    assert first_overlap([((0, 0), (0, 5)), ((0, 0), (3, 5))]) is None, "a box without elements overlaps nothing"
+    left = subtract(((0, 0), (4, 4)), [((1, 1), (2, 2))])
+    assert sum(rows * columns for _, (rows, columns) in left) == 12 and first_overlap(left) is None
+
+
+def _llama_70b_worker(a: Architecture, tp: int, worker: int) -> tuple[ParamLayout, ...]:
+    """vLLM's parameters at TP 8, written down: rows and columns of its share."""
+    def share(tensor: str, rows: int, columns: int, *, cut: int = 0) -> ParamLayout:
+        shape = (rows // tp, columns) if cut == 0 else (rows, columns // tp)
+        start = (worker * shape[0], 0) if cut == 0 else (0, worker * shape[1])
+        return ParamLayout(tensor, shape, (Tile(tensor, start, shape, contiguous_stride(shape), 0),))
+
+    def norm(tensor: str) -> ParamLayout:
+        return ParamLayout(tensor, (a.hidden,), (Tile(tensor, (0,), (a.hidden,), (1,), 0),))
+
+    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    layouts = [share("model.embed_tokens.weight", a.vocab, a.hidden), share("lm_head.weight", a.vocab, a.hidden),
+               norm("model.norm.weight")]
+    for layer in range(a.layers):
+        hf = f"model.layers.{layer}."
+        layouts += [share(f"{hf}self_attn.q_proj.weight", q, a.hidden), share(f"{hf}self_attn.k_proj.weight", kv, a.hidden),
+                    share(f"{hf}self_attn.v_proj.weight", kv, a.hidden),
+                    share(f"{hf}self_attn.o_proj.weight", a.hidden, q, cut=1),
+                    share(f"{hf}mlp.gate_proj.weight", a.ffn, a.hidden), share(f"{hf}mlp.up_proj.weight", a.ffn, a.hidden),
+                    share(f"{hf}mlp.down_proj.weight", a.hidden, a.ffn, cut=1),
+                    norm(f"{hf}input_layernorm.weight"), norm(f"{hf}post_attention_layernorm.weight")]
+    return tuple(layouts)
+
+
+def test_llama_70b_on_128_ranks_and_128_workers():
+    """TP8 PP4 DP4 to sixteen engines of TP8: the figures of the published 70B, the edges of rail-aligned routes."""
+    a = architecture(family="llama", layers=80, hidden=8192, ffn=28672, heads=64, kv_heads=8, head_dim=128,
+                     vocab=128256, qkv_bias=False, qk_norm=False)
+    training = training_plan(a, tp=8, pp=4, dp=4)
+    trainer = []
+    for at in training.ranks:
+        layouts = tuple(megatron_layout(a, training, at.rank, "transformer_engine"))
+        trainer.append(Source(at, layouts, {layout.name: "bfloat16" for layout in layouts}))
+    rollout = []
+    for worker in range(8):
+        layouts = _llama_70b_worker(a, 8, worker)
+        rollout += [Destination(replica, worker, layouts, {layout.name: "bfloat16" for layout in layouts}, {})
+                    for replica in range(16)]
+    manifest = build_manifest(trainer, rollout)
+    prove_coverage(manifest, trainer, rollout)
+    parameters = 70_553_706_496
+    norms = (2 * a.layers + 1) * a.hidden
+    assert manifest.total_bytes == 16 * 2 * (parameters + 7 * norms)
+    aligned = [edge for edge in manifest.edges if edge.rank % 8 == edge.worker]
+    crossing = [edge for edge in manifest.edges if edge.rank % 8 != edge.worker]
+    assert len(aligned) == 16 * 8 * 4
+    assert sum(edge.nbytes for edge in crossing) < 0.03 * manifest.total_bytes, "only the vocabulary crosses rails"
