@@ -13,9 +13,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from launch.errors import UserError
 from launch.runtime.attempts import Attempt
-from launch.runtime.components import first_failure
+from launch.runtime.components import Failure, first_failure
 from launch.runtime.outcome import Outcome, write_outcome
 from launch.runtime.stop_file import stop_requested
 from megatron_rl.algorithms.batch import build_policy_batch
@@ -38,16 +37,17 @@ def main() -> int:
     clock = StepClock(attempt.folder)
     try:
         outcome = train(attempt, clock)
-    except UserError as error:
-        component.report(attempt, "driver", error)
-        outcome = Outcome(status="user_error", step=clock.steps_done, message=str(error))
     except Exception as error:  # whatever it is, it ends the attempt, with its cause on record
         component.report(attempt, "driver", error)
-        failure = first_failure(attempt)
-        outcome = Outcome(status="crash", step=clock.steps_done, message=failure.message, component=failure.component,
-                          log=failure.log)
+        outcome = failed(clock, first_failure(attempt))
     write_outcome(attempt.folder, outcome)
     return int(outcome.exit_code)
+
+
+def failed(clock: StepClock, failure: Failure) -> Outcome:
+    """The outcome of an attempt that failed: the user's error, or a crash."""
+    return Outcome(status="user_error" if failure.user_error else "crash", step=clock.steps_done,
+                   message=failure.message, component=failure.component, log=failure.log)
 
 
 def train(attempt: Attempt, clock: StepClock) -> Outcome:
@@ -87,7 +87,7 @@ def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monitor) -> 
     config, step = state.config, state.step + 1
     prompts = state.next_prompts()
     with clock.phase("rollout", f"{len(prompts)} prompts x {config.algorithm.group_size}"):
-        groups = job.generate(prompts, Sampling.training(config), step, arrived=lambda group: clock.alive())
+        groups = job.generate(prompts, Sampling.training(config), step, alive=clock.alive)
     with clock.phase("reward"):
         scores = job.score(groups)
     rewards = [np.array([score.total for score in group], dtype=np.float64) for group in scores]
@@ -118,7 +118,7 @@ def evaluate(job: Job, state: RunState, clock: StepClock) -> dict[str, float]:
     """Greedy answers to the held-out questions, written to eval-<step>.jsonl, and their metrics."""
     with clock.phase("eval", f"{len(state.held_out)} questions"):
         groups: list[Group] = job.generate(state.held_out, Sampling.greedy(state.config), state.step,
-                                           arrived=lambda group: clock.alive())
+                                           alive=clock.alive)
         scores: list[list[Score]] = job.score(groups)
         file = job.attempt.folder / f"eval-{state.step:06d}.jsonl"
         metrics = step_metrics.of_evaluation(file, groups, scores)

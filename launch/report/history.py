@@ -72,6 +72,12 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
     return [sum(values[max(0, i + 1 - window):i + 1]) / (i + 1 - max(0, i + 1 - window)) for i in range(len(values))]
 
 
+def first_and_last(values: Sequence[float], window: int = 10) -> tuple[float, float, int]:
+    """Means of the first and of the last `n` values, and n: `window`, or half of the values where they are few."""
+    n = max(1, min(window, len(values) // 2))
+    return sum(values[:n]) / n, sum(values[-n:]) / n, n
+
+
 class MetricsTail:
     """Follows a metrics.jsonl that another process is writing."""
 

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from launch.report.charts import SPLIT_COLOURS, svg_charts
-from launch.report.history import Row, attempt_dirs, read_history, read_jsonl, series, smoothed
+from launch.report.history import Row, attempt_dirs, first_and_last, read_history, read_jsonl, series
 from launch.report.progress import duration, shares
 from launch.report.terminal import mean_split
 
@@ -81,8 +81,8 @@ def _facts(history: Sequence[Row]) -> str:
     facts: list[tuple[str, str]] = []
     _, rewards = series(history, "reward/mean")
     if rewards:
-        facts.append((f"{smoothed(rewards[:10], 10)[-1]:.3f} → {smoothed(rewards, 10)[-1]:.3f}",
-                      "mean reward, first and last 10 steps"))
+        first, last, n = first_and_last(rewards)
+        facts.append((f"{first:.3f} → {last:.3f}", f"mean reward, first and last {n} steps"))
     _, accuracy = series(history, "eval/accuracy")
     if accuracy:
         facts.append((f"{accuracy[0]:.1%} → {accuracy[-1]:.1%}", "held-out accuracy, greedy"))

@@ -180,10 +180,12 @@ def duration(seconds: float) -> str:
 
 
 def shares(metrics: Mapping[str, float]) -> list[tuple[str, float, float]]:
-    """(word, seconds, share of the step) of each part that took any time."""
+    """(word, seconds, share of the step) of each part that took at least a thousandth of it."""
     parts = [(word, max(0.0, metrics.get(name, 0.0))) for name, word in SPLIT]
     total = metrics.get("time/step") or sum(seconds for _, seconds in parts)
-    return [(word, seconds, seconds / total) for word, seconds in parts if seconds > 0] if total > 0 else []
+    if total <= 0:
+        return []
+    return [(word, seconds, seconds / total) for word, seconds in parts if seconds >= 1e-3 * total]
 
 
 def split_text(metrics: Mapping[str, float]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.report.history import Row, series, smoothed
+from launch.report.history import Row, first_and_last, series, smoothed
 from launch.report.progress import duration, shares
 
 
@@ -46,9 +46,8 @@ def closing_summary(run_dir: Path, history: Sequence[Row], report: Path | None =
     lines = [reward_curve(history, width=width), ""]
     _, rewards = series(history, "reward/mean")
     if rewards:
-        first, last = smoothed(rewards[:10], 10)[-1], smoothed(rewards, 10)[-1]
-        lines.append(f"reward       {first:.3f} -> {last:.3f} "
-                     f"(means of the first and the last 10 of {len(rewards)} steps)")
+        first, last, n = first_and_last(rewards)
+        lines.append(f"reward       {first:.3f} -> {last:.3f} (mean of the first {n} and the last {n} of {len(rewards)} steps)")
     _, accuracy = series(history, "eval/accuracy")
     if accuracy:
         lines.append(f"held-out     {accuracy[0]:.1%} -> {accuracy[-1]:.1%}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import psutil
 
@@ -90,18 +89,26 @@ class Failure:
     component: str
     log: str
     message: str
+    user_error: bool = False
+    """The user can mend it: configuration, model, data or reward."""
 
 
 def first_failure(attempt: Attempt) -> Failure:
-    """The cause of a failure, as far as it shows. Asked by the driver while the other processes still stand: a
-    process that died without a word comes before the errors of its peers, which only tell of a closed connection;
-    then the earliest error of a component, then the driver's own."""
+    """The cause of a failure, as far as it shows. Asked by the driver while the other processes still stand.
+
+    An error that the user can mend explains everything that follows it. Else a process that died without a word comes
+    before the errors of its peers, which only tell of a closed connection; then the earliest error of a component,
+    then the driver's own.
+    """
     recorded, records = errors(attempt), components(attempt)
+    logs = {record.name: record.log for record in records}
+    for error in recorded:
+        if error.user_error:
+            return Failure(error.name, logs.get(error.name, ""), error.summary, user_error=True)
     talked = {error.name for error in recorded}
     for record in records:
         if record.name not in talked and not record.alive():
             return Failure(record.name, record.log, f"{record.name} (pid {record.pid}, node {record.node}) died "
                                                     "without an error of its own: killed, or out of memory")
-    logs = {record.name: record.log for record in records}
     first = min(recorded, key=lambda error: (error.name == "driver", error.time))
     return Failure(first.name, logs.get(first.name, ""), f"{first.name} failed first: {first.summary}")

@@ -78,8 +78,9 @@ def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torc
     }
     if reference_logprobs_T is not None:
         reference_logprobs_T = in_loss(reference_logprobs_T)
-        loss_T = loss_T + config.kl.beta * kl_estimate(logprobs_T, reference_logprobs_T, config.kl.estimator)
-        per_token["reference/kl"] = kl_estimate(logprobs_T, reference_logprobs_T, "k3")
+        kl_T = kl_estimate(logprobs_T, reference_logprobs_T, config.kl.estimator)
+        loss_T = loss_T + config.kl.beta * kl_T
+        per_token["reference/kl"] = kl_T
     if entropy_T is not None:
         entropy_T = in_loss(entropy_T)
         loss_T = loss_T - config.entropy_coef * entropy_T

@@ -2,7 +2,7 @@
 
     python -m megatron_rl.data.make_sums configs/135m
 
-Two numbers up to 15 in eight wordings, three up to 9 in three. The held-out questions use operands that no training
+Two numbers up to 15 in eleven wordings, three up to 9 in three. The held-out questions use operands that no training
 question uses, in whatever order and wording.
 """
 
@@ -24,6 +24,9 @@ TWO = (
     "Find the sum of {0} and {1}.",
     "Calculate {0} plus {1}.",
     "{0} plus {1} equals what?",
+    "{0} + {1} = ?",
+    "What do {0} and {1} add up to?",
+    "What do you get when you add {0} to {1}?",
 )
 THREE = (
     "What is {0} plus {1} plus {2}?",
@@ -32,8 +35,8 @@ THREE = (
 )
 ENDING = " Answer with a number."
 SEED, HELD_OUT_SHARE = 0, 0.2
-TRAIN_ROWS = (1400, 648)
-EVAL_ROWS = (180, 76)
+TRAIN_ROWS = (1848, 200)
+EVAL_ROWS = (230, 26)
 """Questions with two numbers, with three."""
 
 Operands = tuple[int, ...]

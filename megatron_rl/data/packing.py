@@ -100,6 +100,8 @@ class MicroBatch:
     """float32 or None, as in the batch."""
     index_T: torch.Tensor
     """int64, place of the predicted token on the batch's N axis; -1 where nothing is predicted."""
+    completion_T: torch.Tensor
+    """bool, a token of a completion is predicted here; it does not depend on the loss mask."""
     lengths: np.ndarray
     """int64 [documents], padded lengths over all CP ranks; they sum to T x CP."""
 
@@ -122,9 +124,13 @@ def pack(batch: PolicyBatch, indices: tuple[int, ...], multiple: int = 1, length
             step then has one shape).
     """
     starts = batch.offsets_B1[list(indices)]
+    prompts = np.asarray(batch.prompt_lengths_B, np.int64)[list(indices)]
     real = np.asarray(batch.lengths_B, np.int64)[list(indices)]
     padded = -(-real // multiple) * multiple
-    real, padded, starts = _with_padding_documents(real, padded, starts, multiple, length)
+    pieces = _padding_documents(padded, multiple, length)
+    none = np.zeros_like(pieces)
+    real, padded = np.concatenate([real, none]), np.concatenate([padded, pieces])
+    starts, prompts = np.concatenate([starts, none]), np.concatenate([prompts, none])
 
     document_T = np.repeat(np.arange(len(padded)), padded)
     position_T = np.arange(len(document_T)) - np.repeat(np.cumsum(padded) - padded, padded)
@@ -147,21 +153,16 @@ def pack(batch: PolicyBatch, indices: tuple[int, ...], multiple: int = 1, length
         behaviour_logprobs_T=at_prediction(batch.behaviour_logprobs_N, np.float32),
         old_logprobs_T=at_prediction(batch.old_logprobs_N, np.float32),
         reference_logprobs_T=at_prediction(batch.reference_logprobs_N, np.float32),
-        index_T=torch.from_numpy(next_T), lengths=padded)
+        index_T=torch.from_numpy(next_T),
+        completion_T=torch.from_numpy(predicts_T & (position_T + 1 >= prompts[document_T])), lengths=padded)
 
 
-def _with_padding_documents(real: np.ndarray, padded: np.ndarray, starts: np.ndarray, multiple: int,
-                            length: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Append documents without a token: up to `length`, none longer than the longest that is there."""
-    missing = max(multiple, length or 0) - int(padded.sum()) if len(padded) == 0 else (length or 0) - int(padded.sum())
-    pieces: list[int] = []
+def _padding_documents(padded: np.ndarray, multiple: int, length: int | None) -> np.ndarray:
+    """Lengths of documents without a token that fill up to `length`, none longer than the longest that is there."""
+    missing = max(length or 0, 0 if len(padded) else multiple) - int(padded.sum())
     longest = int(padded.max(initial=0)) or missing
-    while missing > 0:
-        pieces.append(min(missing, longest))
-        missing -= pieces[-1]
-    zeros = np.zeros(len(pieces), np.int64)
-    return (np.concatenate([real, zeros]), np.concatenate([padded, np.array(pieces, np.int64)]),
-            np.concatenate([starts, zeros]).astype(np.int64))
+    full, rest = divmod(max(0, missing), max(1, longest))
+    return np.array([longest] * full + ([rest] if rest else []), np.int64)
 
 
 def zigzag_positions(lengths: np.ndarray, cp: int, cp_rank: int) -> np.ndarray:

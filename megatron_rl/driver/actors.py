@@ -110,8 +110,11 @@ class RolloutActor:
         return await self.engine.generate(prompts, sampling, step)
 
     @guarded
-    async def generate_group(self, prompt: Prompt, sampling: Sampling) -> Group:
-        return await self.engine.generate_group(prompt, sampling)
+    async def generate_group(self, prompt: Prompt, sampling: Sampling, seed: int | None = None) -> Group:
+        return await self.engine.generate_group(prompt, sampling, seed)
+
+    async def status(self) -> dict:
+        return self.engine.status()
 
     @guarded
     async def stop(self) -> None:
@@ -121,27 +124,27 @@ class RolloutActor:
 
     @guarded
     async def sync_describe(self, canonical: Sequence[Any]) -> Any:
-        return await self.engine.weights.describe(canonical)
+        return await self.engine.sync_describe(canonical)
 
     @guarded
     async def sync_open(self, lanes: Sequence[Any], edges: Sequence[Any], timeout_s: float) -> None:
-        await self.engine.weights.open(lanes, edges, timeout_s)
+        await self.engine.sync_open(lanes, edges, timeout_s)
 
     @guarded
     async def sync_prepare(self, epoch: int) -> None:
-        await self.engine.weights.prepare(epoch)
+        await self.engine.sync_prepare(epoch)
 
     @guarded
     async def sync_receive(self, epoch: int) -> Any:
-        return await self.engine.weights.receive(epoch)
+        return await self.engine.sync_receive(epoch)
 
     @guarded
     async def sync_commit(self, epoch: int, version: int) -> None:
-        await self.engine.weights.commit(epoch, version)
+        await self.engine.sync_commit(epoch, version)
 
     @guarded
     async def sync_discard(self, epoch: int, reason: str) -> None:
-        await self.engine.weights.discard(epoch, reason)
+        await self.engine.sync_discard(epoch, reason)
 
 
 class RewardActor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,15 @@ from megatron_rl.driver.actors import RewardActor, RolloutActor, TrainerActor
 from megatron_rl.driver.cluster import connect, gather, pinned, result
 from megatron_rl.rewards.sample import Score, group_samples
 from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.rollout.scheduler import RolloutScheduler
 from megatron_rl.weight_sync.coordinator import Endpoint, SyncCoordinator
 from megatron_rl.weight_sync.megatron_layout import canonical_tensors
 from megatron_rl.weight_sync.protocol import SyncReport
 
 log = logging.getLogger(__name__)
 
+ASK_EVERY_S = 2.0
+"""How often the engines are asked for signs of progress during a rollout."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 """An engine that unties the head takes it from the embedding that the trainer holds."""
 
@@ -79,6 +82,9 @@ class Job:
         self.say(f"starting {len(self.trainers)} training rank(s), {len(self.engines)} vLLM engine(s) and the rewards")
         actors = {**self.trainers, **self.engines, **self.rewards}
         gather({name: actor.start.remote() for name, actor in actors.items()}, "start", self.deadline_s)
+        self._scheduler = RolloutScheduler([Handle(actor) for actor in self.engines.values()],
+                                           max_sequences=self.config.rollout.max_num_seqs,
+                                           deterministic=self.config.rollout.deterministic)
 
     def load(self, checkpoint: Path | None, identity: dict[str, str]) -> dict[str, Any] | None:
         """Weights and optimizer into every rank: the initial ones (None is returned), or those of a checkpoint; then
@@ -107,10 +113,9 @@ class Job:
     # ---- the verbs of a step -----------------------------------------------------------------------------------
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int,
-                 arrived: Callable[[Group], None] | None = None) -> list[Group]:
-        """The completions of every prompt, in the order of the prompts; `arrived` is called as each group comes in."""
-        engine = next(iter(self.engines.values()))
-        return result(engine.generate.remote(list(prompts), sampling, step), "rollout-0")
+                 alive: Callable[[], None]) -> list[Group]:
+        """The completions of every prompt, in the order of the prompts. `alive` is called while completions arrive."""
+        return self._events.run(self._watched(self._scheduler.rollout(prompts, sampling, step), alive))
 
     def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         """The scores of every group, in order."""
@@ -129,10 +134,22 @@ class Job:
 
     def sync(self, version: int) -> SyncReport:
         """Bring every engine to the trainer's weights; returns once all have committed `version`."""
-        return self._events.run(self._coordinator.sync(version))
+        report = self._events.run(self._coordinator.sync(version))
+        self._scheduler.committed(version)
+        return report
 
     def save(self, folder: Path, extra: dict) -> None:
         self._trainers("save_checkpoint", str(folder), extra)
+
+    async def _watched(self, rollout: Coroutine[Any, Any, list[Group]], alive: Callable[[], None]) -> list[Group]:
+        """Wait for a rollout and ask the engines meanwhile for their status: whoever finishes requests is alive."""
+        task, before = asyncio.ensure_future(rollout), None
+        while not (await asyncio.wait([task], timeout=ASK_EVERY_S))[0]:
+            status = await asyncio.gather(*[engine.status.remote() for engine in self.engines.values()])
+            if status != before:
+                before = status
+                alive()
+        return task.result()
 
     def _trainers(self, method: str, *args: Any) -> list[Any]:
         calls = {name: getattr(actor, method).remote(*args) for name, actor in self.trainers.items()}

@@ -46,7 +46,7 @@ class RewardPool:
 
     Args:
         columns: names of the data's further columns, see `load_rewards`.
-        log_dir: each worker's output goes to `<log_dir>/reward-<i>.log`; None: to this process's.
+        log_dir: each worker's output goes to `<log_dir>/reward-process-<i>.log`; None: to this process's.
         start_timeout_s: how long a worker may take to start (import, guards).
     """
 
@@ -54,7 +54,7 @@ class RewardPool:
                  start_timeout_s: float = 120.0) -> None:
         self._config = config
         self._lock = threading.Lock()
-        logs = [None if log_dir is None else log_dir / f"reward-{i}.log" for i in range(config.workers)]
+        logs = [None if log_dir is None else log_dir / f"reward-process-{i}.log" for i in range(config.workers)]
         self._workers = [_Worker(i, config, columns, logs[i], start_timeout_s) for i in range(config.workers)]
 
     def start(self) -> None:
@@ -167,7 +167,7 @@ class _Worker:
     def start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=child.main, name=f"reward-{self._number}", daemon=True,
+        self._process = context.Process(target=child.main, name=f"reward-process-{self._number}", daemon=True,
                                         args=(theirs, self._config, self._columns, self._log_path))
         self._process.start()
         theirs.close()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_rl.weight_sync.manifest import Destination, Edge
-from megatron_rl.weight_sync.protocol import EngineState, NotServing, SyncError, TransferReport
+from megatron_rl.weight_sync.protocol import EngineState, LaneSpec, NotServing, SyncError, TransferReport
 from megatron_rl.weight_sync.tiles import CanonicalTensor
-from megatron_rl.weight_sync.transport import LaneSpec
 from megatron_rl.weight_sync.vllm_layout import decode_layout
 
 

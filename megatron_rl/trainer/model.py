@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
 
 from launch.config.schema import Trainer
 from launch.planner.plan import Architecture, TrainingPlan
@@ -51,8 +52,31 @@ def build_model(architecture: Architecture, plan: TrainingPlan, trainer: Trainer
             chunk.rotary_pos_emb = PackedRotary(inv_freq)
         else:
             chunk.rotary_pos_emb.inv_freq = inv_freq
+        if chunk.post_process:
+            chunk.output_layer.register_forward_pre_hook(_keep_selected_rows)
         chunks.append(chunk.to(device))
     return chunks
+
+
+def select_output_rows(chunk: torch.nn.Module, wanted_T: torch.Tensor) -> torch.Tensor | None:
+    """Let the next forward make logits only where `wanted_T` (bool) is set: prompts and padding, often half of the
+    tokens, cost no vocabulary projection and no memory for their logits.
+
+    Returns:
+        The rows that the logits will have, int64, at least one; None where all are kept: on stages without logits, and
+        under sequence parallelism, where the projection itself gathers its input.
+    """
+    model = get_attr_wrapped_model(chunk, "post_process", return_model_obj=True)
+    if not model.post_process or model.config.sequence_parallel:
+        return None
+    rows_T = wanted_T.nonzero().squeeze(1)
+    model.output_layer.rows_T = rows_T if len(rows_T) else rows_T.new_zeros(1)
+    return model.output_layer.rows_T
+
+
+def _keep_selected_rows(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+    rows_T = layer.__dict__.pop("rows_T", None)
+    return None if rows_T is None else (inputs[0].index_select(0, rows_T), *inputs[1:])
 
 
 def transformer_config(architecture: Architecture, plan: TrainingPlan, trainer: Trainer) -> TransformerConfig:

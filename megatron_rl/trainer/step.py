@@ -18,6 +18,7 @@ from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.data.packing import MicroBatch, Schedule, common_length, make_schedule, pack, split_for_cp
 from megatron_rl.trainer import cpu
 from megatron_rl.trainer.logprobs import vocab_parallel_logprobs
+from megatron_rl.trainer.model import select_output_rows
 from megatron_rl.trainer.packed_attention import plan_documents
 from megatron_rl.trainer.parallel import device_of_rank
 
@@ -76,19 +77,17 @@ def run_step(chunks: list, plan: Plan, batch: PolicyBatch, objective: Objective,
 @torch.no_grad()
 def run_logprobs(chunks: list, plan: Plan, batch: PolicyBatch, temperature: float,
                  schedule: Schedule | None = None) -> np.ndarray:
-    """Log-probs of every token of the batch under the model, without a gradient.
+    """Log-probs of every token of the completions under the model, without a gradient.
 
     Returns:
-        float32 [N] on every rank, in the batch's order: log p(token | tokens before it); 0 for the first token of each
-        sequence, which nothing predicts.
+        float32 [N] on every rank, in the batch's order: log p(token | tokens before it), 0 for prompt tokens.
     """
     values_N = torch.zeros(len(batch.tokens_N), device=device_of_rank())
 
     def record(logits_TV: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
         logprobs_T, _ = _logprobs(logits_TV, micro, plan, temperature)
-        predicts_T = micro.index_T >= 0
         if parallel_state.get_tensor_model_parallel_rank() == 0:
-            values_N[micro.index_T[predicts_T]] = logprobs_T[predicts_T]
+            values_N[micro.index_T[micro.completion_T]] = logprobs_T[micro.completion_T]
         return logprobs_T.sum()
 
     _run(chunks, plan, batch, schedule or schedule_of(batch, plan), record, forward_only=True)
@@ -115,8 +114,10 @@ def _run(chunks: list, plan: Plan, batch: PolicyBatch, schedule: Schedule,
 
     def forward(indices: Iterator[int], chunk: torch.nn.Module):
         micro, params = packed(next(indices))
+        rows_T = select_output_rows(chunk, micro.completion_T)
         output = chunk(micro.tokens_T[None], micro.positions_T[None], None, packed_seq_params=params)
-        return output, lambda logits_1TV: (loss_of(logits_1TV.squeeze(0), micro), _no_tokens(), {})
+        predicted = micro if rows_T is None else micro.map(lambda x: x[rows_T])
+        return output, lambda logits_1TV: (loss_of(logits_1TV.squeeze(0), predicted), _no_tokens(), {})
 
     get_forward_backward_func()(
         forward_step_func=forward, data_iterator=[iter(range(len(mine))) for _ in chunks], model=chunks,

@@ -16,10 +16,9 @@ from typing import Any
 from megatron_rl.weight_sync.coverage import prove_coverage
 from megatron_rl.weight_sync.manifest import SyncManifest, build_manifest
 from megatron_rl.weight_sync.protocol import (
-    EdgeKey, EngineHandle, SyncError, SyncReport, TrainerHandle, TransferReport,
+    Backend, EdgeKey, EngineHandle, LaneSpec, SyncError, SyncReport, TrainerHandle, TransferReport,
 )
 from megatron_rl.weight_sync.tiles import CanonicalTensor
-from megatron_rl.weight_sync.transport import Backend, LaneSpec
 
 
 @dataclass(frozen=True)

@@ -219,5 +219,5 @@ class _Holders:
 
 def _check_dtype(held: _Held, param: str, dtype: str) -> None:
     if held.dtype != dtype:
-        raise UserError(f"the trainer keeps {held.param} in {held.dtype}, the rollout engine keeps {param} in {dtype}",
+        raise UserError(f"the trainer keeps {held.param} in {held.dtype}, the rollout engine {param} in {dtype}",
                         where="trainer.dtype, rollout.dtype", fix="give both sides the same type")

@@ -7,21 +7,47 @@
 
 Each sync has an epoch number; buckets carry it, so that late ones are fenced. Writes are in place: a failed epoch
 leaves an engine DISCARDED, and only a full sync brings it back (the trainer no longer holds the old version).
+No torch here: the driver needs none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Literal, Protocol
 
 from megatron_rl.weight_sync.manifest import Destination, Edge, Source
 from megatron_rl.weight_sync.tiles import CanonicalTensor
-from megatron_rl.weight_sync.transport import LaneSpec
 
+Backend = Literal["gloo", "nccl"]
 EdgeKey = tuple[int, int, int]
 """(trainer rank, replica, worker)."""
+
+
+@dataclass(frozen=True)
+class LaneSpec:
+    """Who is on a lane and where they meet. Plain values: it travels by RPC."""
+
+    source: int
+    """Trainer rank; rank 0 of the lane and host of its store."""
+    address: str
+    """The source's address inside the job."""
+    port: int
+    receivers: tuple[str, ...]
+    """Names of the receiving workers in lane order; receiver i is rank 1 + i."""
+    backend: Backend
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return (f"trainer rank {self.source}", *self.receivers)
+
+    def plain(self) -> dict:
+        return asdict(self)
+
+    @staticmethod
+    def from_plain(values: dict) -> LaneSpec:
+        return LaneSpec(**{**values, "receivers": tuple(values["receivers"])})
 
 
 class EngineState(Enum):

@@ -14,9 +14,9 @@ import torch
 from launch.planner.plan import RankCoordinates
 from megatron_rl.weight_sync.digest import digest_layouts
 from megatron_rl.weight_sync.manifest import Edge, Source
-from megatron_rl.weight_sync.protocol import EdgeKey, TransferReport
+from megatron_rl.weight_sync.protocol import EdgeKey, LaneSpec, TransferReport
 from megatron_rl.weight_sync.tiles import ParamLayout
-from megatron_rl.weight_sync.transport import Deadline, Lane, LaneSpec, Pending, open_lane
+from megatron_rl.weight_sync.transport import Deadline, Lane, Pending, open_lane
 from megatron_rl.weight_sync.wire import buffer_bytes, pack_bucket, source_tiles
 
 BUFFERS = 4

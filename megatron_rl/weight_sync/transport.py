@@ -10,15 +10,13 @@ Only torch is imported here: trainer processes never load vLLM.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-Backend = Literal["gloo", "nccl"]
+from megatron_rl.weight_sync.protocol import LaneSpec
 
 
 class TransportError(RuntimeError):
@@ -38,31 +36,6 @@ class Deadline:
     def timedelta(self) -> timedelta:
         """At least a millisecond: torch takes a zero timeout for none at all."""
         return timedelta(seconds=max(0.001, self.remaining()))
-
-
-@dataclass(frozen=True)
-class LaneSpec:
-    """Who is on a lane and where they meet. Plain values: it travels by RPC."""
-
-    source: int
-    """Trainer rank; rank 0 of the lane and host of its store."""
-    address: str
-    """The source's address inside the job."""
-    port: int
-    receivers: tuple[str, ...]
-    """Names of the receiving workers in lane order; receiver i is rank 1 + i."""
-    backend: Backend
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        return (f"trainer rank {self.source}", *self.receivers)
-
-    def plain(self) -> dict:
-        return asdict(self)
-
-    @staticmethod
-    def from_plain(values: dict) -> LaneSpec:
-        return LaneSpec(**{**values, "receivers": tuple(values["receivers"])})
 
 
 class Pending(Protocol):
@@ -193,8 +166,3 @@ def _nccl_group(store: dist.Store, rank: int, size: int, timeout_s: float, devic
 
 def _who(spec: LaneSpec, rank: int) -> str:
     return f"lane {spec.source}, {spec.members[rank]}"
-
-
-def receiver_names(replica: int, tp: int) -> Sequence[str]:
-    """How the workers of an engine are called in lanes and in error messages."""
-    return [f"engine {replica} worker {worker}" for worker in range(tp)]

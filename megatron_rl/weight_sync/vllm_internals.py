@@ -94,6 +94,8 @@ def shut_down(llm, timeout_s: float) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(alive, timeout=timeout_s / 2)
+    # AsyncLLM.__del__ shuts down once more, and fails noisily if it first runs while the interpreter ends.
+    type(llm).__del__ = lambda self: None
 
 
 async def pause_scheduler(llm, *, clear_cache: bool) -> None:

@@ -26,8 +26,9 @@ from vllm.platforms import current_platform
 
 from megatron_rl.weight_sync.digest import digest_layouts
 from megatron_rl.weight_sync.manifest import Edge
+from megatron_rl.weight_sync.protocol import LaneSpec
 from megatron_rl.weight_sync.tiles import CanonicalTensor
-from megatron_rl.weight_sync.transport import Deadline, Lane, LaneSpec, Pending, open_lane
+from megatron_rl.weight_sync.transport import Deadline, Lane, Pending, open_lane
 from megatron_rl.weight_sync.vllm_internals import keep_cpu_weights_in_place, live_model
 from megatron_rl.weight_sync.vllm_layout import assert_not_empty, encode_layout, trace_layout, write_padding
 from megatron_rl.weight_sync.wire import HEADER_BYTES, buffer_bytes, destination_tiles, poison, unpack_bucket

@@ -45,7 +45,7 @@ def test_layout_of_one_batch():
     assert batch.extras["group_B"].tolist() == [0, 0, 1, 1, 1]
     assert statistics.samples == 5 and statistics.truncated == 0.2 and statistics.masked == 0.0
     assert statistics.metrics()["reward/mean"] == pytest.approx(0.8)
-    assert statistics.metrics()["length/mean"] == pytest.approx(12 / 5)
+    assert statistics.metrics()["response/length_mean"] == pytest.approx(12 / 5)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant"])

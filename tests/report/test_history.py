@@ -5,7 +5,7 @@ import json
 import pytest
 
 from launch.errors import UserError
-from launch.report.history import MetricsTail, attempt_dirs, read_history, read_jsonl, smoothed
+from launch.report.history import MetricsTail, attempt_dirs, first_and_last, read_history, read_jsonl, smoothed
 from tests.report.synthetic import row, write_run
 
 
@@ -50,6 +50,12 @@ def test_tail_yields_each_complete_line_once(tmp_path):
         assert list(tail.poll()) == []
         file.write(line[20:])
     assert [r["step"] for r in tail.poll()] == [1]
+
+
+def test_first_and_last_do_not_overlap_in_a_short_run():
+    assert first_and_last([1, 2, 3, 6, 9]) == (1.5, 7.5, 2)
+    assert first_and_last([4]) == (4, 4, 1)
+    assert first_and_last([0] * 10 + [5] * 7 + [1] * 10) == (0, 1, 10)
 
 
 def test_running_mean_is_over_what_there_is():

@@ -116,4 +116,4 @@ def test_verb_writes_the_report_and_prints_the_curve(run, tmp_path):
     words = [run.name, "--dir", str(run.parent), "--out", str(out)]
     result = CliRunner().invoke(command, words, catch_exceptions=False)
     assert result.exit_code == 0 and out.stat().st_size > 10_000
-    assert "(means of the first and the last 10 of 40 steps)" in result.output and str(out) in result.output
+    assert "(mean of the first 10 and the last 10 of 40 steps)" in result.output and str(out) in result.output

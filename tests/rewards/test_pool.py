@@ -56,7 +56,7 @@ def test_each_misfortune_costs_its_own_sample_only(tmp_path):
         assert "2 s" in details["hang"] and "not a finite number" in details["nan"]
         assert all(score.function == f"{GRADERS}:by_completion" for score in scores if score.status != "ok")
         assert [score.status for score in running.score(do(*["fine"] * 5))] == ["ok"] * 5
-    assert "Segmentation fault" in "".join(path.read_text() for path in tmp_path.glob("reward-*.log"))
+    assert "Segmentation fault" in "".join(path.read_text() for path in tmp_path.glob("reward-process-*.log"))
 
 
 def test_scores_keep_their_order_over_workers():

@@ -18,7 +18,7 @@ def _batch(lengths: list[int]) -> PolicyBatch:
     n = sum(lengths)
     place_N = np.arange(n, dtype=np.float32)
     return PolicyBatch(tokens_N=(np.arange(n) % 7).astype(np.int32), lengths_B=np.array(lengths, np.int32),
-                       prompt_lengths_B=np.ones(len(lengths), np.int32), loss_weights_N=place_N + 0.25,
+                       prompt_lengths_B=np.array([(n + 1) // 2 for n in lengths], np.int32), loss_weights_N=place_N + 0.25,
                        advantages_N=place_N + 0.5, behaviour_logprobs_N=-place_N, old_logprobs_N=-place_N - 0.5)
 
 
@@ -62,18 +62,20 @@ def test_packed_values_belong_to_the_next_token_of_the_same_document(lengths: li
 
     assert len(micro.tokens_T) == max(length, multiple) == micro.lengths.sum()
     assert (micro.lengths % multiple == 0).all()
-    expected = {}
+    expected, completion = {}, {}
     at = 0
     for i in indices:
         offset = int(batch.offsets_B1[i])
         for j in range(lengths[i] - 1):
             expected[at + j] = offset + j + 1
+            completion[at + j] = j + 1 >= (lengths[i] + 1) // 2
         assert micro.tokens_T[at:at + lengths[i]].tolist() == batch.tokens_N[offset:offset + lengths[i]].tolist()
         assert micro.positions_T[at:at + lengths[i]].tolist() == list(range(lengths[i]))
         at += -(-lengths[i] // multiple) * multiple
     for t in range(len(micro.tokens_T)):
         place = expected.get(t, -1)
         assert micro.index_T[t] == place
+        assert micro.completion_T[t] == completion.get(t, False)
         if place < 0:
             assert micro.weights_T[t] == 0 and micro.labels_T[t] == 0 and micro.advantages_T[t] == 0
         else:

@@ -168,7 +168,7 @@ def test_the_two_implementations_differ_in_the_names_of_the_fused_norms_only():
     for rank in range(4):
         local = megatron_layout(a, training, rank, "local")
         fused = megatron_layout(a, training, rank, "transformer_engine")
-        assert [(layout.shape, layout.tiles) for layout in local] == [(layout.shape, layout.tiles) for layout in fused]
+        assert [(one.shape, one.tiles) for one in local] == [(other.shape, other.tiles) for other in fused]
         for one, other in zip(local, fused):
             suffix = ".".join(one.name.split(".")[4:])
             assert other.name == one.name.replace(suffix, renamed[suffix]) if suffix in renamed else one.name

@@ -178,10 +178,12 @@ def _llama_70b_worker(a: Architecture, tp: int, worker: int) -> tuple[ParamLayou
                norm("model.norm.weight")]
     for layer in range(a.layers):
         hf = f"model.layers.{layer}."
-        layouts += [share(f"{hf}self_attn.q_proj.weight", q, a.hidden), share(f"{hf}self_attn.k_proj.weight", kv, a.hidden),
+        layouts += [share(f"{hf}self_attn.q_proj.weight", q, a.hidden),
+                    share(f"{hf}self_attn.k_proj.weight", kv, a.hidden),
                     share(f"{hf}self_attn.v_proj.weight", kv, a.hidden),
                     share(f"{hf}self_attn.o_proj.weight", a.hidden, q, cut=1),
-                    share(f"{hf}mlp.gate_proj.weight", a.ffn, a.hidden), share(f"{hf}mlp.up_proj.weight", a.ffn, a.hidden),
+                    share(f"{hf}mlp.gate_proj.weight", a.ffn, a.hidden),
+                    share(f"{hf}mlp.up_proj.weight", a.ffn, a.hidden),
                     share(f"{hf}mlp.down_proj.weight", a.hidden, a.ffn, cut=1),
                     norm(f"{hf}input_layernorm.weight"), norm(f"{hf}post_attention_layernorm.weight")]
     return tuple(layouts)

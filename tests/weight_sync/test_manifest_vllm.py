@@ -1,4 +1,4 @@
-"""From Megatron's layouts to those traced from vLLM's own loaders, carried out and compared with vLLM's own loading."""
+"""From Megatron's layouts to those traced from vLLM's own loaders: carried out, it equals vLLM's own loading."""
 
 from __future__ import annotations
 

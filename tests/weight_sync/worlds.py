@@ -47,7 +47,8 @@ def numbered(a: Architecture, dtype: torch.dtype = torch.float32) -> dict[str, T
     return tensors
 
 
-def megatron_shards(a: Architecture, training: TrainingPlan, rank: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def megatron_shards(a: Architecture, training: TrainingPlan, rank: int,
+                    tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The parameters of a training rank (local spec), padding rows set to PADDING."""
     at, tp = training.ranks[rank], training.tp
     shards: dict[str, Tensor] = {}

@@ -1,0 +1,80 @@
+"""Real jobs of the tiny configuration: Ray, Megatron TP2 x PP2, vLLM, rewards, weight sync, checkpoints."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron_rl.trainer.checkpoint_files import complete_checkpoints
+from tests.job.runner import Launched, evaluation, launch, listening_addresses, stop
+
+STEPS = 6
+DETERMINISTIC = (f"run.steps={STEPS}", "rollout.deterministic=true", "checkpoint.every=4",
+                 "trainer.optimizer.schedule=linear", "trainer.optimizer.warmup_steps=2")
+TIMES = ("time/", "throughput/", "timestamp", "memory/", "sync/")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def whole(runs) -> Launched:
+    """One uninterrupted run."""
+    job = launch(runs, "whole", *DETERMINISTIC)
+    assert job.end() == 0, job.text()
+    return job
+
+
+def test_every_step_is_synced_verified_and_measured(whole):
+    rows = whole.rows()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    config = whole.attempt.config()
+    parameters = 0.29e6
+    for row in rows:
+        assert row["weights/version"] == row["step"]
+        assert row["staleness/max"] == 0
+        assert row["mismatch/abs_max"] < 1e-3
+        assert row["sync/bytes"] > 4 * parameters * 0.9
+        parts = sum(row[f"time/{part}"] for part in ("rollout", "reward", "logprob", "train", "sync", "other"))
+        assert parts == pytest.approx(row["time/step"], rel=1e-6)
+        assert row["response/length_max"] <= config.rollout.max_new_tokens
+    assert whole.outcome().status == "finished"
+
+
+def test_end_says_where_everything_is(whole):
+    text = whole.text()
+    assert "tensorboard --logdir" in text and "reward/mean" in text
+    report = re.search(r"report +(\S+)", text)[1]
+    html = open(report, encoding="utf-8").read()
+    assert "<svg" in html and "http://" not in html.replace("http://www.w3.org", "")
+
+
+def test_stop_and_resume_equal_the_uninterrupted_run_bit_for_bit(whole, runs):
+    first = launch(runs, "broken", *DETERMINISTIC)
+    first.at_step(2)
+    assert listening_addresses(first.attempt.mark) <= {"127.0.0.1", "::ffff:127.0.0.1"}
+    stop(first)
+    assert first.end() == 0, first.text()
+    assert first.outcome().status == "stopped"
+    done = first.outcome().step
+    assert 2 <= done < STEPS, "the stop came too late to test a resume"
+    assert [folder.name for folder in complete_checkpoints(first.attempt.checkpoints)][-1] == f"step-{done:06d}"
+
+    second = launch(runs, "broken", *DETERMINISTIC, attempt=2)
+    assert second.end() == 0, second.text()
+    joined = first.rows() + second.rows()
+    assert [row["step"] for row in joined] == list(range(1, STEPS + 1))
+    for ours, reference in zip(joined, whole.rows(), strict=True):
+        for name in reference.keys() - {name for name in reference if name.startswith(TIMES)}:
+            assert ours[name] == reference[name], f"step {reference['step']}, {name}"
+    assert evaluation(second, STEPS) == evaluation(whole, STEPS)
+
+
+def test_a_finished_run_says_so(whole, runs):
+    again = launch(runs, "whole", *DETERMINISTIC, attempt=2)
+    assert again.end() == 2
+    assert "already made its 6 steps" in again.text() and "--fresh" in again.text()
+    assert "Traceback" not in again.text()

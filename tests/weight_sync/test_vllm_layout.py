@@ -1,0 +1,108 @@
+"""The traced layout against vLLM's own loading, bit for bit, and what the tracer refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from megatron_rl.weight_sync.tiles import CanonicalTensor, tile_view
+from megatron_rl.weight_sync.vllm_internals import offline_model
+from megatron_rl.weight_sync.vllm_layout import (
+    LayoutError, decode_layout, encode_layout, trace_layout, write_padding,
+)
+from tests.rollout.engines import engine_environment
+from tests.tiny_models import FAMILIES, make_tiny
+
+VOCAB = 321
+"""Padded to 384 by vLLM, and divisible by no TP."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment():
+    with engine_environment():
+        yield
+
+
+def _canonical(tensors: dict[str, torch.Tensor]) -> list[CanonicalTensor]:
+    return [CanonicalTensor(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_tiles_equal_vllms_own_loading(tmp_path, family, tied):
+    """Two KV heads, so TP 4 repeats them; every live parameter whole, its padding included."""
+    folder = make_tiny(tmp_path, family, vocab_size=VOCAB, tie_word_embeddings=tied)
+    tensors = load_file(folder / "model.safetensors")
+    for tp in (1, 2, 4):
+        for rank in range(tp):
+            with offline_model(folder, tp, rank, torch.float32) as blueprint:
+                traced = trace_layout(blueprint, _canonical(tensors), torch.float32)
+            with offline_model(folder, tp, rank, torch.float32, device="cpu") as model:
+                live = dict(model.named_parameters())
+                for parameter in live.values():
+                    parameter.data.fill_(torch.nan)
+                model.load_weights(iter(tensors.items()))
+                loaded = {name: parameter.detach().clone() for name, parameter in live.items()}
+                for parameter in live.values():
+                    parameter.data.fill_(torch.nan)
+                for layout in map(decode_layout, map(encode_layout, traced.layouts)):
+                    for tile in layout.tiles:
+                        box = tuple(slice(a, a + n) for a, n in zip(tile.start, tile.shape))
+                        tile_view(live[layout.name], tile).copy_(tensors[tile.tensor][box])
+                write_padding(live, traced.padding)
+            assert {layout.name for layout in traced.layouts} == set(live)
+            assert traced.unused == ()
+            for name, expected in loaded.items():
+                assert torch.equal(live[name].detach(), expected), f"TP {tp} rank {rank}: {name}"
+
+
+def test_tracing_a_live_model_writes_nothing(tmp_path):
+    folder = make_tiny(tmp_path, "qwen2", vocab_size=VOCAB)
+    tensors = load_file(folder / "model.safetensors")
+    with offline_model(folder, 2, 1, torch.float32, device="cpu") as model:
+        for number, parameter in enumerate(model.parameters()):
+            parameter.data.fill_(float(number))
+        trace_layout(model, _canonical(tensors), torch.float32)
+        assert all((p == float(number)).all() for number, p in enumerate(model.parameters()))
+
+
+class _Loader(nn.Module):
+    """A model of one parameter whose loader does `load(parameter, tensor)`."""
+
+    def __init__(self, load, shape=(4, 4), dtype=torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+        self.load = load
+
+    def load_weights(self, weights) -> None:
+        for _, tensor in weights:
+            self.load(self.weight, tensor)
+
+
+@pytest.mark.parametrize("load, message", [
+    (lambda p, t: p.copy_(t.t()), "not a box"),
+    (lambda p, t: p.copy_(t + 1), "not a view"),
+    (lambda p, t: p.copy_(t.flip(0)), "not a view"),
+    (lambda p, t: p.add_(t), "add_"),
+    (lambda p, t: p[:2].copy_(t[:2]), "leaves 8 of 16"),
+    (lambda p, t: (p.copy_(t), p[1].copy_(t[1])), "writes 4 more than once"),
+    (lambda p, t: p.copy_(t[:1]), "not a box"),
+    (lambda p, t: setattr(p, "data", torch.ones(4, 4)), "replaced the storage"),
+], ids=["transposed", "computed", "reordered", "added", "missing", "twice", "broadcast", "replaced"])
+def test_what_is_not_a_copy_of_boxes_is_refused(load, message):
+    with pytest.raises(LayoutError, match=message):
+        trace_layout(_Loader(load), [CanonicalTensor("w", (4, 4))], torch.float32)
+
+
+def test_a_cast_is_refused():
+    with pytest.raises(LayoutError, match="bfloat16"):
+        trace_layout(_Loader(lambda p, t: p.copy_(t), dtype=torch.bfloat16), [CanonicalTensor("w", (4, 4))],
+                     torch.float32)
+
+
+def test_an_empty_live_parameter_is_refused():
+    """What vLLM's CPU build leaves of a linear weight that it packed after loading."""
+    with pytest.raises(LayoutError, match="empty .* weight"):
+        trace_layout(_Loader(lambda p, t: None, shape=(0,)), [], torch.float32)
