@@ -85,7 +85,8 @@ def summarise(history: Sequence[Row], case: Case, overrides: Sequence[str]) -> d
     seconds = fmean(row["time/step"] for row in rows)
     split = {word: fmean(row.get(name, 0.0) for row in rows) for name, word in SPLIT}
     return {"samples_per_step": samples, "steps_measured": len(rows), "seconds_per_step": seconds,
-            "samples_per_s": samples / seconds, "split_s": split, "other_share": split["other"] / seconds,
+            "samples_per_s": samples / seconds, "step_seconds": [round(row["time/step"], 4) for row in rows],
+            "split_s": split, "other_share": split["other"] / seconds,
             "length_mean": fmean(row["response/length_mean"] for row in rows),
             "reward_first": history[0]["reward/mean"], "reward_last": history[-1]["reward/mean"]}
 

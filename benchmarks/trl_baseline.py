@@ -10,6 +10,7 @@ gradient checkpointing unless the configuration recomputes, no KL, one update a 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -46,7 +47,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, help="sequences of one forward pass; all of a step if not given")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if not 1 <= arguments.warmup < arguments.steps:
+        parser.error("--warmup must be at least 1 and less than --steps")
+    return arguments
 
 
 def run(config: RunConfig, arguments: argparse.Namespace) -> dict:
@@ -97,14 +101,16 @@ def run(config: RunConfig, arguments: argparse.Namespace) -> dict:
                                   train_dataset=datasets.Dataset.from_list(prompt_rows(config, tokenizer)),
                                   reward_funcs=reward_function(config))
         trainer.train()
-    measured = len(clock.ends) - arguments.warmup
-    seconds = (clock.ends[-1] - clock.ends[arguments.warmup - 1]) / measured
+    ends = clock.ends[arguments.warmup - 1:]
+    step_seconds = [round(end - start, 4) for start, end in itertools.pairwise(ends)]
+    seconds = fmean(step_seconds)
     logs = clock.logs[arguments.warmup:]
     return {
         "system": f"TRL {trl.__version__} GRPOTrainer", "torch": torch.__version__, "dtype": config.trainer.dtype,
-        "threads": torch.get_num_threads(), "samples_per_step": samples, "steps_measured": measured,
-        "seconds_per_step": seconds, "samples_per_s": samples / seconds, "reward_first": clock.logs[0]["reward"],
-        "reward_last": clock.logs[-1]["reward"], "length_mean": fmean(row["completions/mean_length"] for row in logs)}
+        "threads": torch.get_num_threads(), "samples_per_step": samples, "steps_measured": len(step_seconds),
+        "seconds_per_step": seconds, "step_seconds": step_seconds, "samples_per_s": samples / seconds,
+        "length_mean": fmean(row["completions/mean_length"] for row in logs),
+        "reward_first": clock.logs[0]["reward"], "reward_last": clock.logs[-1]["reward"]}
 
 
 def prompt_rows(config: RunConfig, tokenizer) -> list[dict]:

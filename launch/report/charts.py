@@ -59,10 +59,10 @@ def draw_lengths(axes, history: Sequence[Row]) -> bool:
     if steps:
         share = axes.twinx()
         share.fill_between(steps, cut, color=RED, alpha=0.25, linewidth=0, label="cut at the limit")
-        share.set_ylim(0, 1)
+        share.set_ylim(0, 1.25)
         share.grid(False)
         share.legend(loc="upper right")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.25 * axes.get_ylim()[1])  # room for the legends
     axes.legend(loc="upper left")
     return True
 
@@ -111,7 +111,8 @@ def draw_split(axes, history: Sequence[Row]) -> bool:
     """Seconds of each step, stacked in the order in which the parts happen."""
     rows = [row for row in history if "time/step" in row]
     parts = [(word, [max(0.0, row.get(name, 0.0)) for row in rows]) for name, word in SPLIT]
-    parts = [(word, seconds) for word, seconds in parts if any(seconds)]
+    total = sum(row["time/step"] for row in rows)
+    parts = [(word, seconds) for word, seconds in parts if sum(seconds) >= 1e-3 * total and total > 0]
     if not parts:
         return False
     steps = [row["step"] for row in rows]

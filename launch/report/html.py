@@ -24,7 +24,7 @@ body { margin: 0 auto; max-width: 1180px; padding: 28px 20px 60px; background: v
 h1 { font-size: 26px; margin: 0; } h2 { font-size: 18px; margin: 34px 0 12px; } .soft { color: var(--soft); }
 .facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(168px, 1fr)); gap: 12px; margin-top: 18px; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px; }
-.fact b { display: block; font-size: 19px; font-weight: 650; white-space: nowrap; }
+.fact b { display: block; font-size: 17px; font-weight: 650; white-space: nowrap; }
 .fact span { color: var(--soft); font-size: 13px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 14px;
   grid-auto-flow: dense; }
@@ -35,7 +35,7 @@ th, td { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid var
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 .key { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 8px; }
 .warning { border-left: 4px solid #f59e0b; margin-bottom: 8px; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 12.5px/1.45 ui-monospace, monospace; margin: 6px 0; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 12.5px/1.45 ui-monospace, monospace; margin: 0; }
 details { margin-bottom: 8px; } summary { cursor: pointer; font-weight: 600; }
 """
 

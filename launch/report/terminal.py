@@ -47,7 +47,8 @@ def closing_summary(run_dir: Path, history: Sequence[Row], report: Path | None =
     _, rewards = series(history, "reward/mean")
     if rewards:
         first, last, n = first_and_last(rewards)
-        lines.append(f"reward       {first:.3f} -> {last:.3f} (mean of the first {n} and the last {n} of {len(rewards)} steps)")
+        lines.append(f"reward       {first:.3f} -> {last:.3f} "
+                     f"(mean of the first {n} and the last {n} of {len(rewards)} steps)")
     _, accuracy = series(history, "eval/accuracy")
     if accuracy:
         lines.append(f"held-out     {accuracy[0]:.1%} -> {accuracy[-1]:.1%}")

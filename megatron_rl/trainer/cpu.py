@@ -86,6 +86,8 @@ def install() -> None:
     rng._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     # ... and warns that the CPU's state moves meanwhile, which here is the same state
     logging.getLogger(rng.__name__).setLevel(logging.ERROR)
+    p2p = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
+    p2p._p2p_ops = _hold_sends(p2p._p2p_ops)
     # Megatron cuts the frequencies document by document in Python; ours come packed (see PackedRotary)
     rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
     rope._apply_rotary_pos_emb_thd = _rotate
@@ -109,6 +111,39 @@ def _replace_constants(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_replace_constants, value))
     return _DEVICE_NAMES.get(value, value) if isinstance(value, str) else value
+
+
+class _Send:
+    """An unfinished send of the interleaved schedule. The schedule frees the tensor meanwhile and drops the last handle
+    unwaited: CUDA's allocator and streams bear that, gloo would read freed memory or lose the message."""
+
+    unfinished: list[_Send] = []
+
+    def __init__(self, request: torch.distributed.Work, tensor: torch.Tensor) -> None:
+        self.request: torch.distributed.Work | None = request
+        self.storage = tensor.detach()      # outlives `tensor.data = ...`
+        _Send.unfinished = [*(send for send in _Send.unfinished if send.request), self]
+
+    def wait(self) -> None:
+        if self.request is not None:        # a second wait on a gloo send never returns
+            self.request.wait()
+        self.request = self.storage = None
+
+
+def finish_sends() -> None:
+    """Wait for what the interleaved schedule has sent and not waited for. Call after each pass."""
+    for send in _Send.unfinished:
+        send.wait()
+    _Send.unfinished = []
+
+
+def _hold_sends(p2p_ops: Callable[..., dict]) -> Callable[..., dict]:
+    @functools.wraps(p2p_ops)
+    def held(**tensors: Any) -> dict:
+        requests = p2p_ops(**tensors)
+        return {name: _Send(request, tensors[f"tensor_{name}"]) if name.startswith("send") else request
+                for name, request in requests.items()}
+    return held
 
 
 def _rotate(t_Thd: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

@@ -97,10 +97,11 @@ def transformer_config(architecture: Architecture, plan: TrainingPlan, trainer: 
         # The schedule then returns the loss as it is and DDP sums gradients; both read it when they are built.
         calculate_per_token_loss=True, finalize_model_grads_func=sum_model_grads,
         # Read at every exchange; megatron_rl.trainer.step sets it where the micro-batches' lengths differ too much.
-        variable_seq_lengths=False, moe_token_dispatcher_type="alltoall", deallocate_pipeline_outputs=True,
+        variable_seq_lengths=False, moe_token_dispatcher_type="alltoall",
         # An interleaved pipeline of two stages sends forward and backward to the same peer: batched, the two would be
         # taken for each other.
         overlap_p2p_comm=plan.vpp > 1, batch_p2p_comm=plan.vpp == 1,
+        deallocate_pipeline_outputs=True,
         apply_rope_fusion=on_gpu, bias_activation_fusion=on_gpu, masked_softmax_fusion=False,
         bias_dropout_fusion=False, gradient_accumulation_fusion=False, cuda_graph_scope=[], **_recompute(trainer))
 

@@ -92,6 +92,7 @@ class PolicyOptimizer:
         self.updates = 0
         self.skipped_in_a_row = 0
         self.clip_grad = trainer.optimizer.clip_grad
+        self.weight_decay = trainer.optimizer.weight_decay
 
     @property
     def parts(self) -> list[MegatronOptimizer]:
@@ -112,7 +113,10 @@ class PolicyOptimizer:
         """
         rate = self.schedule.at(self.updates)
         for group in self.megatron.param_groups:
-            group["lr"] = rate * group.get("lr_mult", 1.0)
+            # Megatron leaves both to its scheduler. `wd_mult` is 0 for norms and biases: without this line Adam would
+            # decay them too.
+            group["lr"] = rate * group["lr_mult"]
+            group["weight_decay"] = self.weight_decay * group["wd_mult"]
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(norm):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from launch.planner.plan import Plan, RankCoordinates
+from megatron_rl.stores import tcp_store
 from megatron_rl.trainer import cpu
 
 
@@ -29,10 +30,11 @@ def initialise(plan: Plan, rank: int, address: str, port: int, timeout_s: float,
     cpu.install()
     training = plan.training
     device = _use_device(plan.device, threads)
+    timeout = timedelta(seconds=timeout_s)
     try:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", init_method=f"tcp://{address}:{port}", rank=rank,
-            world_size=training.world_size, timeout=timedelta(seconds=timeout_s),
+            "nccl" if device.type == "cuda" else "gloo", store=tcp_store(address, port, host=rank == 0, timeout=timeout),
+            rank=rank, world_size=training.world_size, timeout=timeout,
             device_id=device if device.type == "cuda" else None)
     except dist.DistStoreError as error:
         raise TimeoutError(f"training rank {rank} waited {timeout_s:.0f} s at {address}:{port} for "

@@ -122,6 +122,7 @@ def _run(chunks: list, plan: Plan, batch: PolicyBatch, schedule: Schedule,
     get_forward_backward_func()(
         forward_step_func=forward, data_iterator=[iter(range(len(mine))) for _ in chunks], model=chunks,
         num_microbatches=len(mine), seq_length=length or 1, micro_batch_size=1, forward_only=forward_only)
+    cpu.finish_sends()
 
 
 def _padded_length(schedule: Schedule, batch: PolicyBatch, plan: Plan) -> int | None:

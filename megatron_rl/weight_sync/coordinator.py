@@ -56,6 +56,8 @@ class SyncCoordinator:
         self._lock = asyncio.Lock()
         self.version: int | None = None
         """The committed version; None before the first sync."""
+        self.manifest: SyncManifest | None = None
+        """What travels where; None before `setup`."""
 
     async def setup(self) -> SyncManifest:
         """Collect the layouts of both sides, prove that every destination element is written exactly once, hand
@@ -84,6 +86,7 @@ class SyncCoordinator:
         # The members' own deadline names who is absent: let it speak first.
         await self._all(opening, time.monotonic() + 1.5 * self._timeout_s)
         self._broken = None
+        self.manifest = manifest
         return manifest
 
     async def sync(self, version: int) -> SyncReport:
@@ -133,15 +136,18 @@ class SyncCoordinator:
         members = {name: t.sync_send(epoch) for name, t in self._trainers.items()}
         members |= {name: e.sync_receive(epoch) for name, e in self._engines.items()}
         try:
-            answers = await self._all(members, deadline)
+            # All answers, not the first failure: a member that fails leaves its lanes, and the others fail with it.
+            answers = await self._all(members, deadline, return_when=asyncio.ALL_COMPLETED)
         except SyncError as error:
             self._broken = f"epoch {epoch} failed ({error})"
             raise
         sent, by_engine = answers[:len(self._trainers)], answers[len(self._trainers):]
         received = [report for reports in by_engine for report in reports]
-        failed = [f"{report.member}: {report.error}" for report in received if report.error]
+        failed = [f"{report.member}: {report.error}" for report in (*received, *sent) if report.error]
         if failed:
-            self._broken = f"epoch {epoch} failed"
+            # A lane that broke names only a neighbour; what broke it comes first.
+            failed.sort(key=lambda message: "TransportError" in message or ": lane " in message)
+            self._broken = f"epoch {epoch} failed ({failed[0]})"
             raise SyncError("the transfer failed\n" + "\n".join(failed))
         return sent, received
 
@@ -154,13 +160,14 @@ class SyncCoordinator:
         except SyncError as error:
             self._broken = f"{self._broken or f'epoch {epoch} failed'}; {error}"
 
-    async def _all(self, calls: dict[str, Awaitable | Any], deadline: float) -> list[Any]:
-        """The answers in order. The first failure is raised with its member's name; at the deadline, the names of
-        those that did not answer."""
+    async def _all(self, calls: dict[str, Awaitable | Any], deadline: float,
+                   return_when: str = asyncio.FIRST_EXCEPTION) -> list[Any]:
+        """The answers in order. Failures are raised with their members' names; at the deadline, the names of those
+        that did not answer."""
         tasks = {asyncio.ensure_future(_awaitable(call)): name for name, call in calls.items()}
         try:
             done, waiting = await asyncio.wait(tasks, timeout=max(0.0, deadline - time.monotonic()),
-                                               return_when=asyncio.FIRST_EXCEPTION)
+                                               return_when=return_when)
         except asyncio.CancelledError:
             for task in tasks:
                 task.cancel()

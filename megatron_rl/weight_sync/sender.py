@@ -16,7 +16,7 @@ from megatron_rl.weight_sync.digest import digest_layouts
 from megatron_rl.weight_sync.manifest import Edge, Source
 from megatron_rl.weight_sync.protocol import EdgeKey, LaneSpec, TransferReport
 from megatron_rl.weight_sync.tiles import ParamLayout
-from megatron_rl.weight_sync.transport import Deadline, Lane, Pending, open_lane
+from megatron_rl.weight_sync.transport import Deadline, Lane, Pending, TransportError, open_lane
 from megatron_rl.weight_sync.wire import buffer_bytes, pack_bucket, source_tiles
 
 BUFFERS = 4
@@ -38,6 +38,7 @@ class WeightSender:
                  parameters: Mapping[str, torch.Tensor], *, address: str | None = None) -> None:
         self._coordinates, self._layouts, self._parameters = coordinates, tuple(layouts), parameters
         self._address = address
+        self._name = f"trainer rank {coordinates.rank}"
         self._device = next(iter(parameters.values())).device
         self._lane: Lane | None = None
         self._edges: tuple[Edge, ...] = ()
@@ -57,7 +58,7 @@ class WeightSender:
         """
         self._timeout_s = timeout_s
         self._edges = tuple(edges)
-        self._lane = None
+        self.close()
         if lane is None:
             return
         self._peer = {(edge.replica, edge.worker): 1 + index for index, edge in enumerate(edges)}
@@ -74,12 +75,20 @@ class WeightSender:
     def sync_send(self, epoch: int) -> TransferReport:
         """Send every bucket of this rank; returns when the receivers have taken them.
 
-        Raises:
-            TransportError: a receiver failed or did not take its bucket in time.
+        A failed transfer is told in the report's `error`; the lane is closed then, so that no receiver waits for the
+        rest until its deadline.
         """
-        member = f"trainer rank {self._coordinates.rank}"
+        if not self._edges:
+            return TransferReport(self._name)
         if self._lane is None:
-            return TransferReport(member)
+            return TransferReport(self._name, error="its lane is closed")
+        try:
+            return self._send(self._lane, epoch)
+        except TransportError as error:
+            self.close()
+            return TransferReport(self._name, error=str(error))
+
+    def _send(self, lane: Lane, epoch: int) -> TransferReport:
         started = time.perf_counter()
         deadline = Deadline(self._timeout_s)
         free, in_flight = deque(self._buffers), deque()
@@ -91,7 +100,7 @@ class WeightSender:
             buffer = free.popleft()
             filled = pack_bucket(edge.buckets[number], number, epoch, self._parameters, buffer)
             packing += time.perf_counter() - began
-            in_flight.append((self._lane.send(filled, self._peer[edge.replica, edge.worker]), buffer))
+            in_flight.append((lane.send(filled, self._peer[edge.replica, edge.worker]), buffer))
         began = time.perf_counter()
         digests = {}
         for tiles, keys in self._digest_groups.items():
@@ -101,7 +110,7 @@ class WeightSender:
         while in_flight:
             _release(in_flight, free, deadline)
         seconds = {"pack": packing, "digest": digesting, "send": time.perf_counter() - started}
-        return TransferReport(member, digests, sum(edge.nbytes for edge in self._edges), seconds)
+        return TransferReport(self._name, digests, sum(edge.nbytes for edge in self._edges), seconds)
 
     def close(self) -> None:
         """Leave the lane."""

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_rl.stores import tcp_store
 from megatron_rl.weight_sync.protocol import LaneSpec
 
 
@@ -55,7 +56,8 @@ class Lane(Protocol):
 
     def receive(self, buffer: torch.Tensor, peer: int) -> Pending: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Leave at once. Transfers of the other members with this one fail now instead of at their deadline."""
 
 
 def open_lane(spec: LaneSpec, rank: int, timeout_s: float, *, address: str | None = None,
@@ -100,8 +102,9 @@ class _GroupLane:
         return _Transfer(self, "receive from", peer, buffer)
 
     def close(self) -> None:
-        self._group = None
-        self._store = None
+        if self._group is not None:
+            self._group.abort()
+        self._group = self._store = None
 
 
 class _Transfer:
@@ -128,19 +131,27 @@ class _Transfer:
 def _meet(spec: LaneSpec, rank: int, deadline: Deadline) -> dist.Store:
     """Every member says that it is there and waits for the others, so that the absent can be named."""
     try:
-        store = dist.TCPStore(spec.address, spec.port, is_master=rank == 0, wait_for_workers=False,
-                              timeout=deadline.timedelta())
-    except RuntimeError as error:
+        store = tcp_store(spec.address, spec.port, host=rank == 0, timeout=deadline.timedelta())
+    except (OSError, RuntimeError) as error:
         host = "cannot listen" if rank == 0 else f"trainer rank {spec.source} does not answer"
         raise TransportError(f"{_who(spec, rank)}: {host} at {spec.address}:{spec.port}: {error}") from error
-    store.set(f"here/{rank}", "1")
     keys = [f"here/{r}" for r in range(len(spec.members))]
+    # The host stays a little longer, so that the others can still ask its store who is absent.
+    patience = deadline.timedelta() + timedelta(seconds=1 if rank == 0 else 0)
     try:
-        store.wait(keys, deadline.timedelta())
+        store.set(keys[rank], "1")
+        store.wait(keys, patience)
     except RuntimeError as error:
-        absent = [name for key, name in zip(keys, spec.members) if not store.check([key])]
-        raise TransportError(f"{_who(spec, rank)}: {', '.join(absent)} did not join in time") from error
+        raise TransportError(f"{_who(spec, rank)}: {_absent(spec, store, keys)}") from error
     return store
+
+
+def _absent(spec: LaneSpec, store: dist.Store, keys: list[str]) -> str:
+    try:
+        names = [name for key, name in zip(keys, spec.members) if not store.check([key])]
+    except RuntimeError:
+        return f"trainer rank {spec.source} stopped waiting for the members of its lane"
+    return f"{', '.join(names)} did not join in time"
 
 
 def _gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float, address: str | None) -> dist.Backend:

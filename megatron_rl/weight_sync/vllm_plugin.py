@@ -28,7 +28,7 @@ from megatron_rl.weight_sync.digest import digest_layouts
 from megatron_rl.weight_sync.manifest import Edge
 from megatron_rl.weight_sync.protocol import LaneSpec
 from megatron_rl.weight_sync.tiles import CanonicalTensor
-from megatron_rl.weight_sync.transport import Deadline, Lane, Pending, open_lane
+from megatron_rl.weight_sync.transport import Deadline, Lane, Pending, TransportError, open_lane
 from megatron_rl.weight_sync.vllm_internals import keep_cpu_weights_in_place, live_model
 from megatron_rl.weight_sync.vllm_layout import assert_not_empty, encode_layout, trace_layout, write_padding
 from megatron_rl.weight_sync.wire import HEADER_BYTES, buffer_bytes, destination_tiles, poison, unpack_bucket
@@ -89,7 +89,7 @@ class LaneReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._status: dict[str, Any] = {"epoch": -1, "error": None}
 
     def status(self) -> dict:
-        """`epoch`, `error` (a traceback or None) and after a transfer `digests` [[rank, digest]], `nbytes`,
+        """`epoch`, `error` (a message or None) and after a transfer `digests` [[rank, digest]], `nbytes`,
         `seconds`."""
         return self._status
 
@@ -107,6 +107,8 @@ class LaneReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def update_weights(self, update_info: dict) -> None:
         # The base class would call torch.accelerator.synchronize(), which a CPU has not.
         self._guard(update_info.get("epoch", -1), lambda: self.receive_weights(self.update_info_cls(**update_info)))
+        if self._status["error"]:
+            self.shutdown()                  # the sources see it now, not at their deadline
 
     def finish_weight_update(self) -> None:
         """Nothing is staged; the version is set by the engine's COMMIT."""
@@ -120,6 +122,8 @@ class LaneReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         started = time.perf_counter()
         epoch = update_info.epoch
+        if self._edges and not self._lanes:
+            raise TransportError("its lanes are closed")
         deadline = Deadline(self._timeout_s)
         streams = [_Stream(self._lanes[edge.rank], edge, self._buffers[edge.rank]) for edge in self._edges]
         unpacking = 0.0
@@ -161,8 +165,9 @@ class LaneReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._status = {"epoch": epoch, "error": None}
         try:
             action()
-        except Exception:
-            self._status["error"] = traceback.format_exc()
+        except Exception as error:
+            traceback.print_exc()            # into the engine's log
+            self._status["error"] = f"{type(error).__name__}: {error}"
 
 
 class _Stream:
@@ -201,8 +206,9 @@ def _trace(model: torch.nn.Module, canonical: list, dtype: str) -> dict:
 def _never_raise(action: Callable[[], dict]) -> dict:
     try:
         return action()
-    except Exception:
-        return {"error": traceback.format_exc()}
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _dtype(tensor: torch.Tensor) -> str:

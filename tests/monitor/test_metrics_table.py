@@ -34,7 +34,8 @@ def test_report_draws_only_names_of_the_table():
 def test_table_holds_nothing_that_nobody_logs():
     package = Path(metrics.__file__).parents[1]
     sources = [path.read_text(encoding="utf-8") for path in package.rglob("*.py") if path.parent.name != "monitor"]
-    logged = {metric.name for metric in metrics.ALL if any(f'"{metric.name.split("<")[0]}' in text for text in sources)}
+    logged = {metric.name for metric in metrics.ALL
+              if any(f'"{metric.name.split("<")[0]}' in text for text in sources)}
     added_by_the_writer = {"step", "timestamp"}
     assert {metric.name for metric in metrics.ALL} - logged <= added_by_the_writer
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -24,7 +25,7 @@ def by_completion(completion: str, answer: str | None) -> float:
     actions = {
         "hang": hang, "spin": spin, "raise": fail, "exit": leave, "sys.exit": sys.exit, "segfault": segfault,
         "nan": lambda: float("nan"), "inf": lambda: float("inf"), "none": lambda: None, "text": lambda: "1",
-        "numpy": lambda: np.float32(0.5), "bool": lambda: True, "child and hang": child_and_hang,
+        "numpy": lambda: np.float32(0.5), "bool": lambda: True, "child and hang": lambda: child_and_hang(answer),
         "main thread": lambda: float(threading.current_thread() is threading.main_thread()),
         "pid": lambda: float(os.getpid()),
     }
@@ -52,8 +53,9 @@ def segfault() -> None:
     ctypes.string_at(0)
 
 
-def child_and_hang() -> None:
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+def child_and_hang(pid_file: str) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    Path(pid_file).write_text(str(process.pid))
     hang()
 
 

@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -126,49 +129,32 @@ def vllm_shards(a: Architecture, tp: int, worker: int, tensors: dict[str, Tensor
 
 
 def layouts_from_numbers(a: Architecture, shards: dict[str, Tensor]) -> tuple[ParamLayout, ...]:
-    """Layouts read off shards of `numbered` float32 tensors: where each number comes from is known.
+    """Layouts read off shards of `numbered` tensors: where each number comes from is known.
 
-    Maximal boxes by rows: adjacent rows of one tensor that see the same columns become one tile.
+    Adjacent rows (elements, if there is one dimension) that are adjacent in one tensor too make one tile.
     """
-    first, count = [], 0
     canonical = canonical_tensors(a)
-    for tensor in canonical:
-        first.append(count)
-        count += torch.Size(tensor.shape).numel()
-    starts = torch.tensor(first)
+    first = [0, *accumulate(torch.Size(tensor.shape).numel() for tensor in canonical)]
     layouts = []
     for name, shard in shards.items():
-        rows = shard.reshape(shard.shape[0], -1) if shard.dim() > 1 else shard.reshape(1, -1)
-        tiles: list[list] = []
-        for r, row in enumerate(rows.long()):
-            if shard.dim() > 1:
-                _extend(tiles, canonical, first, starts, row, r * shard.shape[1])
+        columns = shard.shape[1] if shard.dim() == 2 else 1
+        tiles: list[dict] = []
+        for row, number in enumerate(shard.view(-1, columns)[:, 0].long().tolist()):
+            if number == PADDING:
+                continue
+            index = bisect_right(first, number) - 1
+            full = canonical[index].shape
+            start = list(divmod(number - first[index], full[1])) if len(full) == 2 else [number - first[index]]
+            last = tiles[-1] if tiles else None
+            if last and last["tensor"] == canonical[index].name and last["start"][1:] == start[1:] \
+                    and last["start"][0] + last["rows"] == start[0]:
+                last["rows"] += 1
             else:
-                for i, element in enumerate(row):
-                    _extend(tiles, canonical, first, starts, element[None], i)
-        stride = contiguous_stride(tuple(shard.shape))
+                tiles.append({"tensor": canonical[index].name, "start": start, "rows": 1, "offset": row * columns})
         layouts.append(ParamLayout(name, tuple(shard.shape), tuple(
-            Tile(tensor, tuple(start), tuple(shape), stride, offset) for tensor, start, shape, offset in tiles)))
+            Tile(t["tensor"], tuple(t["start"]), (t["rows"], *shard.shape[1:]),
+                 contiguous_stride(tuple(shard.shape)), t["offset"]) for t in tiles)))
     return tuple(layouts)
-
-
-def _extend(tiles: list[list], canonical, first: list[int], starts: Tensor, row: Tensor, offset: int) -> None:
-    if row[0] == PADDING:
-        return
-    index = int(torch.searchsorted(starts, row[0], right=True)) - 1
-    tensor = canonical[index]
-    at, start = int(row[0]) - first[index], []
-    for stride in contiguous_stride(tensor.shape):
-        start.append(at // stride)
-        at %= stride
-    shape = [1] * (len(tensor.shape) - 1) + [len(row)]
-    if tiles:
-        last = tiles[-1]
-        if last[0] == tensor.name and last[1][1:] == start[1:] and last[1][0] + last[2][0] == start[0] \
-                and last[2][1:] == shape[1:]:
-            last[2][0] += 1
-            return
-    tiles.append([tensor.name, start, shape, offset])
 
 
 def sources(a: Architecture, training: TrainingPlan, dtype: str = "float32") -> list[Source]:

@@ -1,0 +1,32 @@
+"""torch's TCPStore on the job's own address. By itself it listens on every interface of the machine."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+BACKLOG = 2048
+
+
+def tcp_store(address: str, port: int, *, host: bool, timeout: timedelta) -> dist.TCPStore:
+    """A store at `address:port`: hosted here, listening on that address alone, or reached as a client.
+
+    Raises:
+        OSError: the host cannot listen there (the port is taken, the address is not this machine's).
+        dist.DistStoreError: no host answers within `timeout`.
+    """
+    descriptor = _listen(address, port) if host else None
+    return dist.TCPStore(address, port, is_master=host, wait_for_workers=False, timeout=timeout,
+                         master_listen_fd=descriptor)
+
+
+def _listen(address: str, port: int) -> int:
+    """A listening socket's descriptor; the store owns it from here on."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(BACKLOG)
+        return listener.detach()

@@ -1,0 +1,221 @@
+"""A real vLLM engine in deterministic mode: repeatability, log-probs, versions, refusals, death."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from launch.errors import UserError
+from launch.planner.architecture import from_hf_config
+from megatron_rl.rollout.engine import EngineDied, RolloutEngine
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.weight_sync.coordinator import SyncCoordinator
+from megatron_rl.weight_sync.megatron_layout import canonical_tensors
+from tests.rollout.engines import (
+    hf_greedy, hf_logprobs, hf_model, local_placement, make_prompts, run_config, run_plan, running_engine,
+)
+from tests.tiny_models import make_tiny
+from tests.weight_sync.sources import endpoints, source_ranks
+
+EOS = 2
+NEW_TOKENS = 300
+SAMPLED = Sampling(n=16, temperature=0.7, max_new_tokens=10)
+PROMPTS = make_prompts(6)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("model"), "qwen3", vocab_size=321, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def config(folder):
+    """400 tokens an iteration: 6 x 16 prompts of 9 tokens do not fit in one, so prefills would be split."""
+    return run_config(folder, deterministic=True, trainer={"pp": 2}, max_new_tokens=NEW_TOKENS,
+                      max_num_batched_tokens=400)
+
+
+@pytest.fixture(scope="module")
+def sources(folder, config):
+    with source_ranks(folder, run_plan(config).training) as ranks:
+        yield ranks
+
+
+def _coordinator(engine, sources, folder) -> SyncCoordinator:
+    return SyncCoordinator(sources, [engine], endpoints(len(sources)), canonical_tensors(from_hf_config(folder)),
+                           backend="gloo", bucket_bytes=1 << 20, timeout_s=20,
+                           aliases={"lm_head.weight": "model.embed_tokens.weight"})
+
+
+@pytest.fixture(scope="module")
+def served(folder, config, sources, tmp_path_factory):
+    """(event loop, engine, coordinator) with version 0 committed."""
+    with running_engine(config, tmp_path_factory.mktemp("logs") / "engine.log") as (runner, engine):
+        coordinator = _coordinator(engine, sources, folder)
+        runner.run(coordinator.setup())
+        runner.run(coordinator.sync(0))
+        yield runner, engine, coordinator
+
+
+def _content(groups) -> list:
+    return [(c.token_ids.tolist(), c.logprobs.tobytes(), c.finish_reason) for g in groups for c in g.completions]
+
+
+def test_rollouts_repeat_bit_for_bit(served, config, folder, sources, tmp_path):
+    """After other work, in another order of prompts, and in a fresh engine; another step or sample is another draw."""
+    runner, engine, _ = served
+    first = runner.run(engine.generate(PROMPTS, SAMPLED, 3))
+    runner.run(engine.generate(make_prompts(5, length=30), Sampling(3, 1.0, 20), 9))
+    again = runner.run(engine.generate(PROMPTS, SAMPLED, 3))
+    assert _content(first) == _content(again)
+    backwards = runner.run(engine.generate(PROMPTS[::-1], SAMPLED, 3))
+    assert [group.prompt.index for group in backwards] == [5, 4, 3, 2, 1, 0]
+    assert _content(backwards[::-1]) == _content(first)
+
+    assert _content(runner.run(engine.generate(PROMPTS, SAMPLED, 4))) != _content(first)
+    assert all(len({tuple(c.token_ids.tolist()) for c in group.completions}) > 8 for group in first)
+    twice = runner.run(engine.generate([PROMPTS[0], PROMPTS[0]], SAMPLED, 3))
+    assert _content(twice[:1]) != _content(twice[1:]), "two instances of a prompt drew the same completions"
+
+    with running_engine(config, tmp_path / "engine.log") as (other_runner, fresh):
+        coordinator = _coordinator(fresh, sources, folder)
+        other_runner.run(coordinator.setup())
+        other_runner.run(coordinator.sync(0))
+        assert _content(other_runner.run(fresh.generate(PROMPTS, SAMPLED, 3))) == _content(first)
+        _assert_death_is_noticed(other_runner, fresh)
+    runner.run(_again(served, sources, folder))
+
+
+def _assert_death_is_noticed(runner: asyncio.Runner, engine: RolloutEngine) -> None:
+    """The engine core is killed in mid-generation."""
+    core = engine._llm.engine_core.resources.engine_manager.processes[0].pid
+
+    async def killed() -> None:
+        task = asyncio.ensure_future(engine.generate(PROMPTS, Sampling(16, 1.0, NEW_TOKENS), 0))
+        while engine.status()["unfinished"] < 96:
+            await asyncio.sleep(0.001)
+        os.kill(core, signal.SIGKILL)
+        await task
+
+    started = time.monotonic()
+    with pytest.raises(EngineDied, match=r"(?s)engine 0 died; the end of .*engine\.log"):
+        runner.run(killed())
+    assert time.monotonic() - started < 30
+    with pytest.raises(EngineDied):
+        runner.run(engine.generate(PROMPTS, SAMPLED, 0))
+
+
+async def _again(served, sources, folder) -> None:
+    """The sources' lanes went to the fresh engine: give them back."""
+    _, engine, coordinator = served
+    await coordinator.setup()
+    await coordinator.sync(coordinator.version + 1)
+
+
+def test_logprobs_are_those_of_the_processed_distribution(served, folder):
+    """Behaviour log-probs at temperature 0.7 equal Hugging Face's of logits / 0.7 (TRL#4159, prime-rl#697)."""
+    runner, engine, _ = served
+    model = hf_model(folder)
+    for group in runner.run(engine.generate(PROMPTS[:3], SAMPLED, 0)):
+        for completion in group.completions[:4]:
+            expected = hf_logprobs(model, group.prompt, completion.token_ids.tolist(), 0.7)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+def test_greedy_tokens_and_finish_reasons_are_hugging_faces(served, folder):
+    runner, engine, coordinator = served
+    model = hf_model(folder)
+    groups = runner.run(engine.generate(PROMPTS, Sampling(n=1, temperature=0.0, max_new_tokens=40), 0))
+    reasons = set()
+    for group in groups:
+        (completion,) = group.completions
+        tokens = completion.token_ids.tolist()
+        assert tokens == hf_greedy(model, group.prompt, 40)
+        assert completion.finish_reason == ("stop" if tokens[-1] == EOS else "length")
+        assert completion.weight_versions.tolist() == [coordinator.version] * len(tokens)
+        assert completion.logprobs.dtype == np.float32 and completion.token_ids.dtype == np.int32
+        reasons.add(completion.finish_reason)
+    assert "length" in reasons
+
+
+def test_the_stop_token_is_kept_and_not_in_the_text(served):
+    """TRL#5988: without the end token in the completion the model never learns to stop."""
+    runner, engine, _ = served
+    groups = runner.run(engine.generate(PROMPTS, Sampling(16, 1.0, NEW_TOKENS), 1))
+    stopped = [c for g in groups for c in g.completions if c.finish_reason == "stop"]
+    assert stopped
+    for completion in stopped:
+        assert completion.token_ids[-1] == EOS and EOS not in completion.token_ids[:-1]
+        assert "<|eos|>" not in completion.text
+        assert completion.text == engine._tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+
+
+def test_a_request_that_runs_across_a_sync_knows_which_tokens_came_from_which_version(served, sources):
+    runner, engine, coordinator = served
+    old = coordinator.version
+
+    async def across():
+        task = asyncio.ensure_future(engine.generate_group(PROMPTS[0], Sampling(32, 1.0, NEW_TOKENS)))
+        while engine.status()["unfinished"] < 32:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)                       # some tokens under the old version
+        report = await coordinator.sync(old + 1)
+        return report, await task
+
+    report, group = runner.run(across())
+    assert report.version == old + 1
+    spanning = [c for c in group.completions if set(c.weight_versions.tolist()) == {old, old + 1}]
+    assert spanning, "no completion was running when the weights changed"
+    for completion in group.completions:
+        assert len(completion.weight_versions) == len(completion.token_ids) == len(completion.logprobs)
+        assert (np.diff(completion.weight_versions) >= 0).all()
+
+
+def test_aborted_completions_carry_versions_too(served):
+    """slime#327: samples cut off by an abort came back without a version."""
+    runner, engine, coordinator = served
+
+    async def aborted():
+        task = asyncio.ensure_future(engine.generate_group(PROMPTS[0], Sampling(32, 1.0, NEW_TOKENS)))
+        while engine.status()["unfinished"] < 32:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)
+        await engine._llm.pause_generation(mode="abort")
+        await engine._llm.resume_generation()
+        return await task
+
+    cut = [c for c in runner.run(aborted()).completions if c.finish_reason == "abort"]
+    assert cut and any(len(completion.token_ids) for completion in cut)
+    for completion in cut:
+        assert completion.weight_versions.tolist() == [coordinator.version] * len(completion.token_ids)
+        assert len(completion.logprobs) == len(completion.token_ids)
+
+
+def test_a_prompt_over_the_limit_is_refused(served):
+    runner, engine, _ = served
+    with pytest.raises(UserError, match="prompt 0 has 49 tokens.*max_prompt_tokens = 48"):
+        runner.run(engine.generate(make_prompts(1, length=49), SAMPLED, 0))
+
+
+def test_prompts_that_a_seeded_engine_would_split_are_refused(folder):
+    """vLLM's CPU sampler cannot rewind the generator of a request whose prefill was split: the engine dies."""
+    config = run_config(folder, deterministic=True, max_num_batched_tokens=40)
+    plan = run_plan(config)
+    with pytest.raises(UserError, match="max_prompt_tokens = 48 exceeds rollout.max_num_batched_tokens = 40"):
+        RolloutEngine(config, plan, local_placement(plan), 0)
+
+
+def test_stop_leaves_no_process(served):
+    """The last test of this engine."""
+    runner, engine, _ = served
+    core = psutil.Process(engine._llm.engine_core.resources.engine_manager.processes[0].pid)
+    processes = [core, *core.children(recursive=True)]
+    runner.run(engine.stop())
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+    runner.run(engine.stop())                          # a second stop does nothing

@@ -1,0 +1,123 @@
+"""Routing over engines: by load, by id, only to those that hold the committed version."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from megatron_rl.data.batch import Completion, Group
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.rollout.scheduler import RolloutScheduler
+from megatron_rl.weight_sync.protocol import NotServing
+from tests.rollout.engines import make_prompts
+
+SAMPLING = Sampling(n=4, temperature=1.0, max_new_tokens=10)
+
+
+class _Engine:
+    """Answers after `delay(prompt)` turns of the event loop; remembers what it was asked and its peak load."""
+
+    def __init__(self, number: int, delay=lambda prompt: 1) -> None:
+        self.number, self.delay = number, delay
+        self.asked: list[int] = []
+        self.calls = self.running = self.peak = 0
+
+    async def generate_group(self, prompt, sampling, seed=None):
+        self.calls += 1
+        self.asked.append(prompt.index)
+        self.running += sampling.n
+        self.peak = max(self.peak, self.running)
+        for _ in range(self.delay(prompt)):
+            await asyncio.sleep(0)
+        self.running -= sampling.n
+        completion = Completion(np.array([prompt.index]), np.zeros(1), "", "stop", np.zeros(1))
+        return Group(prompt, (completion,) * sampling.n, self.number)
+
+    async def generate(self, prompts, sampling, step):
+        self.calls -= len(prompts) - 1
+        return list(await asyncio.gather(*[self.generate_group(prompt, sampling) for prompt in prompts]))
+
+
+def _rollout(engines, prompts, *, deterministic=False, max_sequences=8, versions=None, sampling=SAMPLING):
+    scheduler = RolloutScheduler(engines, max_sequences=max_sequences, deterministic=deterministic)
+    scheduler.committed(3, versions)
+    return scheduler, asyncio.run(scheduler.rollout(prompts, sampling, 0))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_groups_come_back_by_prompt_whatever_the_order_of_arrival(deterministic):
+    """NeMo-RL#1627, AReaL#246: late prompts first."""
+    prompts = make_prompts(12)
+    engines = [_Engine(0, lambda p: 50 - 4 * p.index), _Engine(1, lambda p: 3)]
+    _, groups = _rollout(engines, prompts, deterministic=deterministic)
+    assert [group.prompt.index for group in groups] == list(range(12))
+    assert all(c.token_ids.tolist() == [g.prompt.index] for g in groups for c in g.completions)
+
+
+def test_a_slow_engine_gets_fewer_groups():
+    slow, fast = _Engine(0, lambda p: 40), _Engine(1, lambda p: 4)
+    scheduler, _ = _rollout([slow, fast], make_prompts(22))
+    assert len(fast.asked) > 3 * len(slow.asked) > 0
+    assert [each["groups"] for each in scheduler.served()] == [len(slow.asked), len(fast.asked)]
+
+
+def test_no_engine_holds_more_sequences_than_it_decodes_at_once():
+    engines = [_Engine(0, lambda p: 5), _Engine(1, lambda p: 9)]
+    _rollout(engines, make_prompts(20), max_sequences=12)
+    assert [engine.peak for engine in engines] == [12, 12]
+
+
+def test_a_group_larger_than_the_limit_still_runs():
+    engines = [_Engine(0), _Engine(1)]
+    _, groups = _rollout(engines, make_prompts(4), max_sequences=2)
+    assert len(groups) == 4
+
+
+def test_deterministic_routing_ignores_load():
+    engines = [_Engine(0, lambda p: 100), _Engine(1)]
+    _rollout(engines, make_prompts(7), deterministic=True)
+    assert engines[0].asked == [0, 2, 4, 6] and engines[1].asked == [1, 3, 5]
+
+
+def test_one_engine_is_one_call():
+    engine = _Engine(0)
+    _rollout([engine], make_prompts(16))
+    assert engine.calls == 1 and engine.asked == list(range(16))
+
+
+def test_only_engines_with_the_committed_version_are_routed_to():
+    """miles#1725: a restarted engine served before it was synced."""
+    engines = [_Engine(0), _Engine(1), _Engine(2)]
+    _rollout(engines, make_prompts(9), versions=[0, 2])
+    assert engines[1].asked == [] and engines[0].asked and engines[2].asked
+    scheduler = RolloutScheduler(engines, max_sequences=8, deterministic=False)
+    with pytest.raises(NotServing, match="no engine holds the committed version"):
+        asyncio.run(scheduler.rollout(make_prompts(1), SAMPLING, 0))
+
+
+def test_a_failing_engine_ends_the_rollout_and_leaves_nothing_running():
+    class Broken(_Engine):
+        async def generate_group(self, prompt, sampling, seed=None):
+            raise RuntimeError("engine 1 died")
+
+    waiting = _Engine(0, lambda p: 10_000)
+
+    async def run() -> int:
+        scheduler = RolloutScheduler([waiting, Broken(1)], max_sequences=8, deterministic=False)
+        scheduler.committed(0)
+        with pytest.raises(RuntimeError, match="engine 1 died"):
+            await scheduler.rollout(make_prompts(8), SAMPLING, 0)
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(run()) == 1
+
+
+def test_another_prompts_group_is_noticed():
+    class Confused(_Engine):
+        async def generate(self, prompts, sampling, step):
+            return (await super().generate(prompts, sampling, step))[::-1]
+
+    with pytest.raises(RuntimeError, match="asked for 4 completions of prompt 0, got 4 of prompt 2"):
+        _rollout([Confused(0)], make_prompts(3))

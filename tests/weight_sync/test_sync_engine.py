@@ -1,0 +1,180 @@
+"""A real vLLM engine at TP2 receives from four real source processes: in place, verified, fenced."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from launch.planner.architecture import from_hf_config
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.weight_sync.coordinator import SyncCoordinator
+from megatron_rl.weight_sync.megatron_layout import canonical_tensors
+from megatron_rl.weight_sync.protocol import EngineState, NotServing, SyncError
+from megatron_rl.weight_sync.vllm_internals import offline_model
+from tests.rollout.engines import hf_greedy, hf_model, make_prompts, run_config, run_plan, running_engine
+from tests.tiny_models import make_tiny
+from tests.weight_sync.sources import endpoints, source_ranks
+
+GREEDY = Sampling(n=1, temperature=0.0, max_new_tokens=12)
+PROMPTS = make_prompts(4, length=150)
+"""Longer than a KV block (128 tokens on a CPU), so that the prefix cache holds something to go stale."""
+
+
+class _World:
+    """The engine, its sources and two checkpoints of one architecture, driven from one event loop."""
+
+    def __init__(self, runner, engine, sources, folders) -> None:
+        self.runner, self.engine, self.sources, self.folders = runner, engine, sources, folders
+        self.models = [hf_model(folder) for folder in folders]
+        self.endpoints = endpoints(len(sources))
+        self.version = 0
+        self.coordinator = SyncCoordinator(
+            sources, [engine], self.endpoints, canonical_tensors(from_hf_config(folders[0])), backend="gloo",
+            bucket_bytes=60_000, timeout_s=10)
+
+    def train_to(self, which: int) -> None:
+        """Every source takes the weights of checkpoint `which`."""
+        self.each("load", str(self.folders[which]))
+
+    def each(self, method: str, *args) -> list:
+        return self.runner.run(_gather([source.call(method, *args) for source in self.sources]))
+
+    def sync(self):
+        self.version += 1
+        return self.runner.run(self.coordinator.sync(self.version))
+
+    def generate(self):
+        return self.runner.run(self.engine.generate(PROMPTS, GREEDY, 0))
+
+    def assert_serves(self, which: int) -> None:
+        """Greedy tokens are Hugging Face's with these weights, and carry the committed version."""
+        for group in self.generate():
+            (completion,) = group.completions
+            assert completion.token_ids.tolist() == hf_greedy(self.models[which], group.prompt, 12)
+            assert set(completion.weight_versions.tolist()) == {self.version}
+
+    def live(self) -> list[dict[str, tuple]]:
+        """Name -> (shape, bytes) of every live parameter, by worker."""
+        names = [layout.name for layout in self.layouts()[0]]
+        answers = self.runner.run(self.engine._llm.collective_rpc("sync_probe", args=(names,)))
+        return [{name: (tuple(shape), data) for name, (_, shape, data) in answer.items()} for answer in answers]
+
+    def layouts(self):
+        canonical = canonical_tensors(from_hf_config(self.folders[0]))
+        return [worker.layouts for worker in self.runner.run(self.engine.sync_describe(canonical))]
+
+
+async def _gather(calls):
+    return await asyncio.gather(*calls)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    base = tmp_path_factory.mktemp("sync")
+    folders = [make_tiny(base / name, "qwen2", seed, vocab_size=321) for seed, name in enumerate(("first", "second"))]
+    config = run_config(folders[0], tp=2, trainer={"tp": 2, "pp": 2}, max_prompt_tokens=160)
+    with (source_ranks(folders[0], run_plan(config).training) as sources,
+          running_engine(config, base / "engine.log") as (runner, engine)):
+        yield _World(runner, engine, sources, folders)
+
+
+def test_nothing_is_served_before_version_0(world):
+    with pytest.raises(NotServing, match="engine 0 is empty"):
+        world.generate()
+    world.runner.run(world.coordinator.setup())
+    with pytest.raises(NotServing):
+        world.generate()
+
+
+def test_no_live_parameter_is_empty(world):
+    """vLLM's CPU build would have packed linear weights away: `weight` of shape 0, writes without effect."""
+    for worker in world.live():
+        assert worker and all(0 not in shape and data for shape, data in worker.values())
+
+
+def test_three_syncs_in_a_row_serve_the_new_weights(world):
+    """Prompts repeat, so a stale prefix cache (NeMo-RL#4018, vllm#9744) would show as the old model's tokens."""
+    for which in (0, 1, 0):
+        world.train_to(which)
+        report = world.sync()
+        world.assert_serves(which)
+        assert report.nbytes == sum(world.coordinator.manifest.bytes_per_edge().values())
+        assert world.engine.status()["version"] == world.version
+
+
+def test_live_parameters_equal_vllms_own_loading(world):
+    """All of each worker's parameters, padded rows included, bit for bit."""
+    tensors = load_file(world.folders[0] / "model.safetensors")
+    for rank, live in enumerate(world.live()):
+        with offline_model(world.folders[0], 2, rank, torch.float32, device="cpu") as model:
+            model.load_weights(iter(tensors.items()))
+            loaded = {name: p.detach().numpy().tobytes() for name, p in model.named_parameters()}
+        assert {name: data for name, (_, data) in live.items()} == loaded
+
+
+def test_the_prefix_cache_works_within_a_version(world):
+    """Else the three syncs above would prove nothing about it."""
+    from vllm import SamplingParams
+
+    async def cached() -> int:
+        prompt = {"prompt_token_ids": PROMPTS[0].token_ids.tolist()}
+        async for output in world.engine._llm.generate(prompt, SamplingParams(max_tokens=1), "cached"):
+            return output.num_cached_tokens
+
+    world.generate()
+    assert world.runner.run(cached()) >= 128
+
+
+@pytest.mark.parametrize("fault", ["flip", "swap"])
+def test_damage_on_the_wire_is_not_committed(world, fault):
+    """One flipped bit, or two swapped rows (which an XOR hash cannot see): refused, then healed by a full sync."""
+    before = world.coordinator.version
+    world.train_to(1)
+    world.runner.run(world.sources[1].call("set_fault", fault))
+    with pytest.raises(SyncError, match="trainer rank 1 -> engine 0 worker") as caught:
+        world.sync()
+    assert "trainer rank 0" not in str(caught.value), "an edge without damage was blamed"
+    assert world.engine.status()["state"] == EngineState.DISCARDED.value
+    assert world.coordinator.version == before
+    with pytest.raises(NotServing, match="(?s)discarded.*trainer rank 1"):
+        world.generate()
+
+    world.runner.run(world.sources[1].call("set_fault", None))
+    world.sync()
+    world.assert_serves(1)
+
+
+def test_a_bucket_of_an_earlier_epoch_is_fenced(world):
+    """The workers record it and report it; the executor survives; new lanes on the same ports heal the engine."""
+    world.train_to(0)
+    world.runner.run(world.sources[0].call("set_fault", "stale"))
+    with pytest.raises(SyncError, match=r"engine 0 worker 0: (?s:.)*expected bucket 0 of epoch"):
+        world.sync()
+    with pytest.raises(NotServing):
+        world.generate()
+    with pytest.raises(SyncError, match="set them up again"):
+        world.sync()
+
+    world.runner.run(world.sources[0].call("set_fault", None))
+    world.runner.run(world.coordinator.setup())
+    world.sync()
+    world.assert_serves(0)
+
+
+def test_a_version_never_goes_back(world):
+    with pytest.raises(SyncError, match="does not follow"):
+        world.runner.run(world.coordinator.sync(world.version))
+    world.assert_serves(0)
+
+
+def test_a_source_that_died_is_named(world):
+    """The last test of this engine: one source process ends, the sync fails within its deadline."""
+    world.sources[3].process.kill()
+    world.sources[3].process.join()
+    with pytest.raises(SyncError, match="trainer rank 3"):
+        world.sync()
+    with pytest.raises(NotServing):
+        world.generate()
