@@ -78,14 +78,14 @@ def first_and_last(values: Sequence[float], window: int = 10) -> tuple[float, fl
     return sum(values[:n]) / n, sum(values[-n:]) / n, n
 
 
-class MetricsTail:
-    """Follows a metrics.jsonl that another process is writing."""
+class JsonlTail:
+    """Follows a JSONL file that another process is writing."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
 
-    def poll(self) -> Iterator[Row]:
-        """The rows that were completed since the last call; none while the file does not exist."""
+    def poll(self) -> Iterator[dict]:
+        """The objects that were completed since the last call; none while the file does not exist."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -94,4 +94,13 @@ class MetricsTail:
         complete, newline, _ = data.rpartition(b"\n")
         self._offset += len(complete) + len(newline)
         for line in complete.splitlines():
-            yield {name: float(value) for name, value in json.loads(line).items()}
+            yield json.loads(line)
+
+
+class MetricsTail(JsonlTail):
+    """Follows a metrics.jsonl."""
+
+    def poll(self) -> Iterator[Row]:
+        for row in super().poll():
+            yield {name: float(value) for name, value in row.items()}
+

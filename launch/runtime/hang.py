@@ -18,7 +18,10 @@ from launch.runtime.components import ComponentRecord, components
 
 STACK_SIGNAL = signal.SIGUSR1
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
-_COLLECTIVE = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py")
+_WAITS = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
+          "megatron/core/pipeline_parallel/p2p_communication.py", "megatron_rl/weight_sync/transport.py")
+"""A process with one of these near the top of a stack waits for its peers: a collective, or a point-to-point call,
+whose wait happens in C++ below the caller."""
 _IDLE = ("ray/_private/workers/default_worker.py",)
 _LOOK_AT_FRAMES = 12
 
@@ -29,8 +32,8 @@ class Stack:
 
     name: str
     state: str
-    """`collective`: waits for its peers; `idle`: waits for work; `running`: anything else; `stopped`, `dead`,
-    `silent`: it could not answer."""
+    """`waiting`: for its peers, in a collective, a send or a receive; `idle`: has nothing to do; `running`: anything
+    else; `stopped`, `dead`, `silent`: it could not answer."""
     at: str
     """Innermost frame of the main thread: `file:line in function`."""
     file: Path
@@ -76,15 +79,15 @@ def _collect(attempt: Attempt, record: ComponentRecord, before: int, wait_s: flo
 def judge(dump: str) -> tuple[str, str]:
     """(state, innermost frame) of a faulthandler dump of all threads.
 
-    The main thread comes last in a dump. A thread inside a collective counts for the process: gloo and NCCL waits
+    The main thread comes last in a dump. A thread that waits for peers counts for the process: gloo and NCCL waits
     happen in whichever thread made the call.
     """
     threads = [block for block in re.split(r"\n(?=(?:Current thread|Thread) 0x)", dump) if "most recent call" in block]
     frames = [[match.groupdict() for match in _FRAME.finditer(block)] for block in threads]
     for thread in frames:
         for frame in thread[:_LOOK_AT_FRAMES]:
-            if frame["file"].endswith(_COLLECTIVE):
-                return "collective", _say(next((f for f in thread if "torch/distributed" not in f["file"]), frame))
+            if frame["file"].endswith(_WAITS):
+                return "waiting", _say(next((f for f in thread if "torch/distributed" not in f["file"]), frame))
     main = frames[-1] if frames else []
     if not main:
         return "running", ""
@@ -94,13 +97,13 @@ def judge(dump: str) -> tuple[str, str]:
 
 
 def absent(stacks: list[Stack]) -> list[Stack]:
-    """The training ranks that the others wait for: those not inside a collective while some peer is. Of several, the
-    ones that cannot answer come first, then the running ones, then the idle ones."""
+    """The training ranks that the others wait for: those that do not wait for a peer while some other does. Of
+    several, the ones that cannot answer come first, then the running ones, then the idle ones."""
     ranks = [stack for stack in stacks if stack.name.startswith("trainer-")]
-    if not any(stack.state == "collective" for stack in ranks):
+    if not any(stack.state == "waiting" for stack in ranks):
         return []
     order = {"dead": 0, "stopped": 0, "silent": 1, "running": 2, "idle": 3}
-    missing = [stack for stack in ranks if stack.state != "collective"]
+    missing = [stack for stack in ranks if stack.state != "waiting"]
     worst = min((order[stack.state] for stack in missing), default=None)
     return [stack for stack in missing if order[stack.state] == worst]
 

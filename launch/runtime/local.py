@@ -19,7 +19,7 @@ from launch.config.schema import RunConfig
 from launch.planner.place import LOCAL_NODE, LOOPBACK, place_local
 from launch.planner.prepare import Prepared
 from launch.ports import Ports, allocate
-from launch.report.history import metric_rows
+from launch.report.history import JsonlTail, MetricsTail
 from launch.report.progress import Progress, make_progress
 from launch.runtime import hang, progress_file
 from launch.runtime.attempts import Attempt, RunFolder
@@ -138,24 +138,21 @@ class LocalJob:
             processes.end_processes(left, grace_s=0.0)
 
 
-@dataclass
 class View:
     """Feeds the display from what the job writes."""
 
-    folder: Path
-    display: Progress
-    shown: int = 0
-    phase: str = ""
-    warned: int = 0
+    def __init__(self, folder: Path, display: Progress) -> None:
+        self._folder, self._display, self._said = folder, display, ""
+        self._metrics, self._warnings = MetricsTail(folder / "metrics.jsonl"), JsonlTail(folder / "warnings.jsonl")
 
     def update(self) -> None:
-        progress = progress_file.read_progress(self.folder)
-        if progress:
-            text = f"{progress.phase}: {progress.detail}" if progress.detail else progress.phase
-            if text != self.phase and (progress.step == 0 or progress.phase in ("eval", "save")):
-                self.display.phase(text)
-            self.phase = text
-        rows = metric_rows(self.folder / "metrics.jsonl")
-        for row in rows[self.shown:]:
-            self.display.step(int(row["step"]), row)
-        self.shown = len(rows)
+        progress = progress_file.read_progress(self._folder)
+        if progress and (progress.step == 0 or progress.phase in ("eval", "save")):
+            text = f"{progress.phase}: {progress.detail}"
+            if text != self._said:
+                self._display.phase(text)
+            self._said = text
+        for row in self._metrics.poll():
+            self._display.step(int(row["step"]), row)
+        for warning in self._warnings.poll():
+            self._display.message(f"warning {warning['code']}: {warning['message']}")

@@ -72,10 +72,20 @@ def worst_difference(found: dict[str, np.ndarray], expected: dict[str, np.ndarra
     return max(float(np.abs(found[name] - expected[name]).max()) for name in expected)
 
 
-def poison_gradients(trainer: MegatronTrainer, value: float) -> None:
-    """Overwrite one gradient element on one rank, as an overflow would."""
-    if dist.get_rank() == 0:
-        next(p for p in trainer.optimizer.chunks[0].parameters()).main_grad.view(-1)[0] = value
+def poison_next_gradient(trainer: MegatronTrainer, value: float) -> None:
+    """Overwrite the gradients of one rank when the next backward pass is done, as an overflow would.
+    """
+    megatron = trainer.optimizer.megatron
+    prepare_grads = megatron.prepare_grads
+
+    def poisoned() -> bool:
+        megatron.prepare_grads = prepare_grads
+        if dist.get_rank() == 0:
+            for parameter in trainer.optimizer.chunks[0].parameters():
+                parameter.main_grad.fill_(value)
+        return prepare_grads()
+
+    megatron.prepare_grads = poisoned
 
 
 def moments_of(trainer: MegatronTrainer) -> list[torch.Tensor]:
