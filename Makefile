@@ -26,7 +26,7 @@ UV := .venv-lock/bin/uv
 COMPILE = cd requirements && UV_CUSTOM_COMPILE_COMMAND="make lock" ../$(UV) pip compile --quiet \
 	--python-platform x86_64-manylinux_2_28 --python-version 3.11
 
-.PHONY: help install grpo test gpu-check bench bench-learning lock docs clean
+.PHONY: help install grpo test gpu-check bench bench-learning results lock docs clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,11 +40,17 @@ test: $(INSTALLED) ## Install, then run all tests
 gpu-check: $(INSTALLED) ## Run the tests that need one GPU; says so when it skips them (use DEVICE=gpu)
 	$(VENV)/bin/python -m pytest -m gpu -rs $(ARGS)
 
-bench: $(INSTALLED) $(BENCH)/.installed ## Measure samples/s against TRL's GRPOTrainer (ARGS=--help for its options)
+bench: $(INSTALLED) $(BENCH)/.installed models/smollm2-135m ## Measure samples/s against TRL's GRPOTrainer (ARGS=--help for its options)
 	$(VENV)/bin/python -m benchmarks.run --trl-packages $(BENCH) $(ARGS)
 
 bench-learning: $(INSTALLED) ## Train the tiny policy with five other seeds; at least four must learn
 	$(VENV)/bin/python -m benchmarks.learning $(ARGS)
+
+results: $(INSTALLED) models/smollm2-135m ## Train the 135M model and write docs/results.md again (some 10 minutes)
+	$(VENV)/bin/python -m benchmarks.results $(ARGS)
+
+models/smollm2-135m: | $(INSTALLED)
+	$(VENV)/bin/megatron-rl models get smollm2-135m
 
 install: $(INSTALLED) ## Only install
 
@@ -85,8 +91,9 @@ lock: $(UV) ## Resolve requirements/*.in into the lock files again (ARGS=--upgra
 	$(COMPILE) bench.in --constraints cpu.lock --overrides cpu.overrides --excludes cpu.excludes --output-file /dev/null
 	$(COMPILE) bench.in --constraints cpu.lock --no-deps --output-file bench.lock $(ARGS)
 
-docs: $(INSTALLED) ## Write the generated pages again (docs/metrics.md)
+docs: $(INSTALLED) ## Write the generated pages again (metrics, config, exit codes)
 	$(VENV)/bin/python -m megatron_rl.monitor.metrics > docs/metrics.md
+	$(VENV)/bin/python -m launch.config.docs
 
 clean: ## Remove environments and caches; runs/ and models/ stay
 	rm -rf .venv .venv-gpu .venv-lock $(BENCH) build *.egg-info .pytest_cache .hypothesis

@@ -7,11 +7,8 @@ until the weight sync has committed a version; `weights` (EngineWeights) holds t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,18 +18,15 @@ from launch.errors import UserError
 from launch.planner.plan import Placement, Plan
 from megatron_rl.data.batch import Completion, Group, Prompt
 from megatron_rl.rollout.sampling import Sampling, group_seed, instances
+from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weights import EngineWeights
 from megatron_rl.weight_sync.manifest import Destination, Edge
 from megatron_rl.weight_sync.protocol import LaneSpec, TransferReport
 from megatron_rl.weight_sync.tiles import CanonicalTensor
-from megatron_rl.weight_sync.vllm_internals import pause_scheduler, shut_down
 
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _DEFAULT_CHUNK = 8192
 """Tokens of one engine iteration when the configuration leaves it to us."""
-
-
-class EngineDied(RuntimeError):
-    """vLLM's engine core or a worker ended; the message holds the end of its log."""
 
 
 class RolloutEngine:
@@ -55,25 +49,18 @@ class RolloutEngine:
         self._deterministic = config.rollout.deterministic
         self._chunk_tokens = _chunk_tokens(config, self._deterministic and plan.device == "cpu")
         self._requests = 0
-        self._llm = None
+        self._vllm: VllmEngine | None = None
         self.weights: EngineWeights | None = None
 
     async def start(self) -> None:
         """Start vLLM with dummy weights; returns when it answers. Serves nothing yet."""
         from transformers import AutoTokenizer
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
 
         self._tokenizer = AutoTokenizer.from_pretrained(self._config.model.path)
         self._stop_ids = stop_token_ids(self._config.model.path, self._tokenizer)
-        arguments = AsyncEngineArgs(**self._engine_arguments())
-        try:
-            with _output_to(self._log_path):
-                self._llm = AsyncLLM.from_engine_args(arguments)
-        except RuntimeError as error:
-            raise EngineDied(f"engine {self._replica} did not start: {error}{self._log_tail()}") from error
-        dtype = {"fp32": "float32", "bf16": "bfloat16"}[self._config.rollout.dtype]
-        self.weights = EngineWeights(self._llm, self._replica, self._tp, dtype, self._address)
+        self._vllm = VllmEngine(self._engine_arguments(), f"engine {self._replica}", self._log_path)
+        dtype = _DTYPES[self._config.rollout.dtype]
+        self.weights = EngineWeights(self._vllm, self._replica, self._tp, dtype, self._address)
         # A full collection walks everything that torch, transformers and vLLM imported: 0.4 s in mid-rollout.
         gc.collect()
         gc.freeze()
@@ -91,6 +78,8 @@ class RolloutEngine:
             NotServing: no weight version is committed on this engine.
         """
         self.weights.check_serving()
+        for prompt in prompts:
+            self._check_prompt(prompt)
         seeds = [group_seed(self._config.run.seed, step, prompt.index, instance)
                  for prompt, instance in zip(prompts, instances(prompts))]
         if not self._deterministic:
@@ -98,31 +87,31 @@ class RolloutEngine:
 
         order = sorted(range(len(prompts)), key=lambda i: (prompts[i].index, seeds[i]))
         groups: list[Group | None] = [None] * len(prompts)
-        await pause_scheduler(self._llm, clear_cache=True)
+        await self._vllm.freeze(clear_cache=True)
         try:
             queues = [await self._enqueue(prompts[i], sampling, seeds[i]) for i in order]
         finally:
-            await self._llm.resume_generation()
+            await self._vllm.resume()
         for i, queue in zip(order, queues):
-            groups[i] = self._group(prompts[i], await self._finished(queue))
+            groups[i] = self._group(prompts[i], await self._vllm.finished(queue))
         return groups
 
     async def generate_group(self, prompt: Prompt, sampling: Sampling, seed: int | None = None) -> Group:
         """G completions of one prompt. Groups of concurrent calls share the engine's batch as they come."""
         self.weights.check_serving()
+        self._check_prompt(prompt)
         queue = await self._enqueue(prompt, sampling, seed)
-        return self._group(prompt, await self._finished(queue))
+        return self._group(prompt, await self._vllm.finished(queue))
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """End vLLM and its workers; none is left when this returns."""
-        if self._llm is None:
-            return
-        llm, self._llm = self._llm, None
-        await asyncio.to_thread(shut_down, llm, timeout_s)
+        if self._vllm is not None:
+            vllm, self._vllm = self._vllm, None
+            await vllm.stop(timeout_s)
 
     def status(self) -> dict:
         """State, committed version and unfinished requests, for routing and health checks."""
-        unfinished = self._llm.get_num_unfinished_requests() if self._llm is not None else 0
+        unfinished = self._vllm.unfinished if self._vllm is not None else 0
         return {"replica": self._replica, "state": self.weights.state.value, "version": self.weights.version,
                 "unfinished": unfinished}
 
@@ -154,7 +143,7 @@ class RolloutEngine:
         # Without tensor parallelism the worker lives in the engine core's process: one process and one hop less.
         arguments = dict(
             model=self._config.model.path, skip_tokenizer_init=True, load_format="dummy",
-            dtype={"fp32": "float32", "bf16": "bfloat16"}[rollout.dtype], seed=self._config.run.seed,
+            dtype=_DTYPES[rollout.dtype], seed=self._config.run.seed,
             tensor_parallel_size=self._tp, distributed_executor_backend="mp" if self._tp > 1 else "uni",
             max_model_len=self._max_model_len, max_num_seqs=rollout.max_num_seqs,
             max_num_batched_tokens=self._chunk_tokens, enforce_eager=rollout.enforce_eager,
@@ -174,24 +163,14 @@ class RolloutEngine:
 
     async def _enqueue(self, prompt: Prompt, sampling: Sampling, seed: int | None):
         from vllm import SamplingParams
-        from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        self._check_prompt(prompt)
         parameters = SamplingParams(
             n=sampling.n, temperature=sampling.temperature, max_tokens=sampling.max_new_tokens, seed=seed,
             stop_token_ids=self._stop_ids, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
         self._requests += 1
-        with self._engine_errors():
-            return await self._llm.add_request(str(self._requests), tokens_input(prompt.token_ids.tolist()), parameters)
-
-    async def _finished(self, queue):
-        with self._engine_errors():
-            while True:
-                output = queue.get_nowait() or await queue.get()
-                if output.finished:
-                    return output
+        return await self._vllm.enqueue(str(self._requests), prompt.token_ids.tolist(), parameters)
 
     def _group(self, prompt: Prompt, output) -> Group:
         outputs = sorted(output.outputs, key=lambda completion: completion.index)
@@ -204,21 +183,6 @@ class RolloutEngine:
             raise UserError(f"prompt {prompt.index} has {len(prompt.token_ids)} tokens, more than "
                             f"rollout.max_prompt_tokens = {limit}", where="rollout.max_prompt_tokens",
                             fix="raise it or drop the prompt")
-
-    @contextlib.contextmanager
-    def _engine_errors(self) -> Iterator[None]:
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-        try:
-            yield
-        except (EngineDeadError, EngineGenerateError) as error:
-            raise EngineDied(f"engine {self._replica} died{self._log_tail()}") from error
-
-    def _log_tail(self, lines: int = 30) -> str:
-        if self._log_path is None or not self._log_path.exists():
-            return ""
-        tail = self._log_path.read_text(errors="replace").splitlines()[-lines:]
-        return f"; the end of {self._log_path}:\n" + "\n".join(tail)
 
 
 def stop_token_ids(folder: str, tokenizer) -> list[int]:
@@ -259,24 +223,3 @@ def _chunk_tokens(config: RunConfig, seeded_on_cpu: bool) -> int:
             "on a CPU a seeded prompt must be prefilled in one piece",
             where="rollout.max_num_batched_tokens", fix=f"at least {longest}, null, or rollout.deterministic: false")
     return max(chosen, longest) if seeded_on_cpu else chosen
-
-
-@contextlib.contextmanager
-def _output_to(path: Path | None) -> Iterator[None]:
-    """Processes started inside write to `path`: they inherit the file behind stdout and stderr."""
-    if path is None:
-        yield
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    saved = os.dup(1), os.dup(2)
-    with path.open("ab") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    try:
-        yield
-    finally:
-        for descriptor, original in zip((1, 2), saved):
-            os.dup2(original, descriptor)
-            os.close(original)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.weight_sync.manifest import Destination, Edge
 from megatron_rl.weight_sync.protocol import EngineState, LaneSpec, NotServing, SyncError, TransferReport
 from megatron_rl.weight_sync.tiles import CanonicalTensor
@@ -17,8 +18,8 @@ class EngineWeights:
     refused unless the state is SERVING.
     """
 
-    def __init__(self, llm, replica: int, tp: int, dtype: str, address: str | None) -> None:
-        self._llm, self._replica, self._tp, self._dtype, self._address = llm, replica, tp, dtype, address
+    def __init__(self, vllm: VllmEngine, replica: int, tp: int, dtype: str, address: str | None) -> None:
+        self._vllm, self._replica, self._tp, self._dtype, self._address = vllm, replica, tp, dtype, address
         self.state = EngineState.EMPTY
         self.version: int | None = None
         self._paused = False
@@ -36,7 +37,7 @@ class EngineWeights:
             SyncError: vLLM's loading of this model cannot be written as tiles.
         """
         plain = [[tensor.name, list(tensor.shape)] for tensor in canonical]
-        answers = await self._llm.collective_rpc("sync_layout", args=(plain, self._dtype))
+        answers = await self._vllm.rpc("sync_layout", plain, self._dtype)
         for worker, answer in enumerate(answers):
             if "error" in answer:
                 raise SyncError(f"engine {self._replica} worker {worker}: {answer['error']}")
@@ -45,29 +46,25 @@ class EngineWeights:
 
     async def open(self, lanes: Sequence[LaneSpec], edges: Sequence[Edge], timeout_s: float) -> None:
         """Every worker joins its lanes, in the order given, and keeps its edges."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
         by_worker = [[edge.encode() for edge in edges if edge.worker == worker] for worker in range(self._tp)]
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={
+        await self._vllm.open_transfer({
             "replica": self._replica, "lanes": [lane.plain() for lane in lanes], "edges": by_worker,
-            "timeout_s": timeout_s, "address": self._address}))
-        self._raise_errors(await self._llm.collective_rpc("sync_status"))
+            "timeout_s": timeout_s, "address": self._address})
+        self._raise_errors(await self._vllm.rpc("sync_status"))
 
     async def prepare(self, epoch: int) -> None:
         """Stop serving. Requests that are running are frozen in their place and go on with the new weights."""
         self.state, self._reason = EngineState.UPDATING, f"epoch {epoch} is not committed yet"
-        if self._llm.get_num_unfinished_requests():
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
+        if self._vllm.unfinished:
+            await self._vllm.freeze(clear_cache=False)
             self._paused = True
-        await self._llm.start_weight_update()
+        await self._vllm.start_update()
 
     async def receive(self, epoch: int) -> list[TransferReport]:
         """Take in this epoch's buckets; a worker's failure is in its report, it is not raised."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"epoch": epoch}))
+        await self._vllm.update({"epoch": epoch})
         reports = []
-        for worker, status in enumerate(await self._llm.collective_rpc("sync_status")):
+        for worker, status in enumerate(await self._vllm.rpc("sync_status")):
             member = f"engine {self._replica} worker {worker}"
             error = status["error"]
             if error is None and status["epoch"] != epoch:
@@ -81,12 +78,12 @@ class EngineWeights:
         """The live weights are `version`: drop what was cached under the old ones, then serve."""
         if self.state is not EngineState.UPDATING:
             raise SyncError(f"engine {self._replica} is {self.state.value}: it cannot commit epoch {epoch}")
-        await self._llm.finish_weight_update(weight_version=str(version))
+        await self._vllm.finish_update(str(version))
         # vLLM keeps the prefix cache over an update, and refuses to drop it while requests hold blocks.
-        if not await self._llm.reset_prefix_cache(reset_running_requests=self._paused):
+        if not await self._vllm.reset_prefix_cache(preempt=self._paused):
             raise SyncError(f"engine {self._replica} did not drop its prefix cache: it would mix two versions")
         if self._paused:
-            await self._llm.resume_generation()
+            await self._vllm.resume()
             self._paused = False
         self.state, self.version = EngineState.SERVING, version
 
@@ -96,7 +93,7 @@ class EngineWeights:
         self.state, self._reason = EngineState.DISCARDED, f"epoch {epoch} failed: {reason}"
         self.version = None
         if was_updating:
-            await self._llm.finish_weight_update()      # only ends vLLM's session, so that another can start
+            await self._vllm.finish_update()      # only ends vLLM's session, so that another can start
 
     def _raise_errors(self, statuses: Sequence[dict]) -> None:
         failed = [f"engine {self._replica} worker {worker}: {status['error']}"

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import CheckpointingException
 from safetensors import safe_open
 from safetensors.torch import save as safetensors_bytes
-from torch.distributed.checkpoint.api import CheckpointException
 
 from launch.errors import UserError
 from launch.planner.plan import RankCoordinates
@@ -165,29 +164,26 @@ def _together(folder: Path, needed: int | None = None) -> Iterator[None]:
         failure = error
     told: list[UserError | str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(told, None if failure is None else _told(failure, folder, needed))
-    for rank, message in enumerate(told):
+    for message in told:
         if isinstance(message, UserError):
             raise message from failure
+    for rank, message in enumerate(told):
         if message is not None:
             raise RuntimeError(f"checkpoint {folder}: rank {rank} failed: {message}") from failure
 
 
 def _told(error: Exception, folder: Path, needed: int | None) -> UserError | str:
-    causes = [error]
-    if isinstance(error, CheckpointException):
-        causes += [failure for failure, _ in error.failures.values()]
-    for cause in causes:
-        if isinstance(cause, UserError):
-            return cause
-        if needed is not None and files.is_disk_full(cause):
-            return files.disk_full(files.partial_of(folder), needed)
-        if isinstance(cause, OSError):
-            return UserError(f"the checkpoint cannot be written or read: {cause}", where=str(folder),
-                             fix="check permissions and the state of the file system")
-        if isinstance(cause, CheckpointingException):
-            return UserError(f"the checkpoint does not fit this run's model and optimizer: {cause}",
-                             where=str(folder), fix="use the model.path, trainer.dtype and "
-                             "trainer.distributed_optimizer that it was written with")
+    if isinstance(error, UserError):
+        return error
+    if needed is not None and files.is_disk_full(error):
+        return files.disk_full(files.partial_of(folder), needed)
+    if isinstance(error, OSError):
+        return UserError(f"the checkpoint cannot be written or read: {error}", where=str(folder),
+                         fix="check permissions and the state of the file system")
+    if isinstance(error, CheckpointingException):
+        return UserError(f"the checkpoint does not fit this run's model and optimizer: {error}", where=str(folder),
+                         fix="use the model.path, trainer.dtype and trainer.distributed_optimizer that it was "
+                             "written with")
     return f"{type(error).__name__}: {error}"
 
 

@@ -7,13 +7,14 @@ Engine modules, optimizer hyperparameters) are left out: they would have to be p
 
 from __future__ import annotations
 
+import io
 import pickle
-from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core.dist_checkpointing import load as megatron_load
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -25,6 +26,8 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, 
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from launch.errors import UserError
 from megatron_rl.trainer.optimizer import PolicyOptimizer
@@ -74,12 +77,44 @@ def write(own: dict[str, list[ShardedTensor]], folder: Path) -> None:
     """Write this rank's tensors into `folder`, synced; the first rank adds the index (`.metadata`). Collective.
 
     Raises:
-        CheckpointException: on every rank, if one could not write.
+        OSError: on a rank that could not write.
+        CheckpointException: on all others.
     """
-    torch_checkpoint.save(
-        mcore_to_pyt_state_dict(own),
-        storage_writer=torch_checkpoint.FileSystemWriter(folder, sync_files=True, thread_count=1),
-        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False))
+    disk = _Disk()
+    writer = torch_checkpoint.FileSystemWriter(folder, sync_files=True, thread_count=1)
+    writer.fs = disk
+    try:
+        torch_checkpoint.save(mcore_to_pyt_state_dict(own), storage_writer=writer,
+                              planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False))
+    except CheckpointException as error:
+        if disk.error is not None:
+            raise disk.error from error
+        raise
+
+
+class _Disk(FileSystem):
+    """Remembers why a write failed: torch.save turns a full disk into `RuntimeError: unexpected pos 704 vs 598`."""
+
+    error: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | Path, mode: str) -> Iterator[IO[bytes]]:
+        disk = self
+
+        class Stream(io.BufferedWriter):
+            def write(self, data: Any) -> int:
+                try:
+                    return super().write(data)
+                except OSError as error:
+                    disk.error = disk.error or error
+                    raise
+
+        try:
+            with Stream(io.FileIO(path, mode)) as stream:
+                yield stream
+        except OSError as error:
+            self.error = self.error or error
+            raise
 
 
 def write_markers(folder: Path) -> None:

@@ -6,6 +6,7 @@ there against vLLM's own loading and against Hugging Face.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,3 +102,8 @@ def shut_down(llm, timeout_s: float) -> None:
 async def pause_scheduler(llm, *, clear_cache: bool) -> None:
     """Stop scheduling; running requests keep their place. `AsyncLLM.pause_generation` would add a fixed sleep."""
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+
+
+def output_handler(llm) -> asyncio.Task:
+    """The task that ends when the engine's processes have ended."""
+    return llm.output_handler

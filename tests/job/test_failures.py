@@ -46,7 +46,7 @@ def test_a_rank_that_never_arrives_is_named(tmp_path):
     outcome = job.outcome()
     assert outcome.component == "trainer-1" and outcome.step == 2
     assert "never arrived: trainer-1" in job.text() and "faults.py" in job.text()
-    assert "distributed" in stack_file(job.attempt, "trainer-0").read_text()
+    assert "_communicate" in stack_file(job.attempt, "trainer-0").read_text()
 
 
 def test_an_error_in_a_rank_is_shown_with_rank_and_log(tmp_path):

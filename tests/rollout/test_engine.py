@@ -13,7 +13,8 @@ import pytest
 
 from launch.errors import UserError
 from launch.planner.architecture import from_hf_config
-from megatron_rl.rollout.engine import EngineDied, RolloutEngine
+from megatron_rl.rollout.engine import RolloutEngine
+from megatron_rl.rollout.vllm_engine import EngineDied
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.megatron_layout import canonical_tensors
@@ -94,7 +95,7 @@ def test_rollouts_repeat_bit_for_bit(served, config, folder, sources, tmp_path):
 
 def _assert_death_is_noticed(runner: asyncio.Runner, engine: RolloutEngine) -> None:
     """The engine core is killed in mid-generation."""
-    core = engine._llm.engine_core.resources.engine_manager.processes[0].pid
+    core = engine._vllm._llm.engine_core.resources.engine_manager.processes[0].pid
 
     async def killed() -> None:
         task = asyncio.ensure_future(engine.generate(PROMPTS, Sampling(16, 1.0, NEW_TOKENS), 0))
@@ -186,8 +187,7 @@ def test_aborted_completions_carry_versions_too(served):
         while engine.status()["unfinished"] < 32:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.1)
-        await engine._llm.pause_generation(mode="abort")
-        await engine._llm.resume_generation()
+        await engine._vllm.abort_all()
         return await task
 
     cut = [c for c in runner.run(aborted()).completions if c.finish_reason == "abort"]
@@ -214,7 +214,7 @@ def test_prompts_that_a_seeded_engine_would_split_are_refused(folder):
 def test_stop_leaves_no_process(served):
     """The last test of this engine."""
     runner, engine, _ = served
-    core = psutil.Process(engine._llm.engine_core.resources.engine_manager.processes[0].pid)
+    core = psutil.Process(engine._vllm._llm.engine_core.resources.engine_manager.processes[0].pid)
     processes = [core, *core.children(recursive=True)]
     runner.run(engine.stop())
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)

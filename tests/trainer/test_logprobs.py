@@ -42,10 +42,20 @@ def _on_shard(logits_TV: torch.Tensor, labels_T: torch.Tensor, a_T: torch.Tensor
 
 @pytest.mark.parametrize("rows", [1, 5, 1000])
 def test_equals_float64_whatever_the_chunk(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "_CHUNK_ELEMENTS", rows * PADDED)
+    monkeypatch.setitem(logprobs._CHUNK_ELEMENTS, "cpu", rows * PADDED)
     inputs = _inputs()
     for found, expected in zip(_on_shard(*inputs), _truth(*inputs), strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("unused", ["entropy", "logprobs"])
+def test_gradient_through_one_output_only(unused: str) -> None:
+    logits_TV, labels_T, a_T, b_T = _inputs()
+    a_T, b_T = (a_T, torch.zeros(T)) if unused == "entropy" else (torch.zeros(T), b_T)
+    leaf = logits_TV.clone().requires_grad_()
+    chosen_T, entropy_T = vocab_parallel_logprobs(leaf * 1.0, labels_T, vocab=VOCAB, temperature=TEMPERATURE)
+    ((a_T * chosen_T) if unused == "entropy" else (b_T * entropy_T)).sum().backward()
+    torch.testing.assert_close(leaf.grad.double(), _truth(logits_TV, labels_T, a_T, b_T)[2], rtol=2e-5, atol=2e-5)
 
 
 def test_bf16_logits_are_summed_in_fp32() -> None:
@@ -82,7 +92,7 @@ class _LargestAllocation(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_second_full_size_logits_is_ever_made(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, width, chunk = 512, 1024, 32
-    monkeypatch.setattr(logprobs, "_CHUNK_ELEMENTS", chunk * width)
+    monkeypatch.setitem(logprobs._CHUNK_ELEMENTS, "cpu", chunk * width)
     leaf = torch.randn(rows, width, dtype=dtype, requires_grad=True)
     logits = leaf * 1.0
     with _LargestAllocation(logits) as allocations:

@@ -143,3 +143,16 @@ def test_attention_never_builds_a_mask_over_the_whole_pack() -> None:
             assert padded <= 2 * lengths.sum()
             masks = sum(b.mask.numel() for b in plan.sub_batches if b.mask is not None)
             assert masks <= 4 * (lengths ** 2).sum() // cp
+
+
+def _logit_rows(rank: Rank, config: RunConfig, batch: PolicyBatch) -> list[int]:
+    training, rows = TrainingRank(rank, config), []
+    training.chunks[0].module.output_layer.register_forward_hook(lambda _, __, out: rows.append(out[0].shape[0]))
+    step.run_step(training.chunks, training.plan, batch, reinforce, TEMPERATURE)
+    return rows
+
+
+def test_logits_are_made_for_completions_only(models: Models) -> None:
+    batch = make_batch(UNEQUAL, VOCAB)
+    config = run_config(models.folder(()), token_budget=1000)
+    assert run_ranks(1, _logit_rows, config, batch) == [[int((batch.behaviour_logprobs_N != 0).sum())]]

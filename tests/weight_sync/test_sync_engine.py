@@ -59,7 +59,7 @@ class _World:
     def live(self) -> list[dict[str, tuple]]:
         """Name -> (shape, bytes) of every live parameter, by worker."""
         names = [layout.name for layout in self.layouts()[0]]
-        answers = self.runner.run(self.engine._llm.collective_rpc("sync_probe", args=(names,)))
+        answers = self.runner.run(self.engine._vllm.rpc("sync_probe", names))
         return [{name: (tuple(shape), data) for name, (_, shape, data) in answer.items()} for answer in answers]
 
     def layouts(self):
@@ -121,7 +121,7 @@ def test_the_prefix_cache_works_within_a_version(world):
 
     async def cached() -> int:
         prompt = {"prompt_token_ids": PROMPTS[0].token_ids.tolist()}
-        async for output in world.engine._llm.generate(prompt, SamplingParams(max_tokens=1), "cached"):
+        async for output in world.engine._vllm._llm.generate(prompt, SamplingParams(max_tokens=1), "cached"):
             return output.num_cached_tokens
 
     world.generate()

@@ -1,0 +1,159 @@
+"""vLLM's AsyncLLM such that no call outlives it: when its processes end, every waiting call raises.
+
+AsyncLLM itself fails requests when the engine core dies, but leaves its other calls (worker RPCs, pause, resume)
+waiting for an answer for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from megatron_rl.weight_sync.vllm_internals import output_handler, pause_scheduler, shut_down
+
+Answer = TypeVar("Answer")
+
+
+class EngineDied(RuntimeError):
+    """vLLM's engine core or a worker ended, or did not start; the message holds the end of its log."""
+
+
+class VllmEngine:
+    """A started AsyncLLM.
+
+    Args:
+        arguments: of vLLM's `AsyncEngineArgs`.
+        name: for messages.
+        log_path: file that the engine core and the workers write to; None leaves them this process's output.
+
+    Raises:
+        EngineDied: it did not start.
+    """
+
+    def __init__(self, arguments: dict, name: str, log_path: Path | None) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._name, self._log_path = name, log_path
+        engine_arguments = AsyncEngineArgs(**arguments)
+        try:
+            with _output_to(log_path):
+                self._llm = AsyncLLM.from_engine_args(engine_arguments)
+        except RuntimeError as error:
+            raise EngineDied(f"{name} did not start: {error}{self._log_tail()}") from error
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that vLLM holds."""
+        return self._llm.get_num_unfinished_requests()
+
+    async def enqueue(self, request_id: str, token_ids: list[int], parameters):
+        """Hand a request to the engine; returns the queue that `finished` waits on."""
+        from vllm.inputs.engine import tokens_input
+
+        return await self._call(self._llm.add_request(request_id, tokens_input(token_ids), parameters))
+
+    async def finished(self, queue):
+        """The final `RequestOutput`. A caller that is cancelled takes its request out of the engine."""
+        try:
+            while True:
+                output = queue.get_nowait() or await self._call(queue.get())
+                if output.finished:
+                    return output
+        except asyncio.CancelledError:
+            await self._llm.abort(queue.request_id, internal=True)
+            raise
+
+    async def rpc(self, method: str, *args) -> list:
+        """Call a method of every worker; the answers by TP rank."""
+        return await self._call(self._llm.collective_rpc(method, args=args))
+
+    async def freeze(self, *, clear_cache: bool) -> None:
+        """Schedule nothing until `resume`; running requests keep their place, new ones wait."""
+        await self._call(pause_scheduler(self._llm, clear_cache=clear_cache))
+
+    async def resume(self) -> None:
+        await self._call(self._llm.resume_generation())
+
+    async def abort_all(self) -> None:
+        """End all requests; each returns what it has, with finish reason `abort`."""
+        await self._call(self._llm.pause_generation(mode="abort"))
+        await self.resume()
+
+    async def reset_prefix_cache(self, *, preempt: bool) -> bool:
+        """Forget all cached blocks; False if requests hold some and may not be preempted."""
+        return await self._call(self._llm.reset_prefix_cache(reset_running_requests=preempt))
+
+    async def open_transfer(self, init_info: dict) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
+
+    async def start_update(self) -> None:
+        await self._call(self._llm.start_weight_update())
+
+    async def update(self, update_info: dict) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
+
+    async def finish_update(self, version: str | None = None) -> None:
+        """End the update; with `version` the label of all tokens from here on."""
+        await self._call(self._llm.finish_weight_update(weight_version=version))
+
+    async def stop(self, timeout_s: float) -> None:
+        """End the engine core and its workers."""
+        output_handler(self._llm).cancel()     # else it reports the end of the engine core as a failure
+        await asyncio.to_thread(shut_down, self._llm, timeout_s)
+
+    async def _call(self, call: Awaitable[Answer]) -> Answer:
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        task = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait({task, output_handler(self._llm)}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if not task.done():
+            task.cancel()
+            raise self._died()
+        try:
+            return task.result()
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise self._died() from error
+
+    def _died(self) -> EngineDied:
+        return EngineDied(f"{self._name} died{self._log_tail()}")
+
+    def _log_tail(self, lines: int = 30) -> str:
+        if self._log_path is None or not self._log_path.exists():
+            return ""
+        tail = self._log_path.read_text(errors="replace").splitlines()[-lines:]
+        return f"; the end of {self._log_path}:\n" + "\n".join(tail)
+
+
+@contextlib.contextmanager
+def _output_to(path: Path | None) -> Iterator[None]:
+    """Processes started inside write to `path`: they inherit the file behind stdout and stderr."""
+    if path is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    with path.open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        yield
+    finally:
+        for descriptor, original in zip((1, 2), saved):
+            os.dup2(original, descriptor)
+            os.close(original)

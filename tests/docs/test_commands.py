@@ -1,0 +1,57 @@
+"""Every command in README.md and docs/ exists and takes the arguments that the page gives it; every link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import click
+import pytest
+
+from launch.cli.main import cli, main
+from launch.planner.prepare import prepare
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+RUN_FOR_REAL = ("config", "plan")
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """(page, words) of each line of an indented or fenced block that starts with one of our commands."""
+    found = {}
+    for page in PAGES:
+        for line in page.read_text(encoding="utf-8").splitlines():
+            text = line.strip().removeprefix("$ ")
+            if not (line.startswith("    ") or line.startswith("megatron-rl ") or line.startswith("make ")):
+                continue
+            if text.startswith(("megatron-rl ", "make ")):
+                words = tuple(shlex.split(text, comments=True))
+                found.setdefault(words, page.name)
+    return [(page, list(words)) for words, page in found.items()]
+
+
+@pytest.mark.parametrize(("page", "words"), commands(), ids=lambda value: value if isinstance(value, str)
+                         else " ".join(value))
+def test_command(page, words, capsys):
+    if words[0] == "make":
+        done = subprocess.run([*words[:1], "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, text=True,
+                              check=False)
+        assert done.returncode == 0, done.stderr
+        return
+    context = click.Context(cli)
+    name, command, rest = cli.resolve_command(context, words[1:])
+    command.make_context(name, rest, parent=context)  # refuses unknown options and missing arguments
+    if name in RUN_FOR_REAL:
+        assert main(words[1:]) == 0, capsys.readouterr().err
+    if name == "launch" and Path(words[2]).parent.name != "135m":  # its model folder is made by a command of its own
+        prepare(words[2], [word for word in words[3:] if "=" in word], "cpu")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

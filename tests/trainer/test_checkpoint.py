@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from launch.errors import UserError
+from megatron_rl.trainer import checkpoint_files as files
+from megatron_rl.trainer import checkpoint_tensors, rng
+from tests.ranks import Rank, RankError, run_ranks
+from tests.tiny_models import make_tiny
+from tests.trainer.runs import assert_same_bits, batches, config_of, moments_of, start, whole_model, worst_difference
+
+EXTRA = {"weight_version": 2, "data": {"epoch": 0, "position": 12}, "eval_done": [0, 2],
+         "identity": {"data": "aaaa", "tokenizer": "bbbb"}}
+
+
+def _updates(trainer, count: int, first: int = 0) -> list[dict[str, float]]:
+    return [trainer.update(batch) for batch in batches(trainer.plan.architecture.vocab, count, first)]
+
+
+def _unbroken(rank: Rank, config, folder: Path | None, total: int = 4):
+    """Two updates, a checkpoint, and the rest; the draws after the checkpoint stand for whatever uses RNG."""
+    trainer = start(rank, config)
+    trainer.load_initial_weights()
+    _updates(trainer, 2)
+    at_checkpoint = whole_model(trainer)
+    size = trainer.save(folder, EXTRA) if folder else 0
+    drawn = (torch.rand(3).tolist(), np.random.rand(), float(rng.random.random()))
+    metrics = _updates(trainer, total - 2, first=2)
+    return {"at_checkpoint": at_checkpoint, "metrics": metrics, "weights": whole_model(trainer), "size": size,
+            "moments": moments_of(trainer), "drawn": drawn}
+
+
+def _resumed(rank: Rank, config, folder: Path, updates: int = 2, identity=None):
+    trainer = start(rank, config)
+    loaded = trainer.load(folder, identity)
+    at_checkpoint = whole_model(trainer)
+    drawn = (torch.rand(3).tolist(), np.random.rand(), float(rng.random.random()))
+    metrics = _updates(trainer, updates, first=2)
+    return {"at_checkpoint": at_checkpoint, "metrics": metrics, "weights": whole_model(trainer), "loaded": loaded,
+            "moments": moments_of(trainer), "drawn": drawn}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("llama"), num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def written(llama, tmp_path_factory):
+    """A run of TP2 x DP2 and its checkpoint; tests that harm a checkpoint copy it."""
+    folder = files.checkpoint_folder(tmp_path_factory.mktemp("run") / "checkpoints", 2)
+    config = config_of(llama, tp=2, dp=2)
+    return config, folder, run_ranks(4, _unbroken, config, folder)
+
+
+@pytest.fixture
+def copy(written, tmp_path) -> Path:
+    return Path(shutil.copytree(written[1], files.checkpoint_folder(tmp_path, 2)))
+
+
+def test_resumed_run_equals_the_unbroken_one_bit_for_bit(written) -> None:
+    config, folder, unbroken = written
+    resumed = run_ranks(4, _resumed, config, folder)
+    assert resumed[0]["metrics"] == unbroken[0]["metrics"], "loss, learning rate, gradient norm, all of them"
+    assert_same_bits(resumed[0]["weights"], unbroken[0]["weights"])
+    for a, b in zip(resumed, unbroken, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a["moments"], b["moments"], strict=True))
+        assert a["drawn"] == b["drawn"] and a["loaded"]["rng_restored"]
+    assert len({rank["drawn"][1] for rank in resumed}) == 2, "TP peers share the default stream, DP ranks do not"
+    assert resumed[0]["loaded"]["extra"] == EXTRA and resumed[0]["loaded"]["updates"] == 2
+    assert resumed[0]["loaded"]["changes"] == []
+
+
+def test_learning_rate_goes_on_where_it_was(written) -> None:
+    """Warm-up of 2 to 1e-2, then linear to 0 at the tenth step: counted once, not twice, not from the start."""
+    config, folder, _ = written
+    metrics = run_ranks(4, _resumed, config, folder)[0]["metrics"]
+    assert [m["train/lr"] for m in metrics] == pytest.approx([1e-2, 1e-2 * 6 / 7])
+
+
+@pytest.mark.parametrize("world, sizes", [
+    (2, {"pp": 2}), (4, {"pp": 2, "vpp": 2, "cp": 2}), (1, {}), (4, {"tp": 2, "pp": 2, "sequence_parallel": True})],
+    ids=["pp2", "pp2-vpp2-cp2", "one-rank", "tp2-pp2-sp"])
+def test_another_layout_goes_on_from_the_same_weights(written, llama, world, sizes) -> None:
+    _, folder, unbroken = written
+    resumed = run_ranks(world, _resumed, config_of(llama, **sizes), folder, 1)[0]
+    assert_same_bits(resumed["at_checkpoint"], unbroken[0]["at_checkpoint"])
+    assert resumed["metrics"][0]["train/grad_norm"] == pytest.approx(
+        unbroken[0]["metrics"][0]["train/grad_norm"], rel=1e-5)
+    assert resumed["metrics"][0]["train/lr"] == unbroken[0]["metrics"][0]["train/lr"]
+    one_more = run_ranks(4, _unbroken, config_of(llama, tp=2, dp=2), None, 3)[0]["weights"]
+    # One step moves a weight by up to 1e-2; with restarted moments the two would differ by as much.
+    assert worst_difference(resumed["weights"], one_more) < 1e-5
+    assert resumed["loaded"]["rng_restored"] is False
+    assert any(line.startswith("trainer.tp has changed") for line in resumed["loaded"]["changes"]) == (
+        sizes.get("tp") != 2)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_bf16_with_tied_embeddings_changes_its_layout(tmp_path, distributed) -> None:
+    """fp32 master weights come back too: from the bf16 weights alone the next update would differ."""
+    model = make_tiny(tmp_path / "model", "qwen2", tie_word_embeddings=True)
+    folder = files.checkpoint_folder(tmp_path, 2)
+    same = {"dtype": "bf16", "distributed_optimizer": distributed, "optimizer": {"lr": 1e-4}}
+    config = config_of(model, pp=2, **same)
+    unbroken = run_ranks(2, _unbroken, config, folder, 3)
+    resumed = run_ranks(2, _resumed, config, folder, 1)
+    for a, b in zip(resumed, unbroken, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a["moments"], b["moments"], strict=True))
+    assert_same_bits(resumed[0]["weights"], unbroken[0]["weights"])
+    other = run_ranks(2, _resumed, config_of(model, tp=2, **same), folder, 1)
+    assert_same_bits(other[0]["at_checkpoint"], unbroken[0]["at_checkpoint"])
+
+
+def test_changed_data_tokenizer_and_settings_are_reported(written, llama) -> None:
+    _, folder, _ = written
+    config = config_of(llama, tp=2, dp=2, run={"steps": 20}, optimizer={"lr": 3e-3})
+    loaded = run_ranks(4, _resumed, config, folder, 0, {"data": "cccc", "tokenizer": "bbbb"})[0]["loaded"]
+    told = "\n".join(loaded["changes"])
+    for line in ("data has changed since the checkpoint: aaaa -> cccc", "run.steps has changed since the checkpoint: "
+                 "10 -> 20", "trainer.optimizer.lr has changed since the checkpoint: 0.01 -> 0.003", "plan has changed"):
+        assert line in told
+    assert "tokenizer has" not in told
+
+
+def test_other_model_or_precision_is_refused(written, llama, tmp_path) -> None:
+    _, folder, _ = written
+    with pytest.raises(RankError, match="another model or precision: dtype was fp32, is bf16"):
+        run_ranks(1, _resumed, config_of(llama, dtype="bf16"), folder)
+    wider = make_tiny(tmp_path, num_hidden_layers=2)
+    with pytest.raises(RankError, match="layers was 4, is 2"):
+        run_ranks(1, _resumed, config_of(wider), folder)
+
+
+def _save_without_moments(rank: Rank, config, folder: Path):
+    trainer = start(rank, config)
+    trainer.load_initial_weights()
+    real = checkpoint_tensors.sharded_tensors
+    checkpoint_tensors.sharded_tensors = lambda *args, **kw: {"model": real(*args, **kw)["model"]}
+    trainer.save(folder, {})
+
+
+def test_checkpoint_without_optimizer_state_is_refused(llama, tmp_path) -> None:
+    folder = files.checkpoint_folder(tmp_path, 2)
+    run_ranks(1, _save_without_moments, config_of(llama), folder)
+    with pytest.raises(RankError, match=r"UserError: the checkpoint does not fit this run's model and optimizer.*"
+                                        r"(.|\n)*optimizer.state.exp_avg"):
+        run_ranks(1, _resumed, config_of(llama), folder)
+
+
+def test_forged_index_is_refused_before_anything_of_it_runs(written, copy) -> None:
+    config, _, _ = written
+    proof = copy.parent / "it-ran"
+
+    class Payload:
+        def __reduce__(self):
+            return os.mkdir, (str(proof),)
+
+    sound = (copy / ".metadata").stat().st_size
+    (copy / ".metadata").write_bytes(pickle.dumps(Payload()).ljust(sound, b"\0"))
+    with pytest.raises(RankError, match=r"not one that this program writes: it names \w+.mkdir"):
+        run_ranks(4, _resumed, config, copy)
+    assert not proof.exists()
+
+
+def test_truncated_checkpoint_is_refused_by_name(written, copy) -> None:
+    config, _, _ = written
+    os.truncate(copy / "__1_0.distcp", 1000)
+    with pytest.raises(RankError, match=r"not complete: __1_0.distcp has 1,000 bytes"):
+        run_ranks(4, _resumed, config, copy)
+
+
+def _killed(rank: Rank, config, folder: Path):
+    """The machine dies after the tensors were written and before the checkpoint is visible."""
+    trainer = start(rank, config)
+    trainer.load_initial_weights()
+    trainer.save(files.checkpoint_folder(folder, 1), {})
+    publish = files.publish
+
+    def die(*args):
+        publish_was_reached = files.partial_of(args[0]) / "__0_0.distcp"
+        assert publish_was_reached.stat().st_size > 0 and publish
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    files.publish = die
+    trainer.save(files.checkpoint_folder(folder, 2), {})
+
+
+def test_kill_in_the_middle_leaves_the_last_good_one(llama, tmp_path) -> None:
+    with pytest.raises(RankError, match="died with exit code -9|failed first"):
+        run_ranks(2, _killed, config_of(llama, tp=2), tmp_path)
+    assert files.partial_of(files.checkpoint_folder(tmp_path, 2)).is_dir()
+    assert files.latest_complete(tmp_path) == files.checkpoint_folder(tmp_path, 1)
+    run_ranks(2, _resumed, config_of(llama, tp=2), files.checkpoint_folder(tmp_path, 1), 0)
+
+
+def _until_full(rank: Rank, config, root: Path, limit: int | None):
+    """Checkpoints until one does not fit; returns the message that this rank saw."""
+    trainer = start(rank, config)
+    trainer.load_initial_weights()
+    trainer.save(files.checkpoint_folder(root, 1), {})
+    if limit is not None and rank.rank == rank.world - 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        trainer.save(files.checkpoint_folder(root, 2), {})
+    except UserError as error:
+        told = str(error)
+    else:
+        raise AssertionError("the second checkpoint should not have fitted")
+    dist.barrier()
+    _updates(trainer, 1)
+    return told
+
+
+def _assert_disk_full_was_told(told: list[str], root: Path) -> None:
+    for message in told:
+        assert "no room for the checkpoint: it needs" in message and f"where: {root}" in message
+    assert files.latest_complete(root) == files.checkpoint_folder(root, 1)
+    assert sorted(f.name for f in root.iterdir()) == ["step-000001"], "the partial checkpoint gave its space back"
+
+
+def test_write_that_fails_on_one_rank_is_told_on_all(llama, tmp_path) -> None:
+    """A file size limit on the last rank: the system refuses the write half-way, like a quota."""
+    _assert_disk_full_was_told(run_ranks(2, _until_full, config_of(llama, tp=2), tmp_path, 500_000), tmp_path)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 20 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(folder)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"mounting needs rights that this user lacks: {done.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["free-space-known", "free-space-hidden-by-quota"])
+def test_full_disk_keeps_the_last_good_checkpoint(llama, small_disk, announced) -> None:
+    function = _until_full if announced else _until_full_unannounced
+    _assert_disk_full_was_told(run_ranks(2, function, config_of(llama, tp=2), small_disk, None), small_disk)
+
+
+def _until_full_unannounced(rank: Rank, config, root: Path, limit: None):
+    files.refuse_too_small = lambda partial, needed: None
+    return _until_full(rank, config, root, limit)
