@@ -21,6 +21,7 @@ from megatron_rl.algorithms.batch import build_policy_batch
 from megatron_rl.data.batch import Group, PolicyBatch
 from megatron_rl.driver import component, step_metrics
 from megatron_rl.driver.clock import StepClock
+from megatron_rl.driver.cluster import death_reason
 from megatron_rl.driver.job import Job
 from megatron_rl.driver.state import RunState, newest_checkpoint
 from megatron_rl.monitor.monitor import Monitor
@@ -39,15 +40,16 @@ def main() -> int:
         outcome = train(attempt, clock)
     except Exception as error:  # whatever it is, it ends the attempt, with its cause on record
         component.report(attempt, "driver", error)
-        outcome = failed(clock, first_failure(attempt))
+        outcome = failed(clock, first_failure(attempt), death_reason(error))
     write_outcome(attempt.folder, outcome)
     return int(outcome.exit_code)
 
 
-def failed(clock: StepClock, failure: Failure) -> Outcome:
+def failed(clock: StepClock, failure: Failure, reason: str | None) -> Outcome:
     """The outcome of an attempt that failed: the user's error, or a crash."""
     return Outcome(status="user_error" if failure.user_error else "crash", step=clock.steps_done,
-                   message=failure.message, component=failure.component, log=failure.log)
+                   message=f"{failure.message}\n{reason}" if reason else failure.message,
+                   component=failure.component, log=failure.log)
 
 
 def train(attempt: Attempt, clock: StepClock) -> Outcome:

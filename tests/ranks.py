@@ -90,7 +90,8 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
         for r in range(world):
             receive, send = context.Pipe(duplex=False)
             rank = Rank(r, world, "127.0.0.1", port, timeout)
-            process = context.Process(target=_main, args=(rank, payload, send, str(Path(stacks, f"{r}"))), daemon=True)
+            arguments = (rank, payload, send, str(Path(stacks, f"{r}")))
+            process = context.Process(target=_main, args=arguments, daemon=True)
             process.start()
             send.close()
             processes.append(process)

@@ -34,7 +34,7 @@ def make_schedule(lengths_B: np.ndarray, dp: int, token_budget: int, multiple: i
         micro_batch_multiple: the number of micro-batches is a multiple of this (PP for interleaved schedules).
 
     Returns:
-        The same number of micro-batches for every DP rank, as small as the budget allows; every sequence exactly once.
+        The same number of micro-batches for every DP rank; every sequence exactly once.
 
     Raises:
         UserError: a sequence alone is over the budget.
@@ -44,8 +44,8 @@ def make_schedule(lengths_B: np.ndarray, dp: int, token_budget: int, multiple: i
     if len(padded_B) and padded_B.max() > token_budget:
         worst = int(padded_B.argmax())
         raise UserError(
-            f"sequence {worst} of the batch has {lengths_B[worst]} tokens, {padded_B[worst]} with padding; a micro-batch "
-            f"holds at most trainer.token_budget = {token_budget}", where="trainer.token_budget",
+            f"sequence {worst} of the batch has {lengths_B[worst]} tokens, {padded_B[worst]} with padding; a "
+            f"micro-batch holds at most trainer.token_budget = {token_budget}", where="trainer.token_budget",
             fix=f"set trainer.token_budget to at least {padded_B[worst]}, or lower rollout.max_new_tokens")
     count = max(1, -(-int(padded_B.sum()) // (dp * token_budget)))
     while True:
@@ -138,6 +138,7 @@ def pack(batch: PolicyBatch, indices: tuple[int, ...], multiple: int = 1, length
     token_T = position_T < real[document_T]
     predicts_T = position_T < real[document_T] - 1
     next_T = np.where(predicts_T, source_T + 1, -1)
+    tokens_T = np.where(token_T, batch.tokens_N[np.where(token_T, source_T, 0)], 0)
 
     def at_prediction(values_N: np.ndarray | None, dtype: type) -> torch.Tensor | None:
         if values_N is None:
@@ -145,7 +146,7 @@ def pack(batch: PolicyBatch, indices: tuple[int, ...], multiple: int = 1, length
         return torch.from_numpy(np.where(predicts_T, values_N[next_T], 0).astype(dtype))
 
     return MicroBatch(
-        tokens_T=torch.from_numpy(np.where(token_T, batch.tokens_N[np.where(token_T, source_T, 0)], 0).astype(np.int64)),
+        tokens_T=torch.from_numpy(tokens_T.astype(np.int64)),
         positions_T=torch.from_numpy(position_T),
         labels_T=at_prediction(batch.tokens_N, np.int64),
         weights_T=at_prediction(batch.loss_weights_N, np.float32),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from launch.runtime.ray_node import ADDRESS_VARIABLE
 
 NAMESPACE = "megatron-rl"
 LOOK_EVERY_S = 0.2
+_LOW_MEMORY = re.compile(r"Memory usage \S+ exceeded threshold of [^)]*\)")
 
 
 class ComponentFailed(RuntimeError):
@@ -99,6 +101,18 @@ def result(reference: Any, name: str) -> Any:
         raise ComponentFailed(name, f"its process died ({type(error).__name__})") from error
     except GetTimeoutError as error:
         raise ComponentFailed(name, "its answer could not be fetched") from error
+
+
+def death_reason(error: BaseException) -> str | None:
+    """Why Ray ended a process, where it did so itself; None otherwise. Ray's memory monitor leaves the reason only in
+    the text of the exception, and to the user a rank that ran out of memory looks like one that was killed."""
+    seen: BaseException | None = error
+    while seen is not None:
+        match = _LOW_MEMORY.search(str(seen))
+        if match:
+            return f"Ray ended it because its node ran low on memory: {match[0]}"
+        seen = seen.__cause__
+    return None
 
 
 def _wait_for_port(address: str, until: float) -> None:

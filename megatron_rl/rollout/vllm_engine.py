@@ -94,17 +94,14 @@ class VllmEngine:
 
         await self._call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
 
-    async def start_update(self) -> None:
-        await self._call(self._llm.start_weight_update())
-
     async def update(self, update_info: dict) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
 
-    async def finish_update(self, version: str | None = None) -> None:
-        """End the update; with `version` the label of all tokens from here on."""
-        await self._call(self._llm.finish_weight_update(weight_version=version))
+    async def label_version(self, version: str) -> None:
+        """All tokens from here on carry this weight version."""
+        await self._call(self._llm.update_weight_version(version))
 
     async def stop(self, timeout_s: float) -> None:
         """End the engine core and its workers."""

@@ -38,9 +38,7 @@ class EngineWeights:
         """
         plain = [[tensor.name, list(tensor.shape)] for tensor in canonical]
         answers = await self._vllm.rpc("sync_layout", plain, self._dtype)
-        for worker, answer in enumerate(answers):
-            if "error" in answer:
-                raise SyncError(f"engine {self._replica} worker {worker}: {answer['error']}")
+        self._raise_errors(answers)
         return [Destination(self._replica, worker, tuple(map(decode_layout, answer["layouts"])), answer["dtypes"],
                             answer["padding"]) for worker, answer in enumerate(answers)]
 
@@ -58,7 +56,7 @@ class EngineWeights:
         if self._vllm.unfinished:
             await self._vllm.freeze(clear_cache=False)
             self._paused = True
-        await self._vllm.start_update()
+        self._raise_errors(await self._vllm.rpc("sync_begin"))
 
     async def receive(self, epoch: int) -> list[TransferReport]:
         """Take in this epoch's buckets; a worker's failure is in its report, it is not raised."""
@@ -78,7 +76,8 @@ class EngineWeights:
         """The live weights are `version`: drop what was cached under the old ones, then serve."""
         if self.state is not EngineState.UPDATING:
             raise SyncError(f"engine {self._replica} is {self.state.value}: it cannot commit epoch {epoch}")
-        await self._vllm.finish_update(str(version))
+        self._raise_errors(await self._vllm.rpc("sync_end"))
+        await self._vllm.label_version(str(version))
         # vLLM keeps the prefix cache over an update, and refuses to drop it while requests hold blocks.
         if not await self._vllm.reset_prefix_cache(preempt=self._paused):
             raise SyncError(f"engine {self._replica} did not drop its prefix cache: it would mix two versions")
@@ -93,10 +92,10 @@ class EngineWeights:
         self.state, self._reason = EngineState.DISCARDED, f"epoch {epoch} failed: {reason}"
         self.version = None
         if was_updating:
-            await self._vllm.finish_update()      # only ends vLLM's session, so that another can start
+            self._raise_errors(await self._vllm.rpc("sync_end"))
 
-    def _raise_errors(self, statuses: Sequence[dict]) -> None:
-        failed = [f"engine {self._replica} worker {worker}: {status['error']}"
-                  for worker, status in enumerate(statuses) if status["error"]]
+    def _raise_errors(self, answers: Sequence[dict]) -> None:
+        failed = [f"engine {self._replica} worker {worker}: {answer['error']}"
+                  for worker, answer in enumerate(answers) if answer.get("error")]
         if failed:
             raise SyncError("\n".join(failed))

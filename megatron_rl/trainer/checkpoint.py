@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import CheckpointingException
 from safetensors import safe_open
 from safetensors.torch import save as safetensors_bytes
+from torch.distributed.checkpoint.api import CheckpointException
 
 from launch.errors import UserError
 from launch.planner.plan import RankCoordinates
@@ -157,10 +158,10 @@ def _together(folder: Path, needed: int | None = None) -> Iterator[None]:
 
     Failures that a person can mend become UserErrors; on the other ranks the first failing rank's message is shown.
     """
-    failure: Exception | None = None
+    failure: BaseException | None = None
     try:
         yield
-    except Exception as error:
+    except (Exception, CheckpointException) as error:    # torch's CheckpointException is not an Exception
         failure = error
     told: list[UserError | str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(told, None if failure is None else _told(failure, folder, needed))
@@ -172,7 +173,7 @@ def _together(folder: Path, needed: int | None = None) -> Iterator[None]:
             raise RuntimeError(f"checkpoint {folder}: rank {rank} failed: {message}") from failure
 
 
-def _told(error: Exception, folder: Path, needed: int | None) -> UserError | str:
+def _told(error: BaseException, folder: Path, needed: int | None) -> UserError | str:
     if isinstance(error, UserError):
         return error
     if needed is not None and files.is_disk_full(error):

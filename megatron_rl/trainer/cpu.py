@@ -26,8 +26,8 @@ _DEVICE_NAMES = {
     "torch.cuda.HalfTensor": "torch.HalfTensor",
     "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
 }
-# Functions whose bodies hold one of those names as a literal. A rewritten constant costs nothing at run time, unlike a
-# TorchFunctionMode, which would sit in front of every tensor operation of a step.
+# Functions whose bodies hold one of those names as a literal. A rewritten constant costs nothing at run time, unlike
+# a TorchFunctionMode, which would sit in front of every tensor operation of a step.
 _LITERALS = {
     # the token counter of the schedules
     "megatron.core.pipeline_parallel.schedules": (
@@ -114,8 +114,8 @@ def _replace_constants(value: Any) -> Any:
 
 
 class _Send:
-    """An unfinished send of the interleaved schedule. The schedule frees the tensor meanwhile and drops the last handle
-    unwaited: CUDA's allocator and streams bear that, gloo would read freed memory or lose the message."""
+    """An unfinished send of the interleaved schedule. The schedule frees the tensor meanwhile and drops the last
+    handle unwaited: CUDA's allocator and streams bear that, gloo would read freed memory or lose the message."""
 
     unfinished: list[_Send] = []
 

@@ -23,9 +23,9 @@ def vocab_parallel_logprobs(logits_TV: torch.Tensor, labels_T: torch.Tensor, *, 
         group: the tensor parallel group; None for one rank.
 
     Memory: the logits are the only full-size tensor, forward and backward. The peak on top of
-    T x V/TP x sizeof(logits) is 3 float32 buffers of one chunk (3 x 2 MiB on a CPU, 3 x 64 MiB on a GPU; 3 rows, where
-    one row is longer), plus O(T). One collective of 16 T bytes a rank in forward, none in backward. Math is in float32 whatever the type of
-    the logits.
+    T x V/TP x sizeof(logits) is 3 float32 buffers of one chunk (3 x 2 MiB on a CPU, 3 x 64 MiB on a GPU; 3 rows,
+    where one row is longer), plus O(T). One collective of 16 T bytes a rank in forward, none in backward. Math is in
+    float32 whatever the type of the logits.
     """
     return _VocabParallelLogprobs.apply(logits_TV, labels_T, vocab, temperature, group)
 

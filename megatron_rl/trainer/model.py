@@ -26,7 +26,8 @@ from megatron_rl.trainer.rope import inverse_frequencies
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def build_model(architecture: Architecture, plan: TrainingPlan, trainer: Trainer, device: torch.device) -> list[GPTModel]:
+def build_model(architecture: Architecture, plan: TrainingPlan, trainer: Trainer,
+                device: torch.device) -> list[GPTModel]:
     """This rank's model chunks, in order of their virtual stage, with random weights (`initializer_range`).
 
     Parallel state must be initialised. The chunks are bare modules in `trainer.dtype` (not wrapped by DDP) and share
@@ -63,8 +64,8 @@ def select_output_rows(chunk: torch.nn.Module, wanted_T: torch.Tensor) -> torch.
     tokens, cost no vocabulary projection and no memory for their logits.
 
     Returns:
-        The rows that the logits will have, int64, at least one; None where all are kept: on stages without logits, and
-        under sequence parallelism, where the projection itself gathers its input.
+        The rows that the logits will have, int64, at least one; None where all are kept: on stages without logits,
+        and under sequence parallelism, where the projection itself gathers its input.
     """
     model = get_attr_wrapped_model(chunk, "post_process", return_model_obj=True)
     if not model.post_process or model.config.sequence_parallel:

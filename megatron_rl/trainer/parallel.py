@@ -13,7 +13,8 @@ from megatron_rl.stores import tcp_store
 from megatron_rl.trainer import cpu
 
 
-def initialise(plan: Plan, rank: int, address: str, port: int, timeout_s: float, threads: int = 1, seed: int = 0) -> None:
+def initialise(plan: Plan, rank: int, address: str, port: int, timeout_s: float, threads: int = 1,
+               seed: int = 0) -> None:
     """Join the training ranks' process group and build Megatron's groups. Call once a process, on all ranks.
 
     Args:
@@ -33,7 +34,8 @@ def initialise(plan: Plan, rank: int, address: str, port: int, timeout_s: float,
     timeout = timedelta(seconds=timeout_s)
     try:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", store=tcp_store(address, port, host=rank == 0, timeout=timeout),
+            "nccl" if device.type == "cuda" else "gloo",
+            store=tcp_store(address, port, host=rank == 0, timeout=timeout),
             rank=rank, world_size=training.world_size, timeout=timeout,
             device_id=device if device.type == "cuda" else None)
     except dist.DistStoreError as error:

@@ -56,8 +56,8 @@ def run_step(chunks: list, plan: Plan, batch: PolicyBatch, objective: Objective,
         schedule: `schedule_of(batch, plan)` if not given.
 
     Returns:
-        The objective's sums over the whole batch (maxima, where the name ends in `_max`) and `loss`, the same on every
-        rank.
+        The objective's sums over the whole batch (maxima, where the name ends in `_max`) and `loss`, the same on
+        every rank.
     """
     sums: list[dict[str, torch.Tensor]] = []
 
@@ -106,7 +106,7 @@ def _run(chunks: list, plan: Plan, batch: PolicyBatch, schedule: Schedule,
     mine = schedule[parallel_state.get_data_parallel_rank()]
     device, cp_rank = device_of_rank(), parallel_state.get_context_parallel_rank()
 
-    # Each virtual stage asks for each micro-batch; between the first and the last of them lie at most PP x VPP others.
+    # Each virtual stage asks for each micro-batch; between the first and the last lie at most PP x VPP others.
     @functools.lru_cache(maxsize=2 * training.pp * training.vpp)
     def packed(index: int) -> tuple[MicroBatch, PackedSeqParams]:
         micro = split_for_cp(pack(batch, mine[index], multiple, length), training.cp, cp_rank).to(device)
@@ -157,7 +157,8 @@ def _no_tokens() -> torch.Tensor:
     return torch.zeros((), dtype=torch.int, device=device_of_rank())
 
 
-def _reduce(parts_of_micro: list[dict[str, torch.Tensor]], objective: Objective, batch: PolicyBatch) -> dict[str, float]:
+def _reduce(parts_of_micro: list[dict[str, torch.Tensor]], objective: Objective,
+            batch: PolicyBatch) -> dict[str, float]:
     """Combine over micro-batches and DP x CP, and give the result to every rank: one collective of a few numbers.
 
     Only the last stage has seen the objective; the others learn its names from a call on one token of weight 0.

@@ -40,6 +40,12 @@ def live_model(worker) -> nn.Module:
     return worker.model_runner.get_model()
 
 
+def end_update(worker) -> None:
+    """End a worker's weight update if one is open; vLLM's own `finish_weight_update` raises if none is."""
+    if worker._weight_update_active:
+        worker.finish_weight_update()
+
+
 @contextlib.contextmanager
 def offline_model(folder: str | Path, tp: int, rank: int, dtype: torch.dtype, device: str = "meta"
                   ) -> Iterator[nn.Module]:

@@ -29,7 +29,7 @@ from megatron_rl.weight_sync.manifest import Edge
 from megatron_rl.weight_sync.protocol import LaneSpec
 from megatron_rl.weight_sync.tiles import CanonicalTensor
 from megatron_rl.weight_sync.transport import Deadline, Lane, Pending, TransportError, open_lane
-from megatron_rl.weight_sync.vllm_internals import keep_cpu_weights_in_place, live_model
+from megatron_rl.weight_sync.vllm_internals import end_update, keep_cpu_weights_in_place, live_model
 from megatron_rl.weight_sync.vllm_layout import assert_not_empty, encode_layout, trace_layout, write_padding
 from megatron_rl.weight_sync.wire import HEADER_BYTES, buffer_bytes, destination_tiles, poison, unpack_bucket
 
@@ -47,6 +47,19 @@ class WeightSyncWorker:
     def sync_layout(self, canonical: list, dtype: str) -> dict:
         """Trace this worker's layout. Returns plain layouts, types and padding, or {"error": ...}."""
         return _never_raise(lambda: _trace(live_model(self), canonical, dtype))
+
+    def sync_begin(self) -> dict:
+        """Open an update session, whatever became of the last one."""
+        def begin() -> dict:
+            end_update(self)
+            self.start_weight_update()
+            return {}
+
+        return _never_raise(begin)
+
+    def sync_end(self) -> dict:
+        """Close the update session, if one is open."""
+        return _never_raise(lambda: end_update(self) or {})
 
     def sync_status(self) -> dict:
         """What the transfer engine did last; see `LaneReceiver.status`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -59,9 +58,9 @@ def reinforce(*, logprobs_T, entropy_T, advantages_T, weights_T, **_):
     return loss, {"weights": weights_T.sum(), "logprobs": (weights_T * logprobs_T).sum()}
 
 
-def hugging_face(folder: Path | str, batch: PolicyBatch, temperature: float = 1.0, dtype: torch.dtype = torch.float32):
+def hugging_face(folder: Path | str, batch: PolicyBatch, temperature: float = 1.0) -> tuple:
     """log-probs [N], loss and gradients by canonical name; every sequence on its own, unpacked and unpadded."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.get_input_embeddings().padding_idx = None     # it would withhold the gradient of a sampled pad token
     logprobs_N, total = np.zeros(len(batch.tokens_N), np.float32), 0.0
     for start, stop in zip(batch.offsets_B1[:-1], batch.offsets_B1[1:]):
@@ -69,7 +68,8 @@ def hugging_face(folder: Path | str, batch: PolicyBatch, temperature: float = 1.
         log_p = torch.log_softmax(model(tokens[None]).logits[0, :-1].float() / temperature, -1)
         chosen = log_p.gather(1, tokens[1:, None]).squeeze(1)
         logprobs_N[start + 1:stop] = chosen.detach().numpy()
-        weights, advantages = (torch.from_numpy(x[start + 1:stop]) for x in (batch.loss_weights_N, batch.advantages_N))
+        weights, advantages = (torch.from_numpy(x[start + 1:stop])
+                               for x in (batch.loss_weights_N, batch.advantages_N))
         loss, _ = reinforce(logprobs_T=chosen, entropy_T=-(log_p.exp() * log_p).sum(-1), advantages_T=advantages,
                             weights_T=weights)
         loss.backward()

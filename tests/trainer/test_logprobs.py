@@ -71,7 +71,8 @@ def test_temperature_divides_logits_not_log_probs() -> None:
     hot, _ = vocab_parallel_logprobs(logits_TV[2:], labels_T[2:], vocab=VOCAB, temperature=2.0)
     cold, _ = vocab_parallel_logprobs(logits_TV[2:], labels_T[2:], vocab=VOCAB, temperature=1.0)
     assert not torch.allclose(hot, cold / 2.0, atol=0.1)
-    torch.testing.assert_close(hot, torch.log_softmax(logits_TV[2:, :VOCAB] / 2, -1).gather(1, labels_T[2:, None])[:, 0])
+    expected_TV = torch.log_softmax(logits_TV[2:, :VOCAB] / 2, -1)
+    torch.testing.assert_close(hot, expected_TV.gather(1, labels_T[2:, None])[:, 0])
 
 
 class _LargestAllocation(TorchDispatchMode):

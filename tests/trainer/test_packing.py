@@ -18,7 +18,8 @@ def _batch(lengths: list[int]) -> PolicyBatch:
     n = sum(lengths)
     place_N = np.arange(n, dtype=np.float32)
     return PolicyBatch(tokens_N=(np.arange(n) % 7).astype(np.int32), lengths_B=np.array(lengths, np.int32),
-                       prompt_lengths_B=np.array([(n + 1) // 2 for n in lengths], np.int32), loss_weights_N=place_N + 0.25,
+                       prompt_lengths_B=np.array([(n + 1) // 2 for n in lengths], np.int32),
+                       loss_weights_N=place_N + 0.25,
                        advantages_N=place_N + 0.5, behaviour_logprobs_N=-place_N, old_logprobs_N=-place_N - 0.5)
 
 
