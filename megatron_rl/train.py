@@ -80,6 +80,9 @@ def train(attempt: Attempt, clock: StepClock) -> Outcome:
         stopped = state.step < config.run.steps
         if stopped and state.step > state.saved:
             save(job, state, clock)
+        if not stopped and config.checkpoint.export == "last":
+            with clock.phase("save", "Hugging Face folder"):
+                job.export(attempt.exported(state.step))
         monitor.close()
     return Outcome(status="stopped" if stopped else "finished", step=state.step)
 

@@ -217,6 +217,9 @@ class Checkpoint(Section):
     """Steps between checkpoints; 0 only at the end and on a stop."""
     keep: PositiveInt = 2
     """Newest complete checkpoints kept."""
+    export: Literal["last", "never"] = "last"
+    """`last`: when the run has made all its steps, write the weights as a Hugging Face folder too
+    (`<run.dir>/<run.name>/hf/step-...`)."""
 
 
 class Evaluation(Section):

@@ -2,6 +2,7 @@
 
     runs/<name>/
         checkpoints/            complete checkpoints, shared by all attempts
+        hf/step-<n>/            the trained weights as a Hugging Face folder
         tensorboard/
         latest -> attempts/<n>
         attempts/<n>/
@@ -46,6 +47,10 @@ class Attempt:
     @property
     def checkpoints(self) -> Path:
         return self.run_folder / "checkpoints"
+
+    def exported(self, step: int) -> Path:
+        """Where the weights after `step` lie as a Hugging Face folder, if they were exported."""
+        return self.run_folder / "hf" / f"step-{step:06d}"
 
     @property
     def logs(self) -> Path:

@@ -21,6 +21,9 @@ def print_end(attempt: Attempt, outcome: Outcome) -> None:
         report = write_report(attempt.run_folder)
         print(closing_summary(attempt.run_folder, history, report))
     if outcome.status == "finished":
+        exported = attempt.exported(outcome.step)
+        if exported.exists():
+            print(f"model        {exported}")
         print(f"finished     {outcome.step} steps")
     elif outcome.status == "stopped":
         print(f"stopped      after step {outcome.step}; a checkpoint is written, the same command goes on")

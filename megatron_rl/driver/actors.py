@@ -66,6 +66,10 @@ class TrainerActor:
     def logprobs(self, batch: PolicyBatch, model: str) -> np.ndarray | None:
         return self.trainer.logprobs(batch, model)
 
+    @guarded
+    def export(self, folder: str, part: str) -> None:
+        self.trainer.export(folder, part)
+
     # ---- weight sync (megatron_rl.weight_sync.protocol.TrainerHandle)
 
     @guarded

@@ -155,6 +155,12 @@ class Job:
         calls = {name: getattr(actor, method).remote(*args) for name, actor in self.trainers.items()}
         return list(gather(calls, method).values())
 
+    def export(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face folder."""
+        first = {"trainer-0": self.trainers["trainer-0"]}
+        for actors, part in ((first, "prepare"), (self.trainers, "write"), (first, "finish")):
+            gather({name: actor.export.remote(str(folder), part) for name, actor in actors.items()}, "export")
+
     def _environment(self, role: envvars.Role, node: str, gpus: Sequence[int]) -> dict[str, str]:
         return envvars.environment(role, self.plan.device, self.config, job=self.attempt.mark, gpus=gpus,
                                    address=self.placement.addresses[node])

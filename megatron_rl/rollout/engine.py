@@ -17,7 +17,7 @@ from launch.config.schema import RunConfig
 from launch.errors import UserError
 from launch.planner.plan import Placement, Plan
 from megatron_rl.data.batch import Completion, Group, Prompt
-from megatron_rl.rollout.sampling import Sampling, group_seed, instances
+from megatron_rl.rollout.sampling import Sampling, engine_seed, group_seed, instances
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weights import EngineWeights
 from megatron_rl.weight_sync.manifest import Destination, Edge
@@ -48,6 +48,7 @@ class RolloutEngine:
         self._max_model_len = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
         self._deterministic = config.rollout.deterministic
         self._chunk_tokens = _chunk_tokens(config, self._deterministic and plan.device == "cpu")
+        self._seed = engine_seed(config.run.seed, placement.attempt, replica)
         self._requests = 0
         self._vllm: VllmEngine | None = None
         self.weights: EngineWeights | None = None
@@ -77,7 +78,6 @@ class RolloutEngine:
             EngineDied: vLLM ended.
             NotServing: no weight version is committed on this engine.
         """
-        self.weights.check_serving()
         for prompt in prompts:
             self._check_prompt(prompt)
         seeds = [group_seed(self._config.run.seed, step, prompt.index, instance)
@@ -87,20 +87,21 @@ class RolloutEngine:
 
         order = sorted(range(len(prompts)), key=lambda i: (prompts[i].index, seeds[i]))
         groups: list[Group | None] = [None] * len(prompts)
-        await self._vllm.freeze(clear_cache=True)
-        try:
-            queues = [await self._enqueue(prompts[i], sampling, seeds[i]) for i in order]
-        finally:
-            await self._vllm.resume()
+        async with self.weights.admission():
+            await self._vllm.freeze(clear_cache=True)
+            try:
+                queues = [await self._enqueue(prompts[i], sampling, seeds[i]) for i in order]
+            finally:
+                await self._vllm.resume()
         for i, queue in zip(order, queues):
             groups[i] = self._group(prompts[i], await self._vllm.finished(queue))
         return groups
 
     async def generate_group(self, prompt: Prompt, sampling: Sampling, seed: int | None = None) -> Group:
         """G completions of one prompt. Groups of concurrent calls share the engine's batch as they come."""
-        self.weights.check_serving()
         self._check_prompt(prompt)
-        queue = await self._enqueue(prompt, sampling, seed)
+        async with self.weights.admission():
+            queue = await self._enqueue(prompt, sampling, seed)
         return self._group(prompt, await self._vllm.finished(queue))
 
     async def stop(self, timeout_s: float = 10.0) -> None:
@@ -111,6 +112,8 @@ class RolloutEngine:
 
     def status(self) -> dict:
         """State, committed version and unfinished requests, for routing and health checks."""
+        if self.weights is None:
+            return {"replica": self._replica, "state": "starting", "version": None, "unfinished": 0}
         unfinished = self._vllm.unfinished if self._vllm is not None else 0
         return {"replica": self._replica, "state": self.weights.state.value, "version": self.weights.version,
                 "unfinished": unfinished}
@@ -143,7 +146,7 @@ class RolloutEngine:
         # Without tensor parallelism the worker lives in the engine core's process: one process and one hop less.
         arguments = dict(
             model=self._config.model.path, skip_tokenizer_init=True, load_format="dummy",
-            dtype=_DTYPES[rollout.dtype], seed=self._config.run.seed,
+            dtype=_DTYPES[rollout.dtype], seed=self._seed,
             tensor_parallel_size=self._tp, distributed_executor_backend="mp" if self._tp > 1 else "uni",
             max_model_len=self._max_model_len, max_num_seqs=rollout.max_num_seqs,
             max_num_batched_tokens=self._chunk_tokens, enforce_eager=rollout.enforce_eager,
@@ -205,8 +208,8 @@ def _completion(output, text: str) -> Completion:
         versions_R[span.start:span.end] = int(span.version)
         covered += span.end - span.start
     if covered != len(token_ids_R) or len(logprobs_R) != len(token_ids_R):
-        raise RuntimeError(f"vLLM returned {len(token_ids_R)} tokens, {len(logprobs_R)} log-probs and weight versions "
-                           f"for {covered}")
+        raise RuntimeError(f"vLLM returned {len(token_ids_R)} tokens, {len(logprobs_R)} log-probs and weight "
+                           f"versions for {covered}")
     return Completion(token_ids_R, logprobs_R, text, output.finish_reason, versions_R)
 
 
@@ -219,7 +222,7 @@ def _chunk_tokens(config: RunConfig, seeded_on_cpu: bool) -> int:
         return max(_DEFAULT_CHUNK, longest)
     if seeded_on_cpu and rollout.max_prompt_tokens > chosen:
         raise UserError(
-            f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens} exceeds rollout.max_num_batched_tokens = {chosen}: "
-            "on a CPU a seeded prompt must be prefilled in one piece",
+            f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens} exceeds rollout.max_num_batched_tokens = "
+            f"{chosen}: on a CPU a seeded prompt must be prefilled in one piece",
             where="rollout.max_num_batched_tokens", fix=f"at least {longest}, null, or rollout.deterministic: false")
     return max(chosen, longest) if seeded_on_cpu else chosen

@@ -42,6 +42,13 @@ def group_seed(run_seed: int, step: int, prompt_index: int, instance: int) -> in
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 2
 
 
+def engine_seed(run_seed: int, attempt: int, replica: int) -> int:
+    """Seed of an engine's own generator, which draws when requests carry no seed. Replicas must not draw alike, nor
+    an attempt repeat the draws of the one before."""
+    key = f"{run_seed}/{attempt}/{replica}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") >> 1
+
+
 def instances(prompts: Sequence[Prompt]) -> list[int]:
     """For each prompt, how many times its data row came before it in this batch."""
     seen: Counter[int] = Counter()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.weight_sync.manifest import Destination, Edge
@@ -22,6 +24,7 @@ class EngineWeights:
         self._vllm, self._replica, self._tp, self._dtype, self._address = vllm, replica, tp, dtype, address
         self.state = EngineState.EMPTY
         self.version: int | None = None
+        self._admission = asyncio.Lock()
         self._paused = False
         self._reason = "no weights were synced yet"
 
@@ -29,6 +32,16 @@ class EngineWeights:
         """Raise NotServing unless a committed version is live."""
         if self.state is not EngineState.SERVING:
             raise NotServing(f"engine {self._replica} is {self.state.value}: {self._reason}")
+
+    @asynccontextmanager
+    async def admission(self) -> AsyncIterator[None]:
+        """Hold it while handing requests to vLLM: a sync does not begin between the check and the hand-over.
+
+        Raises NotServing unless a committed version is live.
+        """
+        async with self._admission:
+            self.check_serving()
+            yield
 
     async def describe(self, canonical: Sequence[CanonicalTensor]) -> list[Destination]:
         """Each worker's traced layout.
@@ -52,10 +65,11 @@ class EngineWeights:
 
     async def prepare(self, epoch: int) -> None:
         """Stop serving. Requests that are running are frozen in their place and go on with the new weights."""
-        self.state, self._reason = EngineState.UPDATING, f"epoch {epoch} is not committed yet"
-        if self._vllm.unfinished:
-            await self._vllm.freeze(clear_cache=False)
-            self._paused = True
+        async with self._admission:
+            self.state, self._reason = EngineState.UPDATING, f"epoch {epoch} is not committed yet"
+            if self._vllm.unfinished:
+                await self._vllm.freeze(clear_cache=False)
+                self._paused = True
         self._raise_errors(await self._vllm.rpc("sync_begin"))
 
     async def receive(self, epoch: int) -> list[TransferReport]:

@@ -118,8 +118,8 @@ def load_checkpoint(folder: Path, chunks: list[torch.nn.Module], optimizer: Poli
         model: must equal `state["model"]`.
 
     Raises:
-        UserError: on every rank. Not complete, not ours, of another model, or its tensors are not exactly those of this
-            model and optimizer (a checkpoint without optimizer state is refused, never half loaded).
+        UserError: on every rank. Not complete, not ours, of another model, or its tensors are not exactly those of
+            this model and optimizer (a checkpoint without optimizer state is refused, never half loaded).
     """
     shared: list[dict[str, Any] | None] = [None]
     with _together(folder):

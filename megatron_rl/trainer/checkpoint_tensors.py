@@ -36,15 +36,14 @@ METADATA = ".metadata"
 
 # Everything that torch's distributed checkpoint puts into `.metadata`; none of it runs code when it is built.
 _KNOWN = {
-    "torch": {"Size", "float32", "bfloat16", "float16", "strided", "contiguous_format"},
+    "torch": {"Size", "float32", "bfloat16"},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
         "StorageMeta", "_MEM_FORMAT_ENCODING"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "pathlib._local": {"PosixPath"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},    # Python 3.13
 }
 
 
@@ -188,9 +187,9 @@ def _load_optimizer(optimizer: PolicyOptimizer, tensors: dict[str, Any], step: i
 
 
 def _load_distributed(part: DistributedOptimizer, moments: dict[str, Any], step: int) -> None:
-    # With torch's own Adam (no Transformer Engine), Megatron 0.16 gives all parameters one shared `step` tensor, which
-    # then counts once for each of them, and fails on the key itself when it copies the moments. So `step` is set
-    # here, after the moments.
+    # With torch's own Adam (no Transformer Engine), Megatron 0.16 gives all parameters one shared `step` tensor,
+    # which then counts once for each of them, and fails on the key itself when it copies the moments. So `step` is
+    # set here, after the moments.
     plain = part.state_dict()
     for group in plain["optimizer"]["param_groups"]:
         group["step"] = step

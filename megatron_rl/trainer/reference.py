@@ -18,9 +18,9 @@ from megatron_rl.trainer.step import run_logprobs
 class ReferenceModel:
     """A copy of the policy's chunks on the same ranks, in the same layout and precision, without gradients.
 
-    It is taken from the run's *initial* weights, also when a run goes on from a checkpoint. Memory: the weights of the
-    shard once more, on the device or, offloaded, in (pinned) host memory with the device holding them only during a
-    pass.
+    It is taken from the run's *initial* weights, also when a run goes on from a checkpoint. Memory: the weights of
+    the shard once more, on the device or, offloaded, in (pinned) host memory with the device holding them only during
+    a pass.
     """
 
     def __init__(self, policy: list[torch.nn.Module], plan: Plan, trainer: Trainer, device: torch.device, *,
@@ -36,7 +36,7 @@ class ReferenceModel:
             self._point_at_host()
 
     def logprobs(self, batch: PolicyBatch, temperature: float) -> np.ndarray:
-        """log-probs of the batch's tokens under the reference: float32 [N], on every rank. Collective."""
+        """Log-probs of the completions' tokens under the reference: float32 [N] on every rank, 0 on prompts."""
         with self._on_device():
             return run_logprobs(self.chunks, self.plan, batch, temperature)
 

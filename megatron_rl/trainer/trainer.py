@@ -1,4 +1,4 @@
-"""One training rank: everything it does, without Ray. All methods that compute are collective over the training ranks.
+"""One training rank: everything it does, without Ray. Methods that compute are collective over the training ranks.
 
     parallel.initialise(plan, rank, address, port, timeout_s)
     trainer = MegatronTrainer(config, plan, rank)
@@ -25,11 +25,12 @@ from megatron_rl.trainer import cpu, rng
 from megatron_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rl.trainer.checkpoint_files import changed_since
 from megatron_rl.trainer.initial_weights import draw_layout
-from megatron_rl.trainer.model import build_model
+from megatron_rl.trainer.model import DTYPES, build_model
 from megatron_rl.trainer.optimizer import PolicyOptimizer, StepResult, learning_rate
 from megatron_rl.trainer.parallel import device_of_rank
 from megatron_rl.trainer.reference import ReferenceModel
 from megatron_rl.trainer.step import run_logprobs, run_step, schedule_of
+from megatron_rl.weight_sync.hf_export import Exporter, owned_tiles
 from megatron_rl.weight_sync.hf_io import CheckpointReader, load_layout
 from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
 from megatron_rl.weight_sync.tiles import ParamLayout
@@ -49,8 +50,8 @@ class MegatronTrainer:
         rng.seed_rank(config.run.seed, self.coordinates)
         self._chunks = build_model(plan.architecture, plan.training, config.trainer, self.device)
         self.optimizer = PolicyOptimizer(self._chunks, self._chunks[0].config, config.trainer, learning_rate(config))
-        self._layout = megatron_layout(plan.architecture, plan.training, rank,
-                                       "local" if cpu.needed() else "transformer_engine")
+        self._implementation = "local" if cpu.needed() else "transformer_engine"
+        self._layout = megatron_layout(plan.architecture, plan.training, rank, self._implementation)
         self._objective = partial(token_objective, config.algorithm)
         self._reference: ReferenceModel | None = None
 
@@ -93,7 +94,8 @@ class MegatronTrainer:
                                          "train/microbatches": float(micro_batches)}
 
     def logprobs(self, batch: PolicyBatch, model: Literal["policy", "reference"] = "policy") -> np.ndarray:
-        """Log-probs of the batch's tokens, at the sampling temperature: float32 [N], on every rank."""
+        """Log-probs of the completions' tokens, at the sampling temperature: float32 [N] on every rank, 0 on
+        prompts."""
         temperature = self.config.rollout.temperature
         if model == "policy":
             return run_logprobs(self.optimizer.chunks, self.plan, batch, temperature)
@@ -111,7 +113,7 @@ class MegatronTrainer:
                 for name, parameter in chunk.named_parameters()}
 
     def save(self, folder: str | Path, extra: dict[str, Any]) -> int:
-        """Write a checkpoint to `folder` (`checkpoints/step-000050`) and keep the newest `checkpoint.keep` next to it.
+        """Write a checkpoint to `folder` (`checkpoints/step-000050`); keep the newest `checkpoint.keep` of them.
 
         Args:
             extra: the driver's own state, as JSON: weight version, data position, counters, ... What is under
@@ -153,6 +155,24 @@ class MegatronTrainer:
             changes += changed_since(state["extra"].get("identity", {}), identity)
         return {"extra": state["extra"], "updates": self.optimizer.updates, "changes": changes,
                 "rng_restored": loaded.rng_restored}
+
+    def export(self, folder: str | Path, part: Literal["prepare", "write", "finish"]) -> None:
+        """One part of writing the policy as a Hugging Face folder. The caller has `prepare` done by rank 0, then
+        `write` by every rank, then `finish` by rank 0: nothing is gathered, each rank writes the bytes it owns.
+
+        Raises:
+            UserError: the folder exists, or the disk has too little room.
+        """
+        architecture, training = self.plan.architecture, self.plan.training
+        exporter = Exporter(folder, canonical_tensors(architecture), DTYPES[self.config.trainer.dtype])
+        if part == "prepare":
+            exporter.prepare(self.config.model.path, architecture)
+        elif part == "finish":
+            exporter.finish()
+        else:
+            replica = {each.rank: megatron_layout(architecture, training, each.rank, self._implementation)
+                       for each in training.ranks if each.dp == 0 and each.cp == 0}
+            exporter.write(self._layout, self.parameters(), owned_tiles(replica, self.coordinates.rank))
 
     def _sizes(self) -> dict[str, int]:
         training = self.plan.training

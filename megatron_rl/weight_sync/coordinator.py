@@ -205,7 +205,8 @@ def compare_digests(sent: Sequence[TransferReport], received: Sequence[TransferR
         if sources.get(key) != live.get(key):
             rank, replica, worker = key
             found = [f"{d:016x}" if d is not None else "no digest" for d in (sources.get(key), live.get(key))]
-            wrong.append(f"trainer rank {rank} -> engine {replica} worker {worker}: source {found[0]}, live {found[1]}")
+            wrong.append(f"trainer rank {rank} -> engine {replica} worker {worker}: source {found[0]}, "
+                         f"live {found[1]}")
     if wrong:
         raise SyncError("the engines do not hold what the trainer sent\n" + "\n".join(wrong))
 

@@ -4,7 +4,7 @@ A lane belongs to one source (a trainer rank) and holds the rollout workers that
 source, ranks 1, 2, ... its receivers. Everything on it is bytes (`uint8`), so every dtype travels alike. Lanes are
 opened in one global order (by source), are kept for the whole attempt, and every wait has a deadline.
 
-Only torch is imported here: trainer processes never load vLLM.
+Only torch is imported here: trainer processes never load vLLM. `nccl` lanes have not been run yet.
 """
 
 from __future__ import annotations

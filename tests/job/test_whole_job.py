@@ -44,6 +44,18 @@ def test_every_step_is_synced_verified_and_measured(whole):
     assert whole.outcome().status == "finished"
 
 
+def test_the_trained_weights_are_a_hugging_face_folder_that_answers_as_the_engine_did(whole):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = whole.attempt.exported(STEPS)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    stop_id = tokenizer.eos_token_id
+    for row in evaluation(whole, STEPS):
+        prompt = tokenizer(row["prompt"], add_special_tokens=False, return_tensors="pt").input_ids
+        answer = model.generate(prompt, max_new_tokens=2, do_sample=False, eos_token_id=stop_id, pad_token_id=stop_id)
+        assert tokenizer.decode(answer[0, prompt.shape[1]:], skip_special_tokens=True) == row["completion"]
+
+
 def test_end_says_where_everything_is(whole):
     text = whole.text()
     assert "tensorboard --logdir" in text and "reward/mean" in text

@@ -18,6 +18,7 @@ from megatron_rl.rollout.vllm_engine import EngineDied
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.megatron_layout import canonical_tensors
+from megatron_rl.weight_sync.protocol import NotServing
 from tests.rollout.engines import (
     hf_greedy, hf_logprobs, hf_model, local_placement, make_prompts, run_config, run_plan, running_engine,
 )
@@ -69,7 +70,7 @@ def _content(groups) -> list:
 
 
 def test_rollouts_repeat_bit_for_bit(served, config, folder, sources, tmp_path):
-    """After other work, in another order of prompts, and in a fresh engine; another step or sample is another draw."""
+    """After other work, in another order of prompts, in a fresh engine. Another step or sample is another draw."""
     runner, engine, _ = served
     first = runner.run(engine.generate(PROMPTS, SAMPLED, 3))
     runner.run(engine.generate(make_prompts(5, length=30), Sampling(3, 1.0, 20), 9))
@@ -176,6 +177,25 @@ def test_a_request_that_runs_across_a_sync_knows_which_tokens_came_from_which_ve
     for completion in group.completions:
         assert len(completion.weight_versions) == len(completion.token_ids) == len(completion.logprobs)
         assert (np.diff(completion.weight_versions) >= 0).all()
+
+
+def test_requests_at_the_door_of_a_sync_are_served_or_refused(served):
+    """verl#5698: what was handed over before the sync began is finished; what comes after it began is refused or
+    waits; every token names its version."""
+    runner, engine, coordinator = served
+    old = coordinator.version
+
+    async def together():
+        return await asyncio.gather(engine.generate(PROMPTS, SAMPLED, 0), coordinator.sync(old + 1),
+                                    engine.generate(PROMPTS, SAMPLED, 0), return_exceptions=True)
+
+    before, report, after = runner.run(together())
+    assert report.version == old + 1
+    assert not isinstance(before, Exception)
+    assert isinstance(after, NotServing) or len(after) == len(PROMPTS)
+    served_groups = before if isinstance(after, NotServing) else before + after
+    versions = {v for group in served_groups for c in group.completions for v in c.weight_versions.tolist()}
+    assert versions <= {old, old + 1}
 
 
 def test_aborted_completions_carry_versions_too(served):

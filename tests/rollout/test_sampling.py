@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from megatron_rl.rollout.sampling import Sampling, group_seed, instances
+from megatron_rl.rollout.sampling import Sampling, engine_seed, group_seed, instances
 from tests.rollout.engines import make_prompts, run_config
 
 
@@ -21,6 +21,11 @@ def test_the_seed_of_a_sample_never_changes():
     """Runs resume: the same values in another process, machine or version of this code."""
     assert group_seed(7, 3, 11, 0) == 3878414695741553008
     assert group_seed(7, 3, 11, 1) != group_seed(7, 3, 11, 0)
+
+
+def test_no_two_engines_of_a_run_draw_alike():
+    seeds = [engine_seed(run, attempt, replica) for run, attempt, replica in itertools.product(range(3), repeat=3)]
+    assert len(set(seeds)) == len(seeds) and max(seeds) < 2 ** 31
 
 
 def test_instances_count_the_repeats_of_a_row():

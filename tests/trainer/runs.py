@@ -20,8 +20,8 @@ from tests.trainer.harness import make_batch, make_plan, run_config
 LENGTHS = [9, 23, 5, 16, 12, 7]
 
 
-def config_of(folder: Path | str, *, run: dict | None = None, model: dict | None = None, algorithm: dict | None = None,
-              checkpoint: dict | None = None, **trainer) -> RunConfig:
+def config_of(folder: Path | str, *, run: dict | None = None, model: dict | None = None,
+              algorithm: dict | None = None, checkpoint: dict | None = None, **trainer) -> RunConfig:
     """A configuration with a learning rate that changes at every step."""
     optimizer = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2, "weight_decay": 0.1, "clip_grad": 0.5,
                  **trainer.pop("optimizer", {})}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import resource
 import shutil
 import signal
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from launch.errors import UserError
 from megatron_rl.trainer import checkpoint_files as files
-from megatron_rl.trainer import checkpoint_tensors, rng
+from megatron_rl.trainer import checkpoint_tensors
 from tests.ranks import Rank, RankError, run_ranks
 from tests.tiny_models import make_tiny
 from tests.trainer.runs import assert_same_bits, batches, config_of, moments_of, start, whole_model, worst_difference
@@ -35,7 +36,7 @@ def _unbroken(rank: Rank, config, folder: Path | None, total: int = 4):
     _updates(trainer, 2)
     at_checkpoint = whole_model(trainer)
     size = trainer.save(folder, EXTRA) if folder else 0
-    drawn = (torch.rand(3).tolist(), np.random.rand(), float(rng.random.random()))
+    drawn = (torch.rand(3).tolist(), np.random.rand(), random.random())
     metrics = _updates(trainer, total - 2, first=2)
     return {"at_checkpoint": at_checkpoint, "metrics": metrics, "weights": whole_model(trainer), "size": size,
             "moments": moments_of(trainer), "drawn": drawn}
@@ -45,7 +46,7 @@ def _resumed(rank: Rank, config, folder: Path, updates: int = 2, identity=None):
     trainer = start(rank, config)
     loaded = trainer.load(folder, identity)
     at_checkpoint = whole_model(trainer)
-    drawn = (torch.rand(3).tolist(), np.random.rand(), float(rng.random.random()))
+    drawn = (torch.rand(3).tolist(), np.random.rand(), random.random())
     metrics = _updates(trainer, updates, first=2)
     return {"at_checkpoint": at_checkpoint, "metrics": metrics, "weights": whole_model(trainer), "loaded": loaded,
             "moments": moments_of(trainer), "drawn": drawn}
@@ -64,14 +65,25 @@ def written(llama, tmp_path_factory):
     return config, folder, run_ranks(4, _unbroken, config, folder)
 
 
+@pytest.fixture(scope="module")
+def resumed(written):
+    config, folder, _ = written
+    return run_ranks(4, _resumed, config, folder)
+
+
+@pytest.fixture(scope="module")
+def third_step(written):
+    """The weights after the update that follows the checkpoint, without a stop."""
+    return run_ranks(4, _unbroken, written[0], None, 3)[0]["weights"]
+
+
 @pytest.fixture
 def copy(written, tmp_path) -> Path:
     return Path(shutil.copytree(written[1], files.checkpoint_folder(tmp_path, 2)))
 
 
-def test_resumed_run_equals_the_unbroken_one_bit_for_bit(written) -> None:
-    config, folder, unbroken = written
-    resumed = run_ranks(4, _resumed, config, folder)
+def test_resumed_run_equals_the_unbroken_one_bit_for_bit(written, resumed) -> None:
+    _, _, unbroken = written
     assert resumed[0]["metrics"] == unbroken[0]["metrics"], "loss, learning rate, gradient norm, all of them"
     assert_same_bits(resumed[0]["weights"], unbroken[0]["weights"])
     for a, b in zip(resumed, unbroken, strict=True):
@@ -82,26 +94,23 @@ def test_resumed_run_equals_the_unbroken_one_bit_for_bit(written) -> None:
     assert resumed[0]["loaded"]["changes"] == []
 
 
-def test_learning_rate_goes_on_where_it_was(written) -> None:
+def test_learning_rate_goes_on_where_it_was(resumed) -> None:
     """Warm-up of 2 to 1e-2, then linear to 0 at the tenth step: counted once, not twice, not from the start."""
-    config, folder, _ = written
-    metrics = run_ranks(4, _resumed, config, folder)[0]["metrics"]
-    assert [m["train/lr"] for m in metrics] == pytest.approx([1e-2, 1e-2 * 6 / 7])
+    assert [m["train/lr"] for m in resumed[0]["metrics"]] == pytest.approx([1e-2, 1e-2 * 6 / 7])
 
 
 @pytest.mark.parametrize("world, sizes", [
-    (2, {"pp": 2}), (4, {"pp": 2, "vpp": 2, "cp": 2}), (1, {}), (4, {"tp": 2, "pp": 2, "sequence_parallel": True})],
-    ids=["pp2", "pp2-vpp2-cp2", "one-rank", "tp2-pp2-sp"])
-def test_another_layout_goes_on_from_the_same_weights(written, llama, world, sizes) -> None:
+    (1, {}), (2, {"pp": 2}), (4, {"pp": 2, "vpp": 2, "cp": 2}), (4, {"tp": 2, "pp": 2, "sequence_parallel": True})],
+    ids=["one-rank", "pp2", "pp2-vpp2-cp2", "tp2-pp2-sp"])
+def test_another_layout_goes_on_from_the_same_weights(written, third_step, llama, world, sizes) -> None:
     _, folder, unbroken = written
     resumed = run_ranks(world, _resumed, config_of(llama, **sizes), folder, 1)[0]
     assert_same_bits(resumed["at_checkpoint"], unbroken[0]["at_checkpoint"])
     assert resumed["metrics"][0]["train/grad_norm"] == pytest.approx(
         unbroken[0]["metrics"][0]["train/grad_norm"], rel=1e-5)
     assert resumed["metrics"][0]["train/lr"] == unbroken[0]["metrics"][0]["train/lr"]
-    one_more = run_ranks(4, _unbroken, config_of(llama, tp=2, dp=2), None, 3)[0]["weights"]
     # One step moves a weight by up to 1e-2; with restarted moments the two would differ by as much.
-    assert worst_difference(resumed["weights"], one_more) < 1e-5
+    assert worst_difference(resumed["weights"], third_step) < 1e-5
     assert resumed["loaded"]["rng_restored"] is False
     assert any(line.startswith("trainer.tp has changed") for line in resumed["loaded"]["changes"]) == (
         sizes.get("tp") != 2)
@@ -128,8 +137,9 @@ def test_changed_data_tokenizer_and_settings_are_reported(written, llama) -> Non
     config = config_of(llama, tp=2, dp=2, run={"steps": 20}, optimizer={"lr": 3e-3})
     loaded = run_ranks(4, _resumed, config, folder, 0, {"data": "cccc", "tokenizer": "bbbb"})[0]["loaded"]
     told = "\n".join(loaded["changes"])
-    for line in ("data has changed since the checkpoint: aaaa -> cccc", "run.steps has changed since the checkpoint: "
-                 "10 -> 20", "trainer.optimizer.lr has changed since the checkpoint: 0.01 -> 0.003", "plan has changed"):
+    for line in ("data has changed since the checkpoint: aaaa -> cccc",
+                 "run.steps has changed since the checkpoint: 10 -> 20",
+                 "trainer.optimizer.lr has changed since the checkpoint: 0.01 -> 0.003", "plan has changed"):
         assert line in told
     assert "tokenizer has" not in told
 

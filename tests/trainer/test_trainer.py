@@ -114,5 +114,6 @@ def test_random_weights_follow_hugging_faces_rule() -> None:
     assert abs(matrix.mean()) < 5e-4 and matrix.std() == pytest.approx(0.05, rel=0.01)
     gate = draw_canonical(CanonicalTensor("model.layers.0.mlp.gate_proj.weight", (400, 300)), 0, 0.05)
     assert abs(torch.corrcoef(torch.stack([matrix.flatten(), gate.flatten()]))[0, 1]) < 0.02
-    assert draw_canonical(CanonicalTensor("model.layers.0.self_attn.q_norm.weight", (8,)), 0, 0.05).tolist() == [1] * 8
-    assert draw_canonical(CanonicalTensor("model.layers.0.self_attn.q_proj.bias", (8,)), 0, 0.05).tolist() == [0] * 8
+    attention = "model.layers.0.self_attn."
+    assert draw_canonical(CanonicalTensor(attention + "q_norm.weight", (8,)), 0, 0.05).tolist() == [1.0] * 8
+    assert draw_canonical(CanonicalTensor(attention + "q_proj.bias", (8,)), 0, 0.05).tolist() == [0.0] * 8

@@ -44,7 +44,8 @@ def _sources(folder, tp, pp):
             layouts = megatron_layout(architecture, training, rank, "local")
             parameters = {layout.name: torch.empty(layout.shape) for layout in layouts}
             load_layout(reader, canonical_tensors(architecture), layouts, parameters)
-            held.append((Source(training.ranks[rank], tuple(layouts), dict.fromkeys(parameters, "float32")), parameters))
+            source = Source(training.ranks[rank], tuple(layouts), dict.fromkeys(parameters, "float32"))
+            held.append((source, parameters))
     return architecture, held
 
 
