@@ -31,8 +31,8 @@ COMPILE = cd requirements && UV_CUSTOM_COMPILE_COMMAND="make lock" ../$(UV) pip 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-grpo: $(INSTALLED) ## Install, then train the tiny policy from random weights (DEVICE=gpu for the GPU stack)
-	$(VENV)/bin/megatron-rl launch configs/tiny/grpo.yaml --on local --device $(DEVICE) --fresh $(ARGS)
+grpo: $(INSTALLED) ## Install, then train the tiny policy from random weights (DEVICE=gpu: GPU stack, needs 2 GPUs)
+	$(VENV)/bin/megatron-rl launch configs/tiny/$(if $(filter gpu,$(DEVICE)),gpu,grpo).yaml --on local --device $(DEVICE) --fresh $(ARGS)
 
 test: $(INSTALLED) ## Install, then run all tests
 	$(VENV)/bin/python -m pytest $(if $(CI),--color=no) $(ARGS)

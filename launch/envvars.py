@@ -6,7 +6,6 @@ before Python starts (in the actor's runtime environment), never by a running pr
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,13 +17,15 @@ from launch.config.schema import RunConfig
 Role = Literal["driver", "trainer", "rollout", "reward"]
 Device = Literal["cpu", "gpu"]
 ROLES: tuple[Role, ...] = ("driver", "trainer", "rollout", "reward")
+NODE = "MEGATRON_RL_NODE"
+"""Tells a process the name of the node that it runs on."""
 JOB_MARK = "MEGATRON_RL_JOB"
 """Marks every process of a job, so that `launch.processes` can count and end them by pid, never by name."""
 
 
 @dataclass(frozen=True)
 class Variable:
-    """One row of the table. In `value`, `{threads}`, `{interface}`, `{address}` and `{kv_cache_gb}` are filled in."""
+    """One row of the table. In `value`, `{threads}`, `{interface}` and `{address}` are filled in."""
 
     name: str
     value: str
@@ -50,8 +51,6 @@ TABLE: tuple[Variable, ...] = (
     Variable("NCCL_CUMEM_ENABLE", "0", "must be equal on both ends of the weight sync, or its communicators hang",
              ("trainer", "rollout"), ("gpu",)),
     Variable("TORCHDYNAMO_DISABLE", "1", "no compiler on the CPU path", ("trainer", "rollout"), ("cpu",)),
-    Variable("VLLM_CPU_KVCACHE_SPACE", "{kv_cache_gb}", "the default takes a share of the host's memory, per engine",
-             ("rollout",), ("cpu",)),
     Variable("VLLM_CPU_OMP_THREADS_BIND", "nobind", "binding refuses TP ranks that share cores", ("rollout",),
              ("cpu",)),
     Variable("VLLM_HOST_IP", "{address}", "its workers meet on the job's interface", ("rollout",)),
@@ -79,7 +78,7 @@ def environment(role: Role, device: Device, config: RunConfig, *, job: str, gpus
         interface, address: the network of the job on this node.
     """
     filled = {"threads": config.trainer.threads if role == "trainer" and device == "cpu" else 1,
-              "interface": interface, "address": address, "kv_cache_gb": math.ceil(config.rollout.kv_cache_gb)}
+              "interface": interface, "address": address}
     values = {each.name: each.value.format(**filled) for each in TABLE
               if role in each.roles and device in each.devices}
     if device == "gpu":
@@ -110,6 +109,17 @@ _SECRET_NAME = re.compile(r"(?i)(token|secret|passw|api_?key|credential|private_
                           r"^aws_|_pat$)")
 _SECRET_IN_URL = re.compile(r"(?i)([a-z][a-z0-9+.-]*://)[^/@\s]+@")
 _NOT_SECRET = frozenset({"TOKENIZERS_PARALLELISM"})
+
+
+_RECORDED = re.compile(r"^(CUDA|NCCL|GLOO|OMP|MKL|KMP|VLLM|RAY|HF|TRANSFORMERS|TOKENIZERS|TORCH|PYTORCH|PYTHON|SLURM|NVIDIA|UCX|"
+                       r"MEGATRON_RL|LD_LIBRARY_PATH|LD_PRELOAD|PATH$|VIRTUAL_ENV)")
+
+
+def recordable(values: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What a run records of its environment: the variables that can explain how it behaves, secrets among them masked.
+    Everything else stays out: no list of secret names is ever complete."""
+    values = os.environ if values is None else values
+    return masked({name: value for name, value in values.items() if _RECORDED.match(name)})
 
 
 def masked(values: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -1,7 +1,11 @@
-"""Every port of a job, in one table.
+"""Every port of a job that somebody must know beforehand, in one table.
 
 A job owns one block below the kernel's ephemeral range (a port inside that range is sooner or later taken by
-somebody's outgoing connection). Ray's ports are all pinned into it. Two jobs on one machine get different blocks.
+somebody's outgoing connection). Ray's ports are all pinned into it, and so are the stores of torch.distributed at
+which ranks meet. Two jobs on one machine get different blocks.
+
+Not in it: the sockets that gloo and NCCL open between ranks that have met, and those at which the processes of one
+vLLM engine meet. Their owners bind a free ephemeral port of the job's interface and pass the number on.
 """
 
 from __future__ import annotations
@@ -32,9 +36,7 @@ TABLE: dict[str, tuple[int, int, str]] = {
     "ray_node_manager": (8, 1, "Ray node manager (raylet)"),
     "ray_object_manager": (9, 1, "Ray object manager"),
     "rendezvous": (10, 1, "torch.distributed store of the training ranks"),
-    "sync_rendezvous": (11, 1, "store of the weight-sync lanes"),
-    "lanes": (32, 128, "weight-sync lane of each training rank"),
-    "engines": (160, 64, "first port of each vLLM replica"),
+    "lanes": (32, 128, "store of each training rank's weight-sync lane"),
     "ray_workers": (224, 288, "Ray worker processes"),
 }
 """Name -> (offset in the block, how many, what for). docs/config.md shows this table."""
@@ -53,12 +55,12 @@ class Ports:
         return self.base + TABLE[name][0]
 
     def lane(self, rank: int) -> int:
-        """Weight-sync port of a training rank on this node."""
-        return self._indexed("lanes", rank, "training ranks on one machine")
-
-    def engine(self, replica: int) -> int:
-        """First port of a rollout replica on this node."""
-        return self._indexed("engines", replica, "rollout replicas on one machine")
+        """Weight-sync port of a training rank on this node. Raises UserError past the end of the table."""
+        offset, count, _ = TABLE["lanes"]
+        if not 0 <= rank < count:
+            raise UserError(f"number {rank} is past the {count} training ranks on one machine that the port table "
+                            f"holds", where="launch/ports.py", fix=f"use at most {count}")
+        return self.base + offset + rank
 
     @property
     def ray_worker_range(self) -> tuple[int, int]:
@@ -73,13 +75,6 @@ class Ports:
 
     def __reduce__(self):
         return Ports, (self.base,)
-
-    def _indexed(self, name: str, index: int, what: str) -> int:
-        offset, count, _ = TABLE[name]
-        if not 0 <= index < count:
-            raise UserError(f"number {index} is past the {count} {what} that the port table holds",
-                            where="launch/ports.py", fix=f"use at most {count}")
-        return self.base + offset + index
 
 
 def blocks(ephemeral_floor: int = LAST + 1) -> list[int]:

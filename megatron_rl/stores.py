@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -20,6 +21,22 @@ def tcp_store(address: str, port: int, *, host: bool, timeout: timedelta) -> dis
     descriptor = _listen(address, port) if host else None
     return dist.TCPStore(address, port, is_master=host, wait_for_workers=False, timeout=timeout,
                          master_listen_fd=descriptor)
+
+
+def meet(store: dist.Store, member: int, members: Sequence[str], timeout: timedelta) -> None:
+    """Say that this member is here and wait for the others, so that the absent can be named.
+
+    Raises:
+        TimeoutError: naming the members that did not come within `timeout`.
+    """
+    store.set(f"here/{member}", "1")
+    keys = [f"here/{index}" for index in range(len(members))]
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        absent = [name for key, name in zip(keys, members) if not store.check([key])]
+        raise TimeoutError(f"{members[member]}: {', '.join(absent)} did not come within "
+                           f"{timeout.total_seconds():.0f} s") from error
 
 
 def _listen(address: str, port: int) -> int:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from launch import envvars
 from launch.runtime.attempts import Attempt
 from launch.runtime.components import Failure, first_failure
 from launch.runtime.outcome import Outcome, write_outcome
@@ -23,8 +24,9 @@ from megatron_rl.driver import component, step_metrics
 from megatron_rl.driver.clock import StepClock
 from megatron_rl.driver.cluster import death_reason
 from megatron_rl.driver.job import Job
-from megatron_rl.driver.state import RunState, newest_checkpoint
+from megatron_rl.driver.state import RunState, newest_checkpoint, refuse_old_export
 from megatron_rl.monitor.monitor import Monitor
+from megatron_rl.rewards.load import load_rewards
 from megatron_rl.rewards.sample import Score
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.trainer.checkpoint_files import checkpoint_folder
@@ -34,13 +36,14 @@ log = logging.getLogger("megatron_rl.train")
 
 def main() -> int:
     """Entry point of the driver process; how the attempt ended is in outcome.json."""
-    attempt = component.begin(sys.argv[1], "driver", "driver", own_log=False)
+    node = envvars.get(envvars.NODE, "")
+    attempt = component.begin(sys.argv[1], "driver", node, own_log=False)
     clock = StepClock(attempt.folder)
     try:
         outcome = train(attempt, clock)
     except Exception as error:  # whatever it is, it ends the attempt, with its cause on record
         component.report(attempt, "driver", error)
-        outcome = failed(clock, first_failure(attempt), death_reason(error))
+        outcome = failed(clock, first_failure(attempt, node), death_reason(error))
     write_outcome(attempt.folder, outcome)
     return int(outcome.exit_code)
 
@@ -56,11 +59,14 @@ def train(attempt: Attempt, clock: StepClock) -> Outcome:
     """Run the attempt to its last step, or to the step at which a stop was asked for."""
     config = attempt.config()
     clock.start_up("reading the data")
-    state = RunState.from_data(config)
+    state = RunState.from_data(config, attempt)
+    load_rewards(config.reward, state.columns)  # a wrong path is told before anything starts
     with Job(attempt, state.columns, clock.start_up) as job:
         job.start()
         state.resume(job.load(newest_checkpoint(attempt, config), state.identity))
+        refuse_old_export(state, attempt)
         job.open_sync()
+        component.settle()
         monitor = Monitor(config, attempt.folder, first_step=state.step + 1)
         with clock.phase("sync", "first version"):
             job.sync(state.step)
@@ -71,19 +77,22 @@ def train(attempt: Attempt, clock: StepClock) -> Outcome:
             clock.begin(state.step + 1)
             metrics = take_step(job, state, clock, monitor)
             last = state.step == config.run.steps
-            if due(state.step, config.eval.every) or (last and config.eval.at_end):
-                metrics |= evaluate(job, state, clock)
-            if due(state.step, config.checkpoint.every) or last:
-                metrics |= save(job, state, clock)
-            monitor.log(state.step, metrics)
+            try:
+                if due(state.step, config.eval.every) or (last and config.eval.at_end):
+                    metrics |= evaluate(job, state, clock)
+                if due(state.step, config.checkpoint.every) or last:
+                    metrics |= save(job, state, clock)
+            finally:  # a checkpoint that fails must not take the step's row with it
+                monitor.log(state.step, metrics)
 
         stopped = state.step < config.run.steps
         if stopped and state.step > state.saved:
             save(job, state, clock)
-        if not stopped and config.checkpoint.export == "last":
-            with clock.phase("save", "Hugging Face folder"):
+        if not stopped and state.exports:
+            with clock.phase("export", "Hugging Face folder"):
                 job.export(attempt.exported(state.step))
         monitor.close()
+        clock.ending()
     return Outcome(status="stopped" if stopped else "finished", step=state.step)
 
 
@@ -94,7 +103,7 @@ def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monitor) -> 
     with clock.phase("rollout", f"{len(prompts)} prompts x {config.algorithm.group_size}"):
         groups = job.generate(prompts, Sampling.training(config), step, alive=clock.alive)
     with clock.phase("reward"):
-        scores = job.score(groups)
+        scores = job.score(groups, clock.alive)
     rewards = [np.array([score.total for score in group], dtype=np.float64) for group in scores]
     batches, statistics = build_policy_batch(groups, rewards, config.algorithm, config.rollout.max_new_tokens)
     with clock.phase("log-prob"):
@@ -124,9 +133,9 @@ def evaluate(job: Job, state: RunState, clock: StepClock) -> dict[str, float]:
     with clock.phase("eval", f"{len(state.held_out)} questions"):
         groups: list[Group] = job.generate(state.held_out, Sampling.greedy(state.config), state.step,
                                            alive=clock.alive)
-        scores: list[list[Score]] = job.score(groups)
+        scores: list[list[Score]] = job.score(groups, clock.alive)
         file = job.attempt.folder / f"eval-{state.step:06d}.jsonl"
-        metrics = step_metrics.of_evaluation(file, groups, scores)
+        metrics = step_metrics.of_evaluation(file, groups, scores, state.config)
     return metrics | {"time/eval": clock.last("eval")}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 NO_GPU = "needs an NVIDIA GPU, and torch sees none"
+NO_MOUNT = "needs a small file system, and this user may not mount one"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,6 +24,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if skipped:
         terminalreporter.write_line(f"{len(skipped)} GPU tests were skipped: this machine has no GPU that torch can "
                                     "use (run `make gpu-check DEVICE=gpu` on one that has)")
+    unmounted = [report for report in terminalreporter.stats.get("skipped", []) if NO_MOUNT in str(report.longrepr)]
+    if unmounted:
+        terminalreporter.write_line(f"{len(unmounted)} tests of a disk that fills were skipped: {NO_MOUNT} (root may; "
+                                    "the test that writes to /dev/full ran)")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -40,6 +40,7 @@ def check(loaded: LoadedConfig, architecture: Architecture, device: Literal["cpu
     checker.batch()
     checker.optimizer()
     checker.engine()
+    checker.transformer_engine()
     checker.sections_that_need_each_other()
     if device == "gpu" and gpus is not None:
         checker.gpu_count(gpus)
@@ -174,7 +175,8 @@ class _Checker:
                      fix=f"use rollout.replicas <= {al.prompts_per_step}")
 
     def optimizer(self) -> None:
-        o, steps = self.config.trainer.optimizer, self.config.run.steps
+        o = self.config.trainer.optimizer
+        steps = self.config.run.steps * self.config.algorithm.updates_per_batch
         key = "trainer.optimizer"
         if o.min_lr > o.lr:
             self.add(f"{key}.min_lr = {o.min_lr:g} exceeds {key}.lr = {o.lr:g}", f"{key}.min_lr", f"{key}.lr",
@@ -183,8 +185,9 @@ class _Checker:
             self.add(f"{key}.min_lr = {o.min_lr:g} has no effect with {key}.schedule = constant", f"{key}.min_lr",
                      f"{key}.schedule", fix=f"use {key}.schedule = linear or cosine, or remove min_lr")
         if o.warmup_steps >= steps:
-            self.add(f"{key}.warmup_steps = {o.warmup_steps} leaves nothing of run.steps = {steps}",
-                     f"{key}.warmup_steps", "run.steps", fix=f"use {key}.warmup_steps <= {steps - 1}")
+            self.add(f"{key}.warmup_steps = {o.warmup_steps} leaves nothing of the run's {steps} optimizer steps "
+                     f"(run.steps x algorithm.updates_per_batch)", f"{key}.warmup_steps", "run.steps",
+                     fix=f"use {key}.warmup_steps <= {steps - 1}")
 
     def engine(self) -> None:
         r, a = self.config.rollout, self.architecture
@@ -208,6 +211,15 @@ class _Checker:
             self.add(f"rollout.kv_cache_gb = {r.kv_cache_gb:g} holds {capacity} tokens, fewer than one sequence of "
                      f"{longest}", "rollout.kv_cache_gb",
                      fix=f"use rollout.kv_cache_gb >= {math.ceil(longest * token_bytes / 2**30 * 100) / 100:g}")
+
+    def transformer_engine(self) -> None:
+        """Flash and cuDNN attention take 16-bit types only; what is left for fp32 has no context parallelism
+        (Transformer Engine 2.11, `get_attention_backend`)."""
+        t = self.config.trainer
+        if self.device == "gpu" and t.dtype == "fp32" and t.cp > 1:
+            self.add(f"trainer.dtype = fp32 with trainer.cp = {t.cp}: on a GPU Transformer Engine has no attention in "
+                     f"fp32 under context parallelism", "trainer.dtype", "trainer.cp",
+                     fix="use bf16 for trainer.dtype and rollout.dtype, or trainer.cp = 1")
 
     def sections_that_need_each_other(self) -> None:
         c = self.config

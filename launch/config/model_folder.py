@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 from launch.errors import UserError
-from launch.planner.architecture import from_hf_config
+from launch.planner.architecture import from_hf_config, tensor_shapes
 from launch.planner.plan import Architecture
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -31,31 +31,8 @@ def check_model_folder(path: str | Path, *, weights: bool = True, where: str | N
     _check_folder(folder, where)
     architecture = from_hf_config(folder)
     if weights:
-        _check_tensors(folder, expected_shapes(architecture), _read_shapes(folder, where), where)
+        _check_tensors(folder, tensor_shapes(architecture), _read_shapes(folder, where), where)
     return architecture
-
-
-def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor that a checkpoint must hold, as Hugging Face's model classes name them."""
-    a = architecture
-    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocab, a.hidden),
-                                          "model.norm.weight": (a.hidden,)}
-    if not a.tied_embeddings:
-        shapes["lm_head.weight"] = (a.vocab, a.hidden)
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (a.hidden,), "post_attention_layernorm.weight": (a.hidden,),
-        "self_attn.q_proj.weight": (q, a.hidden), "self_attn.k_proj.weight": (kv, a.hidden),
-        "self_attn.v_proj.weight": (kv, a.hidden), "self_attn.o_proj.weight": (a.hidden, q),
-        "mlp.gate_proj.weight": (a.ffn, a.hidden), "mlp.up_proj.weight": (a.ffn, a.hidden),
-        "mlp.down_proj.weight": (a.hidden, a.ffn)}
-    if a.qkv_bias:
-        layer |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
-    if a.qk_norm:
-        layer |= {"self_attn.q_norm.weight": (a.head_dim,), "self_attn.k_norm.weight": (a.head_dim,)}
-    for number in range(a.layers):
-        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
-    return shapes
 
 
 def read_safetensors_header(file: Path) -> dict[str, dict]:

@@ -33,7 +33,8 @@ class Run(Section):
     """First port of the job's block (`launch.ports`); null takes the first free block. A pinned block that is in use
     is refused."""
     deadline_s: PositiveFloat = 180.0
-    """How long one component may take to start before the attempt ends, naming who is missing."""
+    """How long one component may take to start before the attempt ends, naming who is missing; half as long again, the
+    first time of any phase."""
     hang_factor: PositiveFloat = 3.0
     """No progress for this many times the expected phase counts as a hang."""
     hang_min_s: PositiveFloat = 60.0
@@ -53,9 +54,10 @@ class Optimizer(Section):
     min_lr: NonNegativeFloat = 0.0
     """Final learning rate of a decaying schedule."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay from `lr` to `min_lr` over `run.steps`, after the warm-up."""
+    """Decay from `lr` to `min_lr` over the run's optimizer steps (`run.steps` x `algorithm.updates_per_batch`), after
+    the warm-up."""
     warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up from 0."""
+    """Optimizer steps of linear warm-up to `lr`; a GRPO step makes `algorithm.updates_per_batch` of them."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay (AdamW); norms and biases are not decayed."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -93,6 +95,8 @@ class Trainer(Section):
     """Adam and its schedule."""
     threads: PositiveInt = 1
     """CPU threads a training rank (CPU runs only)."""
+    collective_timeout_s: PositiveFloat = 1800.0
+    """Deadline of every collective among the training ranks. The hang watch (`run.hang_factor`) should speak first."""
 
 
 class Rollout(Section):
@@ -231,6 +235,9 @@ class Evaluation(Section):
     """Evaluate the final weights."""
     max_prompts: PositiveInt | None = None
     """Use only the first so many questions; null uses all."""
+    right: str | None = None
+    """Reward function by which an answer counts as right (its value is at least 1), as named in `reward.functions`;
+    null: the first of them."""
 
 
 class Monitor(Section):

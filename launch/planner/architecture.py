@@ -7,6 +7,7 @@ rope, window or biases are not understood trains without an error and is wrong.
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ FAMILIES: dict[str, Literal["llama", "qwen2", "qwen3"]] = {
 
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
+    "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 """The rope types that are modelled, and what each needs besides `rope_theta`."""
@@ -64,18 +66,48 @@ def from_hf_dict(config: dict[str, Any], where: str = "config.json") -> Architec
         initializer_range=fields.number("initializer_range", default=0.02), rope=_rope(fields))
 
 
+def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of the Hugging Face checkpoint, in its order; tied embeddings have no
+    `lm_head.weight`. The one place that knows them: model folders are checked, loaded, exported and synced by it."""
+    before, after = _outer_shapes(architecture)
+    layer = _layer_shapes(architecture)
+    return before | {f"model.layers.{number}.{name}": shape for number in range(architecture.layers)
+                     for name, shape in layer.items()} | after
+
+
 def parameter_count(architecture: Architecture) -> int:
     """Exact number of parameters; tied embeddings count once."""
-    a = architecture
+    before, after = _outer_shapes(architecture)
+    layer = sum(map(prod, _layer_shapes(architecture).values()))
+    return architecture.layers * layer + sum(map(prod, (before | after).values()))
+
+
+def _outer_shapes(a: Architecture) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """The tensors before and after the layers."""
+    after: dict[str, tuple[int, ...]] = {"model.norm.weight": (a.hidden,)}
+    if not a.tied_embeddings:
+        after["lm_head.weight"] = (a.vocab, a.hidden)
+    return {"model.embed_tokens.weight": (a.vocab, a.hidden)}, after
+
+
+def _layer_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    attention = a.hidden * (q + 2 * kv) + q * a.hidden
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (q, a.hidden),
+        "self_attn.k_proj.weight": (kv, a.hidden),
+        "self_attn.v_proj.weight": (kv, a.hidden),
+        "self_attn.o_proj.weight": (a.hidden, q),
+        "mlp.gate_proj.weight": (a.ffn, a.hidden),
+        "mlp.up_proj.weight": (a.ffn, a.hidden),
+        "mlp.down_proj.weight": (a.hidden, a.ffn),
+        "input_layernorm.weight": (a.hidden,),
+        "post_attention_layernorm.weight": (a.hidden,),
+    }
     if a.qkv_bias:
-        attention += q + 2 * kv
+        shapes |= {f"self_attn.{p}_proj.bias": (rows,) for p, rows in zip("qkv", (q, kv, kv))}
     if a.qk_norm:
-        attention += 2 * a.head_dim
-    layer = attention + 3 * a.hidden * a.ffn + 2 * a.hidden
-    embeddings = a.vocab * a.hidden * (1 if a.tied_embeddings else 2)
-    return a.layers * layer + embeddings + a.hidden
+        shapes |= {f"self_attn.{p}_norm.weight": (a.head_dim,) for p in "qk"}
+    return shapes
 
 
 class _Fields:
@@ -189,7 +221,7 @@ def _rope(fields: _Fields) -> dict[str, Any]:
     kind = given.get("rope_type", given.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise UserError(f"rope type {kind!r} is not supported", where=fields.where,
-                        fix=f"use a model with rope type {' or '.join(ROPE_TYPES)}")
+                        fix=f"use a model with rope type {', '.join(ROPE_TYPES)}")
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise UserError(f"partial_rotary_factor = {given['partial_rotary_factor']!r} is not supported",
                         where=fields.where, fix="use a model with full rope")

@@ -71,11 +71,11 @@ class Attempt:
         return Placement.model_validate_json((self.folder / "placement.json").read_text(encoding="utf-8"))
 
     def write(self, config: RunConfig, plan: Plan, placement: Placement, environment: dict[str, str]) -> None:
-        """Record what the attempt is started with. `environment` is already masked."""
+        """Record what the attempt is started with. `environment` is what may be recorded (`envvars.recordable`)."""
         write_atomically(self.folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         write_atomically(self.folder / "plan.json", plan.model_dump_json(indent=2))
         write_atomically(self.folder / "placement.json", placement.model_dump_json(indent=2))
-        write_atomically(self.folder / "environment.json", json.dumps(environment, indent=2))
+        write_atomically(self.folder / "environment.json", json.dumps(environment, indent=2), mode=0o600)
 
 
 class RunFolder:
@@ -86,8 +86,12 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     def __enter__(self) -> RunFolder:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.folder / ".lock").open("w", encoding="utf-8")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.folder / ".lock").open("w", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write the run's folder {self.folder.absolute()}: {error.strerror}",
+                            where="run.dir, run.name", fix="choose a run.dir that you may write") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -122,8 +126,9 @@ def fresh_name(run: Run) -> str:
     raise UserError(f"{run.dir} holds {FRESH_NAMES} runs named {run.name}", where="run.name", fix="choose another name")
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
     """A reader sees the old file or the whole new one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+        file.write(text)
     os.replace(aside, path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import psutil
 
@@ -16,16 +16,15 @@ from launch.runtime.attempts import Attempt, write_atomically
 
 
 @dataclass(frozen=True)
-class ComponentRecord:
-    """One process of the attempt."""
+class Pid:
+    """A process of this node: its pid, and its creation time, so that a reused pid is not taken for it."""
 
-    name: str
-    """`driver`, `trainer-3`, `rollout-0`, `reward-1`."""
     pid: int
     started: float
-    """Creation time of the process, so that a reused pid is not taken for it."""
-    node: str
-    log: str
+
+    @staticmethod
+    def of(process: psutil.Process) -> Pid:
+        return Pid(process.pid, process.create_time())
 
     def alive(self) -> bool:
         """Whether this very process still runs (a zombie does not)."""
@@ -44,6 +43,23 @@ class ComponentRecord:
 
 
 @dataclass(frozen=True)
+class ComponentRecord:
+    """One component of the attempt: a process of ours, and the processes that it cannot do without."""
+
+    name: str
+    """`driver`, `trainer-3`, `rollout-0`, `reward-0`."""
+    process: Pid
+    node: str
+    """Pids mean something on this node only."""
+    log: str
+    needs: tuple[Pid, ...] = ()
+    """Processes that a library started for it: vLLM's engine core and workers."""
+
+    def alive(self) -> bool:
+        return self.process.alive() and all(each.alive() for each in self.needs)
+
+
+@dataclass(frozen=True)
 class ErrorRecord:
     """The first exception that left a component."""
 
@@ -57,10 +73,20 @@ class ErrorRecord:
 
 def register(attempt: Attempt, name: str, node: str) -> ComponentRecord:
     """Called by a component about itself, once, when it starts."""
-    process = psutil.Process()
-    record = ComponentRecord(name, process.pid, process.create_time(), node, str(attempt.logs / f"{name}.log"))
-    write_atomically(attempt.folder / "components" / f"{name}.json", json.dumps(asdict(record)))
+    record = ComponentRecord(name, Pid.of(psutil.Process()), node, str(attempt.logs / f"{name}.log"))
+    _write(attempt, record)
     return record
+
+
+def register_children(attempt: Attempt, record: ComponentRecord) -> ComponentRecord:
+    """Called by a component whose children must live as long as it does, when all of them run."""
+    record = replace(record, needs=tuple(Pid.of(child) for child in psutil.Process().children(recursive=True)))
+    _write(attempt, record)
+    return record
+
+
+def _write(attempt: Attempt, record: ComponentRecord) -> None:
+    write_atomically(attempt.folder / "components" / f"{record.name}.json", json.dumps(asdict(record)))
 
 
 def record_error(attempt: Attempt, name: str, summary: str, traceback: str, *, user_error: bool = False) -> None:
@@ -71,8 +97,24 @@ def record_error(attempt: Attempt, name: str, summary: str, traceback: str, *, u
 
 
 def components(attempt: Attempt) -> list[ComponentRecord]:
-    return [ComponentRecord(**json.loads(path.read_text(encoding="utf-8")))
-            for path in sorted((attempt.folder / "components").glob("*.json"))]
+    return [component(attempt, path.stem) for path in sorted((attempt.folder / "components").glob("*.json"))]
+
+
+def component(attempt: Attempt, name: str) -> ComponentRecord:
+    """The record of one component."""
+    path = attempt.folder / "components" / f"{name}.json"
+    return _record(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _record(values: dict) -> ComponentRecord:
+    return ComponentRecord(**{**values, "process": Pid(**values["process"]),
+                              "needs": tuple(Pid(**each) for each in values["needs"])})
+
+
+def dead(attempt: Attempt, node: str) -> list[ComponentRecord]:
+    """The components of `node`, this one, that no longer run, the driver aside."""
+    return [record for record in components(attempt)
+            if record.node == node and record.name != "driver" and not record.alive()]
 
 
 def errors(attempt: Attempt) -> list[ErrorRecord]:
@@ -93,22 +135,30 @@ class Failure:
     """The user can mend it: configuration, model, data or reward."""
 
 
-def first_failure(attempt: Attempt) -> Failure:
-    """The cause of a failure, as far as it shows. Asked by the driver while the other processes still stand.
+def first_failure(attempt: Attempt, node: str) -> Failure:
+    """The cause of a failure, as far as it shows from `node`. Asked while the other processes still stand.
 
     An error that the user can mend explains everything that follows it. Else a process that died without a word comes
     before the errors of its peers, which only tell of a closed connection; then the earliest error of a component,
     then the driver's own.
     """
-    recorded, records = errors(attempt), components(attempt)
-    logs = {record.name: record.log for record in records}
+    recorded = errors(attempt)
+    logs = {record.name: record.log for record in components(attempt)}
     for error in recorded:
         if error.user_error:
             return Failure(error.name, logs.get(error.name, ""), error.summary, user_error=True)
     talked = {error.name for error in recorded}
-    for record in records:
-        if record.name not in talked and not record.alive():
-            return Failure(record.name, record.log, f"{record.name} (pid {record.pid}, node {record.node}) died "
-                                                    "without an error of its own: killed, or out of memory")
+    for record in dead(attempt, node):
+        if record.name not in talked or not record.process.alive():
+            return silent_death(record)
     first = min(recorded, key=lambda error: (error.name == "driver", error.time))
     return Failure(first.name, logs.get(first.name, ""), f"{first.name} failed first: {first.summary}")
+
+
+def silent_death(record: ComponentRecord) -> Failure:
+    """What to tell of a component that is gone and said nothing."""
+    who = f"{record.name} (pid {record.process.pid}, node {record.node})"
+    if record.process.alive():
+        lost = next(each.pid for each in record.needs if not each.alive())
+        return Failure(record.name, record.log, f"{who} lost its process {lost}: killed, or out of memory")
+    return Failure(record.name, record.log, f"{who} died without an error of its own: killed, or out of memory")

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from launch import processes
+from launch.errors import UserError
 from launch.runtime.attempts import Attempt
 from launch.runtime.components import ComponentRecord, components
 
@@ -44,25 +47,38 @@ def stack_file(attempt: Attempt, name: str) -> Path:
 
 
 def take_stacks(attempt: Attempt, wait_s: float = 5.0) -> list[Stack]:
-    """Ask every component of the attempt for its stacks and collect them."""
+    """Ask every component of the attempt on this node for its stacks and collect them. Processes that a library started
+    for a component have no handler of ours: py-spy looks into them from outside."""
     asked: list[tuple[ComponentRecord, int]] = []
     stacks = []
     for record in components(attempt):
         file = stack_file(attempt, record.name)
         if not record.alive():
             stacks.append(Stack(record.name, "dead", "", file))
-        elif record.stopped():
+        elif record.process.stopped():
             stacks.append(Stack(record.name, "stopped", "", file))
         else:
             asked.append((record, file.stat().st_size if file.exists() else 0))
-            psutil.Process(record.pid).send_signal(STACK_SIGNAL)
+            psutil.Process(record.process.pid).send_signal(STACK_SIGNAL)
+        for each in record.needs:
+            _look_into(each.pid, stack_file(attempt, f"{record.name}-pid{each.pid}"), wait_s)
     stacks += [_collect(attempt, record, size, wait_s) for record, size in asked]
     return sorted(stacks, key=lambda stack: stack.name)
 
 
+def _look_into(pid: int, file: Path, wait_s: float) -> None:
+    """A stack for people to read; that it cannot be had (no permission, no py-spy) is written in its place."""
+    py_spy = Path(sys.executable).with_name("py-spy")
+    try:
+        done = processes.output_of([str(py_spy), "dump", "--nonblocking", "--pid", str(pid)], timeout_s=wait_s)
+        file.write_text(done.stdout + done.stderr, encoding="utf-8")
+    except UserError as error:
+        file.write_text(str(error), encoding="utf-8")
+
+
 def _collect(attempt: Attempt, record: ComponentRecord, before: int, wait_s: float) -> Stack:
     file = stack_file(attempt, record.name)
-    process = psutil.Process(record.pid)
+    process = psutil.Process(record.process.pid)
     for _ in range(int(wait_s / 0.05)):
         text = file.read_text(errors="replace")[before:] if file.exists() else ""
         if "(most recent call first)" in text and text.endswith("\n"):
@@ -97,12 +113,15 @@ def judge(dump: str) -> tuple[str, str]:
 
 
 def absent(stacks: list[Stack]) -> list[Stack]:
-    """The training ranks that the others wait for: those that do not wait for a peer while some other does. Of
-    several, the ones that cannot answer come first, then the running ones, then the idle ones."""
+    """Whom the others wait for. A component that is dead or stopped explains everything; else the training ranks that
+    do not wait for a peer while some other does: those that cannot answer first, then the running, then the idle."""
+    gone = [stack for stack in stacks if stack.state in ("dead", "stopped")]
+    if gone:
+        return gone
     ranks = [stack for stack in stacks if stack.name.startswith("trainer-")]
     if not any(stack.state == "waiting" for stack in ranks):
         return []
-    order = {"dead": 0, "stopped": 0, "silent": 1, "running": 2, "idle": 3}
+    order = {"silent": 0, "running": 1, "idle": 2}
     missing = [stack for stack in ranks if stack.state != "waiting"]
     worst = min((order[stack.state] for stack in missing), default=None)
     return [stack for stack in missing if order[stack.state] == worst]

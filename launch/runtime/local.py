@@ -21,13 +21,15 @@ from launch.planner.prepare import Prepared
 from launch.ports import Ports, allocate
 from launch.report.history import JsonlTail, MetricsTail
 from launch.report.progress import Progress, make_progress
-from launch.runtime import hang, progress_file
+from launch.runtime import components, hang, progress_file
 from launch.runtime.attempts import Attempt, RunFolder
 from launch.runtime.outcome import Outcome, read_outcome, write_outcome
 from launch.runtime.ray_node import ADDRESS_VARIABLE, RaySession, loopback_variables, start_head
 from launch.runtime.stop_file import STOP_FILE
 
 LOOK_EVERY_S = 0.25
+DRIVER_GRACE_S = 5.0
+"""How long the driver may take to notice a dead component itself: it knows more of the cause."""
 
 
 def run_local(prepared: Prepared, *, quiet: bool = False) -> tuple[Attempt, Outcome]:
@@ -45,7 +47,7 @@ def run_local(prepared: Prepared, *, quiet: bool = False) -> tuple[Attempt, Outc
             attempt = run.new_attempt()
             gpus = local.gpus() if prepared.plan.device == "gpu" else ()
             placement = place_local(prepared.plan, attempt.number, ports, gpus=gpus)
-            attempt.write(config, prepared.plan, placement, envvars.masked())
+            attempt.write(config, prepared.plan, placement, envvars.recordable())
             job = LocalJob(attempt, config, prepared.plan.device, ports)
             with make_progress(config.run.name, config.run.steps, quiet=quiet) as display:
                 return attempt, job.run(display)
@@ -78,14 +80,8 @@ class LocalJob:
         return outcome
 
     def _run(self, display: Progress) -> Outcome:
-        environment = self._environment()
-        ray = start_head(self.session, self.ports, node=LOCAL_NODE, address=LOOPBACK, environment=environment,
-                         log=self.attempt.logs / "ray.log")
-        driver = processes.start("driver", [sys.executable, "-m", "megatron_rl.train", str(self.attempt.folder)],
-                                 environment={**environment, **self.session.variables(),
-                                              ADDRESS_VARIABLE: f"{LOOPBACK}:{self.ports.ray_gcs}"},
-                                 log=self.attempt.logs / "driver.log")
-        view = View(self.attempt.folder, display)
+        ray, driver = self._start()
+        view, mourning = View(self.attempt.folder, display), None
         while driver.wait(LOOK_EVERY_S) is None:
             view.update()
             if self.interrupts > 1:
@@ -93,11 +89,28 @@ class LocalJob:
             if ray.returncode is not None:
                 return self._ended("crash", f"Ray ended with status {ray.returncode}", "ray", str(ray.log))
             progress = progress_file.read_progress(self.attempt.folder)
-            if progress and progress_file.overdue(progress, self.config.run, time.time()):
+            if progress is None or progress.phase == "end":
+                continue
+            mourning = mourning or next(iter(components.dead(self.attempt, LOCAL_NODE)), None) and time.monotonic()
+            if mourning and time.monotonic() - mourning > DRIVER_GRACE_S:
+                failure = components.first_failure(self.attempt, LOCAL_NODE)
+                return self._ended("crash", failure.message, failure.component, failure.log)
+            if progress_file.overdue(progress, self.config, time.time()):
                 return self._hang(progress)
         view.update()
         return read_outcome(self.attempt.folder) or self._ended(
             "crash", f"the driver ended with status {driver.returncode} without a word", "driver", str(driver.log))
+
+    def _start(self) -> tuple[processes.Child, processes.Child]:
+        """Ray's head and the driver, at the same time: the driver waits for the head."""
+        environment = self._environment()
+        ray = start_head(self.session, self.ports, node=LOCAL_NODE, address=LOOPBACK, environment=environment,
+                         log=self.attempt.logs / "ray.log")
+        driver = processes.start("driver", [sys.executable, "-m", "megatron_rl.train", str(self.attempt.folder)],
+                                 environment={**environment, **self.session.variables(), envvars.NODE: LOCAL_NODE,
+                                              ADDRESS_VARIABLE: f"{LOOPBACK}:{self.ports.ray_gcs}"},
+                                 log=self.attempt.logs / "driver.log")
+        return ray, driver
 
     def _environment(self) -> dict[str, str]:
         variables = envvars.environment("driver", self.device, self.config, job=self.attempt.mark, address=LOOPBACK)
@@ -117,14 +130,17 @@ class LocalJob:
         return lambda: [signal.signal(number, handler) for number, handler in before.items()] and None
 
     def _ended(self, status: str, message: str, component: str | None = None, log: str | None = None) -> Outcome:
-        progress = progress_file.read_progress(self.attempt.folder)
-        done = max(0, progress.step - 1) if progress else 0
+        done = progress_file.steps_done(progress_file.read_progress(self.attempt.folder))
         return Outcome(status=status, step=done, message=message, component=component, log=log)
 
     def _hang(self, progress: progress_file.Progress) -> Outcome:
+        """Take the stacks and name the absent, unless the job has ended by itself just now."""
         stacks = hang.take_stacks(self.attempt)
+        ended = read_outcome(self.attempt.folder)
+        if ended is not None:
+            return ended
         guilty = hang.absent(stacks)
-        limit = progress_file.allowed_s(progress, self.config.run)
+        limit = progress_file.allowed_s(progress, self.config)
         message = (f"no progress for {limit:.0f} s in step {progress.step}, phase {progress.phase}\n"
                    f"{hang.explain(stacks)}\nstacks: {self.attempt.folder / 'stacks'}")
         name = guilty[0].name if guilty else None
@@ -147,7 +163,7 @@ class View:
 
     def update(self) -> None:
         progress = progress_file.read_progress(self._folder)
-        if progress and (progress.step == 0 or progress.phase in ("eval", "save")):
+        if progress and (progress.step == 0 or progress.phase in progress_file.AFTER_THE_STEP):
             text = f"{progress.phase}: {progress.detail}"
             if text != self._said:
                 self._display.phase(text)

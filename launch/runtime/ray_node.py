@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import sys
@@ -22,17 +23,24 @@ LOGICAL_CPUS = 1024
 
 @dataclass
 class RaySession:
-    """Ray's scratch folder and token: private to this user, short (a socket path has 107 bytes), gone at the end."""
+    """Ray's scratch folder and token, gone at the end. The folder is private to this user (Ray makes its own part of it
+    open to everybody) and its name is short, since a socket's path has 107 bytes."""
 
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="mrl-")))
 
     def __post_init__(self) -> None:
-        self.token.touch(mode=0o600)
-        self.token.write_text(secrets.token_hex(32), encoding="ascii")
+        descriptor = os.open(self.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(32))
 
     @property
     def token(self) -> Path:
         return self.folder / "token"
+
+    @property
+    def scratch(self) -> Path:
+        """What Ray is given as its temporary folder."""
+        return self.folder / "r"
 
     def variables(self) -> dict[str, str]:
         """What every process that talks to Ray needs. The token itself is never in an environment or a log."""
@@ -45,7 +53,7 @@ class RaySession:
 
     def keep_logs(self, destination: Path) -> None:
         """Copy Ray's own logs aside, for an attempt that failed."""
-        logs = self.folder / "session_latest" / "logs"
+        logs = self.scratch / "session_latest" / "logs"
         if logs.is_dir():
             shutil.copytree(logs, destination, dirs_exist_ok=True, ignore_dangling_symlinks=True)
 
@@ -73,7 +81,7 @@ def head_command(session: RaySession, ports: Ports, *, node: str, address: str) 
         "--dashboard-agent-grpc-port", str(ports.ray_dashboard_agent_grpc),
         "--runtime-env-agent-port", str(ports.ray_runtime_env), "--metrics-export-port", str(ports.ray_metrics),
         "--num-cpus", str(LOGICAL_CPUS), "--num-gpus", "0", "--object-store-memory", str(OBJECT_STORE_BYTES),
-        "--temp-dir", str(session.folder), "--include-log-monitor", "false", "--disable-usage-stats", "--no-monitor",
+        "--temp-dir", str(session.scratch), "--include-log-monitor", "false", "--disable-usage-stats", "--no-monitor",
     ]
 
 

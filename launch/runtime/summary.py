@@ -26,7 +26,8 @@ def print_end(attempt: Attempt, outcome: Outcome) -> None:
             print(f"model        {exported}")
         print(f"finished     {outcome.step} steps")
     elif outcome.status == "stopped":
-        print(f"stopped      after step {outcome.step}; a checkpoint is written, the same command goes on")
+        print(f"stopped      after step {outcome.step}, with a checkpoint; `megatron-rl launch` goes on from it with "
+              f"run.name={attempt.run_folder.name}, without --fresh")
     else:
         sys.stdout.flush()
         print(failure_text(outcome), file=sys.stderr)

@@ -1,7 +1,8 @@
 """Advantages of the completions of one prompt instance, relative to each other. NumPy, on the driver.
 
 A *group* is the set of completions drawn for one prompt instance. Groups may be of different sizes (aborted or
-filtered samples); they are told apart by id and never by position, because rollouts return in order of completion.
+filtered samples). A group travels as one object from the engine on, so no completion can fall into another's, in
+whatever order groups return.
 """
 
 from __future__ import annotations
@@ -36,20 +37,6 @@ def group_advantages(rewards: Sequence[np.ndarray], kind: AdvantageKind) -> list
         ValueError: an empty group, or a reward that is not finite.
     """
     return [_advantages(_checked(rewards_G), kind) for rewards_G in rewards]
-
-
-def advantages_by_group(group_ids_B: np.ndarray, rewards_B: np.ndarray, kind: AdvantageKind) -> np.ndarray:
-    """`group_advantages` of samples in any order (order of arrival): sample b belongs to the group `group_ids_B[b]`.
-
-    Returns float32 [B], `advantages_B[b]` being the advantage of sample b.
-    """
-    if group_ids_B.shape != rewards_B.shape:
-        raise ValueError(f"{group_ids_B.shape} group ids for {rewards_B.shape} rewards")
-    advantages_B = np.zeros(len(rewards_B), dtype=np.float32)
-    for group_id in np.unique(group_ids_B):
-        members = np.flatnonzero(group_ids_B == group_id)
-        advantages_B[members] = group_advantages([rewards_B[members]], kind)[0]
-    return advantages_B
 
 
 def is_flat(rewards_G: np.ndarray) -> bool:

@@ -33,6 +33,8 @@ def mismatch_sums(logprobs_T: torch.Tensor, behaviour_logprobs_T: torch.Tensor,
                   mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
     """How far trainer (pi) and engine (mu) are apart on the tokens of `mask_T`, as sums that add up over ranks.
 
+    Both must have the same weights: log-probs of a policy that has been updated since show its drift instead.
+
     - `mismatch/kl`: KL(mu || pi), the k3 estimate r - 1 - log r with r = pi/mu. The engine is the truth: it stays
       moderate (9) where pi gives a sampled token exp(-15) and mu exp(-5). The other way the same token yields 22,000
       and hides everything. Healthy: about 1e-3; a steep rise means that the weights are not arriving.

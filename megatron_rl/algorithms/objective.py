@@ -40,7 +40,9 @@ def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torc
         reference_logprobs_T: given if `config.kl.beta` is above 0.
     Returns:
         The loss (float32 scalar), and float32 scalars without gradient: sums over the tokens with weight (divide by
-        `tokens` after summing over micro-batches and ranks), and maxima, whose names end in `_max`.
+        `tokens` after summing over micro-batches and ranks), and maxima, whose names end in `_max`. `mismatch/*`
+        compares mu with pi_old where old log-probs are given, else with pi: then it says something of the engine only
+        on the first update of a rollout batch, before pi has moved (`MegatronTrainer.update` drops the others).
     Raises:
         ValueError: a tensor that the configuration needs is missing, or one that it excludes is given.
     """
@@ -62,6 +64,9 @@ def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torc
     else:
         old_logprobs_T = behaviour_logprobs_T
         correction_T = torch.ones_like(logprobs_T)
+    # The policy at the start of the update, as far as it is known: on later mini-batches pi has moved on.
+    engine_twin_T = old_logprobs_T if config.old_logprobs == "recompute" else logprobs_T
+    bypass = config.old_logprobs == "none" and config.updates_per_batch > 1
 
     clipped = clipped_loss(logprobs_T, old_logprobs_T, advantages_T, clip_low=config.clip_low,
                            clip_high=config.clip_high, dual_clip=config.dual_clip)
@@ -74,7 +79,7 @@ def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torc
         "policy/kl_old": kl_estimate(old_logprobs_T, logprobs_T, "k3"),
         "policy/logprob": logprobs_T,
         "correction/weight": correction_T,
-        "correction/capped": _capped(correction_T, config),
+        "correction/capped": _capped(correction_T, None if bypass else config.importance_cap),
     }
     if reference_logprobs_T is not None:
         reference_logprobs_T = in_loss(reference_logprobs_T)
@@ -88,15 +93,13 @@ def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torc
 
     sums = {"tokens": mask_T.sum().float()}
     sums |= {name: values_T.detach()[mask_T].sum() for name, values_T in per_token.items()}
-    sums |= mismatch_sums(logprobs_T, behaviour_logprobs_T, mask_T)
+    sums |= mismatch_sums(engine_twin_T, behaviour_logprobs_T, mask_T)
     sums["policy/ratio_max"] = clipped.ratio_T[mask_T].max() if mask_T.any() else loss_T.new_zeros(())
     return (weights_T.float() * loss_T).sum(), sums
 
 
-def _capped(correction_T: torch.Tensor, config: Algorithm) -> torch.Tensor:
-    if config.importance_cap is None:
-        return torch.zeros_like(correction_T)
-    return (correction_T >= config.importance_cap).float()
+def _capped(correction_T: torch.Tensor, cap: float | None) -> torch.Tensor:
+    return torch.zeros_like(correction_T) if cap is None else (correction_T >= cap).float()
 
 
 def _check(config: Algorithm, entropy_T: torch.Tensor | None, old_logprobs_T: torch.Tensor | None,

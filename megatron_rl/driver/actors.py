@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from launch.runtime import faults
+from launch.runtime.components import component, register_children
 from megatron_rl.data.batch import Group, PolicyBatch, Prompt
-from megatron_rl.driver.component import begin, guarded
+from megatron_rl.driver.component import begin, guarded, settle
 
 if TYPE_CHECKING:
     from megatron_rl.rewards.sample import Sample, Score
@@ -42,7 +43,8 @@ class TrainerActor:
 
         address = self.placement.addresses[self.placement.training[0].node]
         parallel.initialise(self.plan, self.rank, address, self.placement.master_port, self.config.run.deadline_s,
-                            self.config.trainer.threads, self.config.run.seed)
+                            self.config.trainer.threads, self.config.run.seed,
+                            self.config.trainer.collective_timeout_s)
         self.trainer = MegatronTrainer(self.config, self.plan, self.rank)
 
     @guarded
@@ -82,8 +84,10 @@ class TrainerActor:
         return self.sender.sync_describe()
 
     @guarded
-    def sync_open(self, lane: Any, edges: Sequence[Any], timeout_s: float) -> None:
-        self.sender.sync_open(lane, edges, timeout_s)
+    def sync_open(self, lane: Any, edges: Sequence[Any], timeout_s: float) -> dict:
+        fingerprints = self.sender.sync_open(lane, edges, timeout_s)
+        settle()
+        return fingerprints
 
     @guarded
     def sync_send(self, epoch: int) -> Any:
@@ -100,14 +104,17 @@ class RolloutActor:
         self.name = f"rollout-{replica}"
         placement = Attempt(Path(attempt_folder)).placement()
         self.attempt = begin(attempt_folder, self.name, placement.rollout[replica].node)
-        self._parts = (self.attempt.config(), self.attempt.plan(), placement, replica)
+        log = self.attempt.logs / f"{self.name}.log"
+        self._parts = (self.attempt.config(), self.attempt.plan(), placement, replica, log)
 
     @guarded
-    async def start(self) -> None:
+    async def start(self) -> dict:
         from megatron_rl.rollout.engine import RolloutEngine
 
         self.engine = RolloutEngine(*self._parts)
-        await self.engine.start()
+        facts = await self.engine.start()
+        register_children(self.attempt, component(self.attempt, self.name))
+        return facts
 
     @guarded
     async def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
@@ -131,8 +138,8 @@ class RolloutActor:
         return await self.engine.sync_describe(canonical)
 
     @guarded
-    async def sync_open(self, lanes: Sequence[Any], edges: Sequence[Any], timeout_s: float) -> None:
-        await self.engine.sync_open(lanes, edges, timeout_s)
+    async def sync_open(self, lanes: Sequence[Any], edges: Sequence[Any], timeout_s: float) -> dict:
+        return await self.engine.sync_open(lanes, edges, timeout_s)
 
     @guarded
     async def sync_prepare(self, epoch: int) -> None:

@@ -37,9 +37,13 @@ class StepClock:
         """Say what start-up is waiting for."""
         self._enter("start", detail)
 
+    def ending(self) -> None:
+        """From here on processes end because they are asked to."""
+        self._enter("end", "")
+
     @contextlib.contextmanager
     def phase(self, name: str, detail: str = "") -> Iterator[None]:
-        """Time a block as `name`: one of PHASES, `eval` or `save`."""
+        """Time a block as `name`: one of PHASES, `eval`, `save` or `export`."""
         self._enter(name, detail)
         started = time.monotonic()
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -19,6 +19,8 @@ from launch.runtime.ray_node import ADDRESS_VARIABLE
 
 NAMESPACE = "megatron-rl"
 LOOK_EVERY_S = 0.2
+FETCH_S = 600.0
+"""Deadline of moving a finished answer to the driver."""
 _LOW_MEMORY = re.compile(r"Memory usage \S+ exceeded threshold of [^)]*\)")
 
 
@@ -66,8 +68,10 @@ def pinned(cls: type, node_id: str, environment: Mapping[str, str], *args: Any, 
         runtime_env={"env_vars": dict(environment)}, **options).remote(*args)
 
 
-def gather(calls: Mapping[str, Any], what: str, timeout_s: float | None = None) -> dict[str, Any]:
-    """The answers of one call a component, by name. The first failure is raised at once, while others still run.
+def gather(calls: Mapping[str, Any], what: str, timeout_s: float | None = None,
+           arrived: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """The answers of one call a component, by name. The first failure is raised at once, while others still run;
+    `arrived` is called with each answer. Without a deadline the hang watch is the only one.
 
     Raises:
         UserError: a component raised it.
@@ -85,14 +89,15 @@ def gather(calls: Mapping[str, Any], what: str, timeout_s: float | None = None) 
             raise StartTimeout(f"{what}: no answer within {timeout_s:g} s from "
                                f"{', '.join(sorted(names[reference] for reference in waiting))}")
         for reference in ready:
-            answers[names[reference]] = result(reference, names[reference])
+            answers[names[reference]] = _result(reference, names[reference])
+            arrived()
     return {name: answers[name] for name in calls}
 
 
-def result(reference: Any, name: str) -> Any:
+def _result(reference: Any, name: str) -> Any:
     """The value of a finished call; failures as in `gather`."""
     try:
-        return ray.get(reference, timeout=60.0)
+        return ray.get(reference, timeout=FETCH_S)
     except RayTaskError as error:
         if isinstance(error.cause, UserError):
             raise error.cause from None

@@ -15,7 +15,7 @@ from launch import envvars
 from launch.runtime.attempts import Attempt
 from megatron_rl.data.batch import Group, PolicyBatch, Prompt
 from megatron_rl.driver.actors import RewardActor, RolloutActor, TrainerActor
-from megatron_rl.driver.cluster import connect, gather, pinned, result
+from megatron_rl.driver.cluster import connect, gather, pinned
 from megatron_rl.rewards.sample import Score, group_samples
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.scheduler import RolloutScheduler
@@ -25,6 +25,8 @@ from megatron_rl.weight_sync.protocol import SyncReport
 
 log = logging.getLogger(__name__)
 
+SCORED_AT_ONCE = 64
+"""Samples a reward process gets between two signs of life."""
 ASK_EVERY_S = 2.0
 """How often the engines are asked for signs of progress during a rollout."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -117,11 +119,14 @@ class Job:
         """The completions of every prompt, in the order of the prompts. `alive` is called while completions arrive."""
         return self._events.run(self._watched(self._scheduler.rollout(prompts, sampling, step), alive))
 
-    def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        """The scores of every group, in order."""
+    def score(self, groups: Sequence[Group], alive: Callable[[], None]) -> list[list[Score]]:
+        """The scores of every group, in order. `alive` is called as they come in."""
         samples = [sample for group in groups for sample in group_samples(group)]
-        reference = self.rewards["reward-0"].score.remote(samples)
-        scores = iter(result(reference, "reward-0"))
+        size = SCORED_AT_ONCE * self.config.reward.workers
+        worker = self.rewards["reward-0"]
+        calls = {f"reward-0 from {at}": worker.score.remote(samples[at:at + size])
+                 for at in range(0, len(samples), size)}
+        scores = (score for part in gather(calls, "score", arrived=alive).values() for score in part)
         return [[next(scores) for _ in group.completions] for group in groups]
 
     def logprobs(self, batch: PolicyBatch, model: str) -> np.ndarray:

@@ -33,11 +33,13 @@ class RunState:
     identity: dict[str, str]
     """Hashes of what the two sides and a resumed run must agree on."""
     step: int = 0
+    exports: bool = False
+    """The run's last step still has to be exported, also when it is made already."""
     saved: int = field(default=-1)
     """Step of the newest checkpoint written or loaded."""
 
     @staticmethod
-    def from_data(config: RunConfig) -> RunState:
+    def from_data(config: RunConfig, attempt: Attempt) -> RunState:
         """Read, render and tokenise the data once, for both sides.
 
         Raises:
@@ -52,7 +54,9 @@ class RunState:
         rendering.check_end_token(template.stop_token_ids(tokenizer, config.model.path))
         content = dataset.fingerprint(prompts)
         sampler = PromptSampler(len(prompts), config.run.seed, config.data.shuffle, content)
-        return RunState(config, prompts, held_out, sampler, {"data": content, "template": rendering.fingerprint()})
+        exports = config.checkpoint.export == "last" and not attempt.exported(config.run.steps).exists()
+        return RunState(config, prompts, held_out, sampler, {"data": content, "template": rendering.fingerprint()},
+                        exports=exports)
 
     @property
     def columns(self) -> list[str]:
@@ -76,7 +80,7 @@ class RunState:
         if loaded is None:
             return
         extra, steps = loaded["extra"], self.config.run.steps
-        if extra["step"] >= steps:
+        if extra["step"] > steps or (extra["step"] == steps and not self.exports):
             raise UserError(f"run {self.config.run.name!r} has already made its {extra['step']} steps",
                             where="run.steps", fix=f"raise run.steps above {extra['step']}, use another run.name, or "
                                                    "launch with --fresh")
@@ -87,6 +91,19 @@ class RunState:
         self.step = self.saved = extra["step"]
         for line in loaded["changes"]:
             log.warning("resuming at step %d with a change: %s", self.step, line)
+
+
+def refuse_old_export(state: RunState, attempt: Attempt) -> None:
+    """A folder where this run's export would go is told before the run, not after it.
+
+    Raises:
+        UserError: there is one, and the run has steps to make.
+    """
+    folder = attempt.exported(state.config.run.steps)
+    if state.config.checkpoint.export == "last" and state.step < state.config.run.steps and folder.exists():
+        raise UserError(f"{folder} exists already: an earlier run with the same name was exported there",
+                        where="run.name, run.steps", fix="remove that folder, use another run.name, or set "
+                                                         "checkpoint.export=never")
 
 
 def newest_checkpoint(attempt: Attempt, config: RunConfig) -> Path | None:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
+from launch.config.schema import RunConfig
 from megatron_rl.algorithms.batch import BatchStatistics
 from megatron_rl.data.batch import Group
 from megatron_rl.rewards.sample import Score
 from megatron_rl.weight_sync.protocol import SyncReport
 
 COUNTS = ("train/tokens", "train/sequences", "train/microbatches", "train/skipped")
-"""Summed over the updates of a step; maxima stay maxima; everything else is averaged."""
+"""Summed over the updates of a step; maxima stay maxima; everything else is averaged over the updates that have it."""
 
 
 def of_step(step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]], statistics: BatchStatistics,
@@ -45,18 +46,21 @@ def _rates(groups: Sequence[Group], times: Mapping[str, float]) -> dict[str, flo
             "throughput/rollout_tokens_per_s": sum(lengths) / max(times["time/rollout"], 1e-9)}
 
 
-def of_evaluation(file: Path, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> dict[str, float]:
+def of_evaluation(file: Path, groups: Sequence[Group], scores: Sequence[Sequence[Score]],
+                  config: RunConfig) -> dict[str, float]:
     """Metrics of greedy answers, one a question. Each answer is written to `file` (JSONL), so that two evaluations
-    can be compared question by question. A question counts as right when its total reward is positive."""
+    can be compared question by question. Which reward function decides what is right: `eval.right`."""
+    decides = config.eval.right or config.reward.functions[0].function
     rows = [(group.prompt, group.completions[0], score[0]) for group, score in zip(groups, scores, strict=True)]
+    right = [score.components.get(decides, 0.0) >= 1 for _, _, score in rows]
     with file.open("w", encoding="utf-8") as out:
-        for prompt, completion, score in rows:
+        for (prompt, completion, score), is_right in zip(rows, right):
             out.write(json.dumps({"index": int(prompt.index), "prompt": prompt.text, "answer": prompt.answer,
                                   "completion": completion.text, "finish_reason": completion.finish_reason,
-                                  "reward": score.total, "components": score.components,
-                                  "right": score.total > 0}, ensure_ascii=False) + "\n")
+                                  "reward": score.total, "components": score.components, "right": is_right},
+                                 ensure_ascii=False) + "\n")
     lengths = [len(completion.token_ids) for _, completion, _ in rows]
-    return {"eval/accuracy": float(np.mean([score.total > 0 for _, _, score in rows])),
+    return {"eval/accuracy": float(np.mean(right)),
             "eval/reward": float(np.mean([score.total for _, _, score in rows])),
             "eval/questions": float(len(rows)), "eval/length_mean": float(np.mean(lengths)),
             "eval/truncated": float(np.mean([completion.finish_reason == "length" for _, completion, _ in rows]))}
@@ -73,7 +77,7 @@ def _components(scores: Sequence[Score]) -> dict[str, float]:
 def _updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     merged = {}
     for name in updates[0]:
-        values = [update[name] for update in updates]
+        values = [update[name] for update in updates if name in update]
         merged[name] = (sum(values) if name in COUNTS else max(values) if name.endswith("_max")
                         else values[-1] if name == "train/lr" else sum(values) / len(values))
     return merged

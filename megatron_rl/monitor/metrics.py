@@ -29,7 +29,7 @@ class Metric:
         if not self.is_family:
             return name == self.name
         prefix = self.name[:self.name.index("<")]
-        return re.fullmatch(re.escape(prefix) + r"[A-Za-z0-9_.:-]+", name) is not None
+        return re.fullmatch(re.escape(prefix) + r"[A-Za-z0-9_.:#-]+", name) is not None
 
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
@@ -51,6 +51,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("group/all_right", "share", "groups with every reward at least 1", "rises late"),
         Metric("group/all_wrong", "share", "groups with no reward above 0", "falls"),
         Metric("group/reward_std", "reward", "mean over groups of the standard deviation inside a group", "> 0"),
+        Metric("group/dropped", "share", "groups left out, because engines gave up all but one of their completions",
+               "0"),
     ),
     "Completions": (
         Metric("response/length_mean", "tokens", "mean length of a completion, the stop token included",
@@ -59,7 +61,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("response/length_min", "tokens", "shortest completion"),
         Metric("response/truncated", "share", "completions cut at `rollout.max_new_tokens`", "< 0.3"),
         Metric("response/masked", "share", "completions kept out of the loss (`algorithm.truncated: mask`)"),
-        Metric("response/aborted", "share", "completions that an engine gave up", "0"),
+        Metric("response/aborted", "share", "completions that an engine gave up: in neither the loss nor the baseline", "0"),
         Metric("prompt/length_mean", "tokens", "mean length of a prompt, the chat template included"),
     ),
     "Time": (

@@ -33,6 +33,7 @@ class Monitor:
         attempt_dir.mkdir(parents=True, exist_ok=True)
         earlier = [row for row in read_history(attempt_dirs(run_dir)) if row["step"] < first_step]
         self._strict, self._warned = strict, set()
+        self._step = first_step - 1
         self._warnings = attempt_dir / "warnings.jsonl"
         self._watch = Watch(earlier)
         self._samples = SampleWriter(attempt_dir / "samples.jsonl", config.monitor.samples_every)
@@ -49,15 +50,26 @@ class Monitor:
 
         Raises UnknownMetric for a name outside the table when `strict`, else warns once a name."""
         check_names(metrics, strict=self._strict, warned=self._warned)
+        self._step = step
         for writer in self._writers:
             writer.write(step, metrics)
         findings = self._watch.check({"step": step, **metrics})
         for finding in findings:
-            log.warning("%s", finding)
-            evidence = {name: json_number(value) for name, value in finding.evidence.items()}
-            with self._warnings.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(finding) | {"evidence": evidence}, allow_nan=False) + "\n")
+            self._tell(finding)
         return findings
+
+    def note(self, code: str, message: str, evidence: Mapping[str, float] | None = None) -> Finding:
+        """A warning that no detector made, such as a setting that a resume changed: logged, written and shown as
+        theirs are, at the step that was logged last (before the first: the step the attempt goes on from)."""
+        finding = Finding(code, self._step, message, dict(evidence or {}))
+        self._tell(finding)
+        return finding
+
+    def _tell(self, finding: Finding) -> None:
+        log.warning("%s", finding)
+        evidence = {name: json_number(value) for name, value in finding.evidence.items()}
+        with self._warnings.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(finding) | {"evidence": evidence}, allow_nan=False) + "\n")
 
     def samples(self, step: int, groups: Sequence[Group], rewards: Sequence[np.ndarray]) -> None:
         """Write completions to look at, on the steps where `monitor.samples_every` says so."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,25 +66,42 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Weights & Biases, one run a run name: a resumed attempt goes on with the same curve.
+    """Weights & Biases, one run a run folder: a resumed attempt goes on with the same curve. W&B refuses to write a
+    step again, so steps that a resume makes a second time keep their first values there. With WANDB_MODE=offline
+    the files stay in `<folder>/wandb` until `wandb sync`.
 
-    Raises UserError when `monitor.wandb_project` is set and the package is missing."""
+    Raises UserError when the package is missing, or W&B refuses (no key, no connection)."""
 
     def __init__(self, project: str, name: str, folder: Path, config: Mapping) -> None:
+        where = f"monitor.wandb_project = {project}"
         try:
             import wandb
         except ModuleNotFoundError as error:
-            raise UserError(f"monitor.wandb_project is {project!r}, but the package wandb is not installed",
-                            where="monitor.wandb_project",
+            raise UserError("monitor.wandb_project is set, but the package wandb is not installed", where=where,
                             fix="pip install wandb, or monitor.wandb_project=null") from error
-        self._run = wandb.init(project=project, name=name, id=name, resume="allow", dir=str(folder),
-                               config=dict(config))
+        folder.mkdir(parents=True, exist_ok=True)
+        # Not its own capture of the console: logs lie in the attempt's folder, and stdout is ours.
+        settings = wandb.Settings(console="off", silent=True)
+        try:
+            self._run = wandb.init(project=project, name=name, id=_wandb_id(folder), resume="allow", dir=str(folder),
+                                   config=dict(config), settings=settings)
+        except wandb.errors.Error as error:
+            raise UserError(f"Weights & Biases refuses the run: {error}", where=where,
+                            fix="wandb login, or WANDB_MODE=offline, or monitor.wandb_project=null") from error
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _wandb_id(folder: Path) -> str:
+    """The id of the run in `folder`, drawn once: a new run of the same name must not go on with an old curve."""
+    file = folder / "wandb-id"
+    if not file.exists():
+        file.write_text(secrets.token_hex(4), encoding="ascii")
+    return file.read_text(encoding="ascii").strip()
 
 
 def json_number(value: float) -> float | int | str:

@@ -10,18 +10,21 @@ import asyncio
 import gc
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from launch.config.schema import RunConfig
 from launch.errors import UserError
 from launch.planner.plan import Placement, Plan
+from megatron_rl.data import template
 from megatron_rl.data.batch import Completion, Group, Prompt
 from megatron_rl.rollout.sampling import Sampling, engine_seed, group_seed, instances
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weights import EngineWeights
+from megatron_rl.weight_sync.facts import process_facts
 from megatron_rl.weight_sync.manifest import Destination, Edge
-from megatron_rl.weight_sync.protocol import LaneSpec, TransferReport
+from megatron_rl.weight_sync.protocol import EdgeKey, LaneSpec, TransferReport
 from megatron_rl.weight_sync.tiles import CanonicalTensor
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -52,19 +55,31 @@ class RolloutEngine:
         self._requests = 0
         self._vllm: VllmEngine | None = None
         self.weights: EngineWeights | None = None
+        self.facts: dict[str, Any] = {}
+        """What `start` returned."""
 
-    async def start(self) -> None:
-        """Start vLLM with dummy weights; returns when it answers. Serves nothing yet."""
-        from transformers import AutoTokenizer
+    async def start(self) -> dict[str, Any]:
+        """Start vLLM with dummy weights; returns when it answers. Serves nothing yet.
 
-        self._tokenizer = AutoTokenizer.from_pretrained(self._config.model.path)
-        self._stop_ids = stop_token_ids(self._config.model.path, self._tokenizer)
+        Returns:
+            What this end must have in common with the driver and the trainer: `template_fingerprint`
+            (`PromptTemplate.fingerprint` of the tokenizer that it decodes with), `vllm` (version), and
+            `process_facts`.
+        Raises:
+            EngineDied: vLLM did not start.
+            UserError: the model folder's tokenizer cannot be used.
+        """
+        self._template = self._load_template()
+        self._stop_ids = list(template.stop_token_ids(self._template.tokenizer, self._config.model.path))
         self._vllm = VllmEngine(self._engine_arguments(), f"engine {self._replica}", self._log_path)
         dtype = _DTYPES[self._config.rollout.dtype]
         self.weights = EngineWeights(self._vllm, self._replica, self._tp, dtype, self._address)
         # A full collection walks everything that torch, transformers and vLLM imported: 0.4 s in mid-rollout.
         gc.collect()
         gc.freeze()
+        self.facts = {"template_fingerprint": self._template.fingerprint(), "vllm": self._vllm.version,
+                      **process_facts(self._plan.device)}
+        return self.facts
 
     async def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
         """The groups of `prompts`, in their order.
@@ -111,20 +126,25 @@ class RolloutEngine:
             await vllm.stop(timeout_s)
 
     def status(self) -> dict:
-        """State, committed version and unfinished requests, for routing and health checks."""
+        """State, committed version, unfinished requests and tokens sampled so far, for routing and health checks.
+
+        `generated_tokens` rises with every iteration of the engine, long before a request is finished.
+        """
         if self.weights is None:
-            return {"replica": self._replica, "state": "starting", "version": None, "unfinished": 0}
-        unfinished = self._vllm.unfinished if self._vllm is not None else 0
+            return {"replica": self._replica, "state": "starting", "version": None, "unfinished": 0,
+                    "generated_tokens": 0}
+        unfinished, generated = (self._vllm.unfinished, self._vllm.generated_tokens) if self._vllm else (0, 0)
         return {"replica": self._replica, "state": self.weights.state.value, "version": self.weights.version,
-                "unfinished": unfinished}
+                "unfinished": unfinished, "generated_tokens": generated}
 
     # The engine's part of a weight sync (`weight_sync.protocol.EngineHandle`).
 
     async def sync_describe(self, canonical: Sequence[CanonicalTensor]) -> list[Destination]:
         return await self.weights.describe(canonical)
 
-    async def sync_open(self, lanes: Sequence[LaneSpec], edges: Sequence[Edge], timeout_s: float) -> None:
-        await self.weights.open(lanes, edges, timeout_s)
+    async def sync_open(self, lanes: Sequence[LaneSpec], edges: Sequence[Edge], timeout_s: float
+                        ) -> dict[EdgeKey, str]:
+        return await self.weights.open(lanes, edges, timeout_s)
 
     async def sync_prepare(self, epoch: int) -> None:
         await self.weights.prepare(epoch)
@@ -139,6 +159,11 @@ class RolloutEngine:
         await self.weights.discard(epoch, reason)
 
     # Inside.
+
+    def _load_template(self) -> template.PromptTemplate:
+        tokenizer = template.load_tokenizer(self._config.model.path)
+        data = self._config.data
+        return template.PromptTemplate(tokenizer, chat_template=data.chat_template, system=data.system)
 
     def _engine_arguments(self) -> dict:
         rollout = self._config.rollout
@@ -177,8 +202,8 @@ class RolloutEngine:
 
     def _group(self, prompt: Prompt, output) -> Group:
         outputs = sorted(output.outputs, key=lambda completion: completion.index)
-        texts = self._tokenizer.batch_decode([list(o.token_ids) for o in outputs], skip_special_tokens=True)
-        return Group(prompt, tuple(_completion(o, text) for o, text in zip(outputs, texts)), self._replica)
+        completions = tuple(_completion(o, self._template.decode(o.token_ids)) for o in outputs)
+        return Group(prompt, completions, self._replica)
 
     def _check_prompt(self, prompt: Prompt) -> None:
         limit = self._config.rollout.max_prompt_tokens
@@ -186,17 +211,6 @@ class RolloutEngine:
             raise UserError(f"prompt {prompt.index} has {len(prompt.token_ids)} tokens, more than "
                             f"rollout.max_prompt_tokens = {limit}", where="rollout.max_prompt_tokens",
                             fix="raise it or drop the prompt")
-
-
-def stop_token_ids(folder: str, tokenizer) -> list[int]:
-    """Every token that ends an answer: the tokenizer's and those of generation_config.json (often more)."""
-    from transformers import GenerationConfig
-
-    ids = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
-    if (Path(folder) / "generation_config.json").exists():
-        eos = GenerationConfig.from_pretrained(folder).eos_token_id
-        ids |= set() if eos is None else set(eos if isinstance(eos, list) else [eos])
-    return sorted(ids)
 
 
 def _completion(output, text: str) -> Completion:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_rl.weight_sync.vllm_internals import output_handler, pause_scheduler, shut_down
+from megatron_rl.weight_sync.vllm_internals import count_tokens, output_handler, pause_scheduler, shut_down
 
 Answer = TypeVar("Answer")
 
@@ -36,21 +36,28 @@ class VllmEngine:
     """
 
     def __init__(self, arguments: dict, name: str, log_path: Path | None) -> None:
+        from vllm import __version__
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._name, self._log_path = name, log_path
+        self._name, self._log_path, self.version = name, log_path, __version__
         engine_arguments = AsyncEngineArgs(**arguments)
         try:
             with _output_to(log_path):
                 self._llm = AsyncLLM.from_engine_args(engine_arguments)
         except RuntimeError as error:
             raise EngineDied(f"{name} did not start: {error}{self._log_tail()}") from error
+        self._count = count_tokens(self._llm)
 
     @property
     def unfinished(self) -> int:
         """Requests that vLLM holds."""
         return self._llm.get_num_unfinished_requests()
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens that the engine core has sampled since it started, of unfinished requests too."""
+        return self._count()
 
     async def enqueue(self, request_id: str, token_ids: list[int], parameters):
         """Hand a request to the engine; returns the queue that `finished` waits on."""

@@ -8,7 +8,9 @@ from contextlib import asynccontextmanager
 
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.weight_sync.manifest import Destination, Edge
-from megatron_rl.weight_sync.protocol import EngineState, LaneSpec, NotServing, SyncError, TransferReport
+from megatron_rl.weight_sync.protocol import (
+    EdgeKey, EngineState, LaneSpec, NotServing, SyncError, TransferReport,
+)
 from megatron_rl.weight_sync.tiles import CanonicalTensor
 from megatron_rl.weight_sync.vllm_layout import decode_layout
 
@@ -55,13 +57,17 @@ class EngineWeights:
         return [Destination(self._replica, worker, tuple(map(decode_layout, answer["layouts"])), answer["dtypes"],
                             answer["padding"]) for worker, answer in enumerate(answers)]
 
-    async def open(self, lanes: Sequence[LaneSpec], edges: Sequence[Edge], timeout_s: float) -> None:
-        """Every worker joins its lanes, in the order given, and keeps its edges."""
+    async def open(self, lanes: Sequence[LaneSpec], edges: Sequence[Edge], timeout_s: float) -> dict[EdgeKey, str]:
+        """Every worker joins its lanes, in the order given, and keeps its edges. Returns the fingerprints of the edges
+        as the workers hold them."""
         by_worker = [[edge.encode() for edge in edges if edge.worker == worker] for worker in range(self._tp)]
         await self._vllm.open_transfer({
             "replica": self._replica, "lanes": [lane.plain() for lane in lanes], "edges": by_worker,
             "timeout_s": timeout_s, "address": self._address})
-        self._raise_errors(await self._vllm.rpc("sync_status"))
+        answers = await self._vllm.rpc("sync_status")
+        self._raise_errors(answers)
+        return {(rank, self._replica, worker): fingerprint for worker, answer in enumerate(answers)
+                for rank, fingerprint in answer.get("fingerprints", [])}
 
     async def prepare(self, epoch: int) -> None:
         """Stop serving. Requests that are running are frozen in their place and go on with the new weights."""

@@ -9,20 +9,21 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from launch.planner.plan import Plan, RankCoordinates
-from megatron_rl.stores import tcp_store
+from megatron_rl.stores import meet, tcp_store
 from megatron_rl.trainer import cpu
 
 
 def initialise(plan: Plan, rank: int, address: str, port: int, timeout_s: float, threads: int = 1,
-               seed: int = 0) -> None:
+               seed: int = 0, collective_timeout_s: float | None = None) -> None:
     """Join the training ranks' process group and build Megatron's groups. Call once a process, on all ranks.
 
     Args:
         rank: global training rank, an index into `plan.training.ranks`.
         address, port: rendezvous on rank 0's node.
-        timeout_s: deadline of the rendezvous and of every collective after it.
+        timeout_s: deadline of the rendezvous.
         threads: CPU threads of this rank (CPU runs).
         seed: seeds weight initialisation; differs over TP and PP ranks as Megatron wants it, equal over DP and CP.
+        collective_timeout_s: deadline of every collective after it; `timeout_s` if not given.
 
     Raises:
         TimeoutError: not all ranks came in time.
@@ -32,19 +33,21 @@ def initialise(plan: Plan, rank: int, address: str, port: int, timeout_s: float,
     training = plan.training
     device = _use_device(plan.device, threads)
     timeout = timedelta(seconds=timeout_s)
+    collective_timeout_s = collective_timeout_s or timeout_s
     try:
+        store = tcp_store(address, port, host=rank == 0, timeout=timeout)
+        meet(store, rank, [f"training rank {each.rank}" for each in training.ranks], timeout)
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=tcp_store(address, port, host=rank == 0, timeout=timeout),
-            rank=rank, world_size=training.world_size, timeout=timeout,
-            device_id=device if device.type == "cuda" else None)
+            "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=training.world_size,
+            timeout=timedelta(seconds=collective_timeout_s), device_id=device if device.type == "cuda" else None)
     except dist.DistStoreError as error:
         raise TimeoutError(f"training rank {rank} waited {timeout_s:.0f} s at {address}:{port} for "
                            f"{training.world_size} ranks: {error}") from error
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=training.tp, pipeline_model_parallel_size=training.pp,
         virtual_pipeline_model_parallel_size=training.vpp if training.vpp > 1 else None,
-        context_parallel_size=training.cp, order="tp-cp-ep-dp-pp", distributed_timeout_minutes=timeout_s / 60)
+        context_parallel_size=training.cp, order="tp-cp-ep-dp-pp",
+        distributed_timeout_minutes=collective_timeout_s / 60)
     derived = coordinates()
     if derived != training.ranks[rank]:
         raise RuntimeError(f"the plan puts rank {rank} at {training.ranks[rank]}, Megatron at {derived}")

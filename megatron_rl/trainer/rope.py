@@ -7,9 +7,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from launch.errors import UserError
+from launch.planner.architecture import ROPE_TYPES
 from launch.planner.plan import Architecture
-
-SUPPORTED = ("default", "linear", "llama3")
 
 
 def inverse_frequencies(architecture: Architecture) -> torch.Tensor:
@@ -20,9 +19,9 @@ def inverse_frequencies(architecture: Architecture) -> torch.Tensor:
             longrope), or that rotates only a part of the head.
     """
     rope = {"rope_type": "default", **architecture.rope}
-    if rope["rope_type"] not in SUPPORTED or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope["rope_type"] not in ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise UserError(f"RoPE {rope} is not supported", where="config.json of the model, rope_parameters",
-                        fix=f"use a model with rope_type {', '.join(SUPPORTED)} over the whole head")
+                        fix=f"use a model with rope_type {', '.join(ROPE_TYPES)} over the whole head")
     if rope["rope_type"] == "default":
         exponents = torch.arange(0, architecture.head_dim, 2, dtype=torch.float) / architecture.head_dim
         return 1.0 / (rope["rope_theta"] ** exponents)

@@ -79,7 +79,9 @@ class MegatronTrainer:
         """One optimizer step on a batch, which every rank has whole.
 
         Returns:
-            Metrics by the names of `megatron_rl.monitor.metrics`, the same on every rank.
+            Metrics by the names of `megatron_rl.monitor.metrics`, the same on every rank. Without old log-probs
+            `mismatch/*` is there on the first update of a rollout batch only (`extras["update_index"]` 0, or absent):
+            afterwards the weights are no longer those that the engine sampled with.
 
         Raises:
             UserError: a sequence is over the token budget, or gradients were not finite three times in a row.
@@ -89,9 +91,10 @@ class MegatronTrainer:
         sums = run_step(self.optimizer.chunks, self.plan, batch, self._objective, self.config.rollout.temperature,
                         schedule)
         result = self.optimizer.step()
-        micro_batches = len(schedule[0])
+        if batch.old_logprobs_N is None and batch.extras.get("update_index", 0) > 0:
+            sums = {name: value for name, value in sums.items() if not name.startswith("mismatch/")}
         return _metrics(sums, result) | {"train/sequences": float(len(batch.lengths_B)),
-                                         "train/microbatches": float(micro_batches)}
+                                         "train/microbatches": float(len(schedule[0]))}
 
     def logprobs(self, batch: PolicyBatch, model: Literal["policy", "reference"] = "policy") -> np.ndarray:
         """Log-probs of the completions' tokens, at the sampling temperature: float32 [N] on every rank, 0 on

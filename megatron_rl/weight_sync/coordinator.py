@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.weight_sync.coverage import prove_coverage
-from megatron_rl.weight_sync.manifest import SyncManifest, build_manifest
+from megatron_rl.weight_sync.manifest import EdgeKey, SyncManifest, build_manifest
 from megatron_rl.weight_sync.protocol import (
-    Backend, EdgeKey, EngineHandle, LaneSpec, SyncError, SyncReport, TrainerHandle, TransferReport,
+    Backend, EngineHandle, LaneSpec, SyncError, SyncReport, TrainerHandle, TransferReport,
 )
 from megatron_rl.weight_sync.tiles import CanonicalTensor
 
@@ -61,12 +61,14 @@ class SyncCoordinator:
 
     async def setup(self) -> SyncManifest:
         """Collect the layouts of both sides, prove that every destination element is written exactly once, hand
-        every member its part and open the lanes in one global order.
+        every member its part and open the lanes in one global order. Every member answers with the fingerprints of
+        the edges it was handed, and both ends of every edge must have the one that was proved.
 
         Raises:
             SyncError, CoverageError, UserError: nothing was sent.
         """
         deadline = time.monotonic() + self._timeout_s
+        self._broken = "a set-up that did not finish"
         sources, described = await asyncio.gather(
             self._all({name: handle.sync_describe() for name, handle in self._trainers.items()}, deadline),
             self._all({name: handle.sync_describe(self._canonical) for name, handle in self._engines.items()},
@@ -84,7 +86,8 @@ class SyncCoordinator:
             joined = [lanes[rank] for rank in sorted({edge.rank for edge in edges})]
             opening[name] = engine.sync_open(joined, edges, self._timeout_s)
         # The members' own deadline names who is absent: let it speak first.
-        await self._all(opening, time.monotonic() + 1.5 * self._timeout_s)
+        held = await self._all(opening, time.monotonic() + 1.5 * self._timeout_s)
+        compare_fingerprints(manifest.edge_fingerprints(), held[:len(self._trainers)], held[len(self._trainers):])
         self._broken = None
         self.manifest = manifest
         return manifest
@@ -97,6 +100,8 @@ class SyncCoordinator:
                 another `sync` may heal them; after a failed transfer the lanes are gone and `setup` must run first.
         """
         async with self._lock:
+            if self.manifest is None:
+                raise SyncError("no lanes are open: set them up first")
             if self._broken:
                 raise SyncError(f"the lanes are gone since {self._broken}; set them up again first")
             if self.version is not None and version <= self.version:
@@ -117,7 +122,7 @@ class SyncCoordinator:
         sent, received = await self._transfer(epoch, deadline)
         marks.append(time.monotonic())
 
-        compare_digests(sent, received)
+        compare_digests(self.manifest.bytes_per_edge().keys(), sent, received)
         marks.append(time.monotonic())
 
         await self._all({name: e.sync_commit(epoch, version) for name, e in self._engines.items()}, deadline)
@@ -192,23 +197,46 @@ def lane_specs(manifest: SyncManifest, endpoints: Sequence[Endpoint], backend: B
     return specs
 
 
-def compare_digests(sent: Sequence[TransferReport], received: Sequence[TransferReport]) -> None:
-    """VERIFY: for every edge, what the source holds is what the destination holds live.
+def compare_digests(edges: Collection[EdgeKey], sent: Sequence[TransferReport],
+                    received: Sequence[TransferReport]) -> None:
+    """VERIFY: for every edge of the manifest, what the source holds is what the destination holds live.
 
     Raises:
-        SyncError: naming every edge whose digests differ or of which one side did not report.
+        SyncError: naming every edge whose digests differ, of which a side did not report, or which the manifest does
+            not have.
     """
     sources: dict[EdgeKey, int] = {key: value for report in sent for key, value in report.digests.items()}
     live: dict[EdgeKey, int] = {key: value for report in received for key, value in report.digests.items()}
     wrong = []
-    for key in sorted(sources.keys() | live.keys()):
-        if sources.get(key) != live.get(key):
-            rank, replica, worker = key
+    for key in sorted({*edges, *sources, *live}):
+        if key not in edges:
+            wrong.append(f"{_edge(key)}: a digest of an edge that the manifest does not have")
+        elif sources.get(key) is None or sources.get(key) != live.get(key):
             found = [f"{d:016x}" if d is not None else "no digest" for d in (sources.get(key), live.get(key))]
-            wrong.append(f"trainer rank {rank} -> engine {replica} worker {worker}: source {found[0]}, "
-                         f"live {found[1]}")
+            wrong.append(f"{_edge(key)}: source {found[0]}, live {found[1]}")
     if wrong:
         raise SyncError("the engines do not hold what the trainer sent\n" + "\n".join(wrong))
+
+
+def compare_fingerprints(expected: Mapping[EdgeKey, str], sources: Sequence[Mapping[EdgeKey, str] | None],
+                         destinations: Sequence[Mapping[EdgeKey, str] | None]) -> None:
+    """Before the first byte: both ends of every edge hold the copies that were proved.
+
+    Raises:
+        SyncError: naming every edge of which an end reports another fingerprint or none.
+    """
+    wrong = []
+    for end, answers in (("source", sources), ("destination", destinations)):
+        held = {key: value for answer in answers for key, value in (answer or {}).items()}
+        wrong += [f"{_edge(key)}: the {end} holds {held.get(key, 'nothing')}, the manifest {expected.get(key, 'none')}"
+                  for key in sorted({*expected, *held}) if held.get(key) != expected.get(key)]
+    if wrong:
+        raise SyncError("the members do not hold the manifest that was proved\n" + "\n".join(wrong))
+
+
+def _edge(key: EdgeKey) -> str:
+    rank, replica, worker = key
+    return f"trainer rank {rank} -> engine {replica} worker {worker}"
 
 
 def _awaitable(call: Awaitable | Any) -> Awaitable:

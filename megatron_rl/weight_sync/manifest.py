@@ -19,6 +19,8 @@ from megatron_rl.weight_sync.buckets import Bucket, Copy, pack
 from megatron_rl.weight_sync.tiles import ParamLayout, Tile, intersect
 
 DEFAULT_BUCKET_BYTES = 256 << 20
+EdgeKey = tuple[int, int, int]
+"""(trainer rank, replica, worker)."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,16 @@ class Edge:
     buckets: tuple[Bucket, ...]
 
     @property
+    def key(self) -> EdgeKey:
+        return self.rank, self.replica, self.worker
+
+    @property
     def nbytes(self) -> int:
         return sum(bucket.nbytes for bucket in self.buckets)
+
+    def fingerprint(self) -> str:
+        """Equal edges, equal fingerprint: both its ends report it before the first byte."""
+        return _fingerprint(self.key, _hash_buckets(self.buckets))
 
     def encode(self) -> dict:
         """A plain form for msgpack or JSON; `decode` inverts it."""
@@ -77,9 +87,8 @@ class SyncManifest:
     def total_bytes(self) -> int:
         return sum(edge.nbytes for edge in self.edges)
 
-    def bytes_per_edge(self) -> dict[tuple[int, int, int], int]:
-        """(rank, replica, worker) -> bytes."""
-        return {(edge.rank, edge.replica, edge.worker): edge.nbytes for edge in self.edges}
+    def bytes_per_edge(self) -> dict[EdgeKey, int]:
+        return {edge.key: edge.nbytes for edge in self.edges}
 
     def from_rank(self, rank: int) -> tuple[Edge, ...]:
         """What a training rank sends."""
@@ -97,16 +106,27 @@ class SyncManifest:
         return cls(plain["bucket_bytes"], tuple(Edge.decode(edge) for edge in plain["edges"]))
 
     def fingerprint(self) -> str:
-        """Equal manifests, equal fingerprint; compared on all ranks and workers before the first byte."""
-        digest = hashlib.sha256(str(self.bucket_bytes).encode())
+        """Equal manifests, equal fingerprint; for logs and run records."""
+        text = json.dumps([self.bucket_bytes, list(self.edge_fingerprints().values())])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def edge_fingerprints(self) -> dict[EdgeKey, str]:
+        """`Edge.fingerprint` of every edge; the coordinator compares them with those that the members report."""
         # Replicas share their buckets (the same object): hash each once.
         hashes: dict[int, str] = {}
         for edge in self.edges:
             if id(edge.buckets) not in hashes:
-                text = json.dumps([bucket.encode() for bucket in edge.buckets], separators=(",", ":"))
-                hashes[id(edge.buckets)] = hashlib.sha256(text.encode()).hexdigest()
-            digest.update(f"{edge.rank},{edge.replica},{edge.worker},{hashes[id(edge.buckets)]};".encode())
-        return digest.hexdigest()[:16]
+                hashes[id(edge.buckets)] = _hash_buckets(edge.buckets)
+        return {edge.key: _fingerprint(edge.key, hashes[id(edge.buckets)]) for edge in self.edges}
+
+
+def _hash_buckets(buckets: Sequence[Bucket]) -> str:
+    text = json.dumps([bucket.encode() for bucket in buckets], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _fingerprint(key: EdgeKey, buckets_hash: str) -> str:
+    return hashlib.sha256(f"{key}:{buckets_hash}".encode()).hexdigest()[:16]
 
 
 def build_manifest(sources: Iterable[Source], destinations: Iterable[Destination],

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from launch.planner.architecture import tensor_shapes
 from launch.planner.plan import Architecture, TrainingPlan
 from megatron_rl.weight_sync.tiles import CanonicalTensor, ParamLayout, Tile, contiguous_stride
 
@@ -29,35 +30,7 @@ FINAL_NORM = "model.norm.weight"
 
 def canonical_tensors(architecture: Architecture) -> list[CanonicalTensor]:
     """The tensors of the Hugging Face checkpoint, in its order; tied embeddings have no `lm_head.weight`."""
-    a = architecture
-    tensors = [CanonicalTensor(EMBEDDING, (a.vocab, a.hidden))]
-    for layer in range(a.layers):
-        shapes = _layer_shapes(a)
-        tensors += [CanonicalTensor(f"model.layers.{layer}.{name}", shape) for name, shape in shapes.items()]
-    tensors.append(CanonicalTensor(FINAL_NORM, (a.hidden,)))
-    if not a.tied_embeddings:
-        tensors.append(CanonicalTensor(HEAD, (a.vocab, a.hidden)))
-    return tensors
-
-
-def _layer_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
-    q_rows, kv_rows = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj.weight": (q_rows, a.hidden),
-        "self_attn.k_proj.weight": (kv_rows, a.hidden),
-        "self_attn.v_proj.weight": (kv_rows, a.hidden),
-        "self_attn.o_proj.weight": (a.hidden, q_rows),
-        "mlp.gate_proj.weight": (a.ffn, a.hidden),
-        "mlp.up_proj.weight": (a.ffn, a.hidden),
-        "mlp.down_proj.weight": (a.hidden, a.ffn),
-        "input_layernorm.weight": (a.hidden,),
-        "post_attention_layernorm.weight": (a.hidden,),
-    }
-    if a.qkv_bias:
-        shapes |= {f"self_attn.{p}_proj.bias": (rows,) for p, rows in zip("qkv", (q_rows, kv_rows, kv_rows))}
-    if a.qk_norm:
-        shapes |= {f"self_attn.{p}_norm.weight": (a.head_dim,) for p in "qk"}
-    return shapes
+    return [CanonicalTensor(name, shape) for name, shape in tensor_shapes(architecture).items()]
 
 
 def megatron_layout(architecture: Architecture, training: TrainingPlan, rank: int,

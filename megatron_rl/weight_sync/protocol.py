@@ -17,12 +17,10 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Literal, Protocol
 
-from megatron_rl.weight_sync.manifest import Destination, Edge, Source
+from megatron_rl.weight_sync.manifest import Destination, Edge, EdgeKey, Source
 from megatron_rl.weight_sync.tiles import CanonicalTensor
 
 Backend = Literal["gloo", "nccl"]
-EdgeKey = tuple[int, int, int]
-"""(trainer rank, replica, worker)."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,9 @@ class TrainerHandle(Protocol):
 
     def sync_describe(self) -> Awaitable[Source]: ...
 
-    def sync_open(self, lane: LaneSpec | None, edges: Sequence[Edge], timeout_s: float) -> Awaitable[None]: ...
+    def sync_open(self, lane: LaneSpec | None, edges: Sequence[Edge], timeout_s: float
+                  ) -> Awaitable[dict[EdgeKey, str]]:
+        """Answers with `Edge.fingerprint` of each edge as it arrived."""
 
     def sync_send(self, epoch: int) -> Awaitable[TransferReport]: ...
 
@@ -109,7 +109,9 @@ class EngineHandle(Protocol):
 
     def sync_describe(self, canonical: Sequence[CanonicalTensor]) -> Awaitable[list[Destination]]: ...
 
-    def sync_open(self, lanes: Sequence[LaneSpec], edges: Sequence[Edge], timeout_s: float) -> Awaitable[None]: ...
+    def sync_open(self, lanes: Sequence[LaneSpec], edges: Sequence[Edge], timeout_s: float
+                  ) -> Awaitable[dict[EdgeKey, str]]:
+        """Answers with `Edge.fingerprint` of each edge as it arrived at its worker."""
 
     def sync_prepare(self, epoch: int) -> Awaitable[None]: ...
 

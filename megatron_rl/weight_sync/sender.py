@@ -50,9 +50,11 @@ class WeightSender:
                   for layout in self._layouts}
         return Source(self._coordinates, self._layouts, dtypes)
 
-    def sync_open(self, lane: LaneSpec | None, edges: Sequence[Edge], timeout_s: float) -> None:
+    def sync_open(self, lane: LaneSpec | None, edges: Sequence[Edge], timeout_s: float) -> dict[EdgeKey, str]:
         """Open this rank's lane (None: nobody receives from it) and keep its edges for all later syncs.
 
+        Returns:
+            The fingerprints of the edges as this rank holds them.
         Raises:
             TransportError: naming the receivers that did not arrive.
         """
@@ -60,16 +62,17 @@ class WeightSender:
         self._edges = tuple(edges)
         self.close()
         if lane is None:
-            return
+            return {}
         self._peer = {(edge.replica, edge.worker): 1 + index for index, edge in enumerate(edges)}
         size = buffer_bytes(edges)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
         # Replicas receive the same elements: one digest serves the edges that read the same tiles.
-        tiles_of = {_key(edge): source_tiles(edge) for edge in edges}
+        tiles_of = {edge.key: source_tiles(edge) for edge in edges}
         self._digest_groups: dict[tuple[ParamLayout, ...], list[EdgeKey]] = {}
         for key, tiles in tiles_of.items():
             self._digest_groups.setdefault(tiles, []).append(key)
         self._lane = open_lane(lane, 0, timeout_s, address=self._address, device=self._device)
+        return {edge.key: edge.fingerprint() for edge in edges}
 
     @torch.no_grad()
     def sync_send(self, epoch: int) -> TransferReport:
@@ -133,7 +136,3 @@ def _release(in_flight: deque[tuple[Pending, torch.Tensor]], free: deque[torch.T
     pending, buffer = in_flight.popleft()
     pending.wait(deadline)
     free.append(buffer)
-
-
-def _key(edge: Edge) -> EdgeKey:
-    return edge.rank, edge.replica, edge.worker

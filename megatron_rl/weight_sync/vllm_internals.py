@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -108,6 +108,24 @@ def shut_down(llm, timeout_s: float) -> None:
 async def pause_scheduler(llm, *, clear_cache: bool) -> None:
     """Stop scheduling; running requests keep their place. `AsyncLLM.pause_generation` would add a fixed sleep."""
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+
+
+def count_tokens(llm) -> Callable[[], int]:
+    """A function that tells how many tokens came from the engine core so far.
+
+    Requests that ask for their final output only say nothing until they end, and vLLM's own counters need its
+    statistics switched on; this is one sum over an iteration's outputs.
+    """
+    processor, counted = llm.output_processor, 0
+    process_outputs = processor.process_outputs
+
+    def counting(outputs, *args, **kwargs):
+        nonlocal counted
+        counted += sum(len(output.new_token_ids) for output in outputs)
+        return process_outputs(outputs, *args, **kwargs)
+
+    processor.process_outputs = counting
+    return lambda: counted
 
 
 def output_handler(llm) -> asyncio.Task:

@@ -102,8 +102,8 @@ class LaneReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._status: dict[str, Any] = {"epoch": -1, "error": None}
 
     def status(self) -> dict:
-        """`epoch`, `error` (a message or None) and after a transfer `digests` [[rank, digest]], `nbytes`,
-        `seconds`."""
+        """`epoch`, `error` (a message or None); after the lanes were opened `fingerprints` [[rank, fingerprint]] of
+        the edges; after a transfer `digests` [[rank, digest]], `nbytes`, `seconds`."""
         return self._status
 
     # vLLM's worker calls these five; each returns whatever happens.
@@ -173,6 +173,7 @@ class LaneReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             if name in spec.members:
                 self._lanes[spec.source] = open_lane(spec, spec.members.index(name), info.timeout_s,
                                                      address=info.address, device=self.device)
+        self._status["fingerprints"] = [[edge.rank, edge.fingerprint()] for edge in self._edges]
 
     def _guard(self, epoch: int, action: Callable[[], None]) -> None:
         self._status = {"epoch": epoch, "error": None}

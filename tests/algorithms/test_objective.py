@@ -111,6 +111,36 @@ def test_old_is_not_behaviour():
     assert sums["correction/capped"].item() > 0 and sums["mismatch/kl"].item() > 1.0
 
 
+def _mismatch_by_hand(trainer_T: torch.Tensor, values: dict[str, torch.Tensor]) -> dict[str, float]:
+    kept = values["weights_T"] != 0
+    x = (trainer_T.double() - values["behaviour_logprobs_T"].double())[kept]
+    return {"mismatch/kl": (x.exp() - 1 - x).sum().item(), "mismatch/ratio": x.exp().sum().item(),
+            "mismatch/abs_diff": x.abs().sum().item(), "mismatch/abs_diff_max": x.abs().max().item()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_mismatch_is_between_policies_of_equal_weights(mode):
+    """Where the policy before the update is known the engine is held against it: the drift of later updates must not
+    pass for numerics."""
+    config, values = algorithm(**MODES[mode]), tokens() | {"reference_logprobs_T": None}
+    known = config.old_logprobs == "recompute"
+    twin_T = values["old_logprobs_T" if known else "logprobs_T"]
+    if not known:
+        values["old_logprobs_T"] = None
+    sums = run(config, values)[3]
+    for name, expected in _mismatch_by_hand(twin_T, values).items():
+        assert sums[name].item() == pytest.approx(expected, rel=1e-5), name
+    drifted = run(config, values | {"logprobs_T": values["logprobs_T"] - 1.0})[3]
+    assert (drifted["mismatch/kl"].item() == sums["mismatch/kl"].item()) == known
+
+
+def test_nothing_is_capped_where_nothing_is_corrected():
+    values = tokens() | {"old_logprobs_T": None, "reference_logprobs_T": None}
+    bypass = run(algorithm(updates_per_batch=2, importance_cap=1.0), values)[3]
+    assert bypass["correction/capped"].item() == 0.0
+    assert run(algorithm(importance_cap=1.0), values)[3]["correction/capped"].item() > 0.0
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_masked_tokens_do_not_matter_whatever_stands_there(mode):
     config = algorithm(**MODES[mode], kl={"beta": 0.1}, entropy_coef=0.01, dual_clip=3.0)

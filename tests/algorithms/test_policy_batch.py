@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from launch.config.schema import Algorithm
-from megatron_rl.algorithms.batch import build_policy_batch
+from megatron_rl.algorithms.advantages import group_advantages
+from megatron_rl.algorithms.batch import NothingToLearn, build_policy_batch
 from megatron_rl.data.batch import Completion, Group, Prompt
 
 LIMIT = 6
@@ -73,6 +74,7 @@ def test_mini_batches_are_whole_groups_each_with_its_own_normaliser():
     rewards = [*REWARDS, np.array([1.0, 1.0])]
     batches, statistics = build_policy_batch(groups, rewards, algorithm(updates_per_batch=2), LIMIT)
     assert [batch.extras["group_B"].tolist() for batch in batches] == [[0, 0, 1, 1, 1], [2, 2]]
+    assert [batch.extras["update_index"] for batch in batches] == [0, 1]
     assert [batch.loss_weights_N.sum() for batch in batches] == [pytest.approx(1.0), pytest.approx(1.0)]
     assert statistics.groups.zero_variance == pytest.approx(1 / 3)
     (whole,), _ = build_policy_batch(groups, rewards, algorithm(), LIMIT)
@@ -80,12 +82,29 @@ def test_mini_batches_are_whole_groups_each_with_its_own_normaliser():
     np.testing.assert_array_equal(np.concatenate([batch.tokens_N for batch in batches]), whole.tokens_N)
 
 
-def test_group_order_does_not_change_a_samples_advantage():
-    (forward,), _ = build_policy_batch(GROUPS, REWARDS, algorithm(advantage="grpo"), LIMIT)
-    (backward,), _ = build_policy_batch(GROUPS[::-1], REWARDS[::-1], algorithm(advantage="grpo"), LIMIT)
-    first = {int(token): value for token, value in zip(forward.tokens_N, forward.advantages_N, strict=True)}
-    second = {int(token): value for token, value in zip(backward.tokens_N, backward.advantages_N, strict=True)}
-    assert first == second
+@pytest.mark.parametrize("kind", ["grpo", "grpo_no_std", "rloo"])
+def test_order_of_arrival_does_not_change_a_completions_advantage(kind):
+    """Groups of unequal sizes that come back in any order, their completions too (NeMo-RL#1627, slime#1918): rewards
+    lie beside their completions, and each completion keeps the advantage that its own group gives it."""
+    rng = np.random.default_rng(0)
+    sizes, token, groups, rewards, truth = [2, 5, 4, 1, 3], 0, [], [], {}
+    for index, size in enumerate(sizes):
+        rewards_G = rng.normal(size=size) * (index + 1) + 10 * index
+        groups.append(group(index, [100 + index], *(completion([token + i]) for i in range(size))))
+        rewards.append(rewards_G)
+        (advantages_G,) = group_advantages([rewards_G], kind)
+        truth |= {token + i: advantages_G[i] for i in range(size)}
+        token += size
+    for _ in range(5):
+        order = rng.permutation(len(groups))
+        inside = [rng.permutation(sizes[g]) for g in order]
+        arrived = [Group(groups[g].prompt, tuple(groups[g].completions[i] for i in p))
+                   for g, p in zip(order, inside)]
+        batches, _ = build_policy_batch(arrived, [rewards[g][p] for g, p in zip(order, inside)],
+                                        algorithm(advantage=kind, updates_per_batch=2), LIMIT)
+        found = {int(token): value for batch in batches
+                 for token, value in zip(batch.tokens_N, batch.advantages_N, strict=True) if token < 100}
+        assert found == pytest.approx(truth, rel=1e-5, abs=1e-6)
 
 
 def test_an_empty_completion_is_no_part_of_the_loss():
@@ -95,11 +114,35 @@ def test_an_empty_completion_is_no_part_of_the_loss():
     np.testing.assert_allclose(batch.loss_weights_N, [0, 0, 0, 0, .5, .5])
 
 
+@pytest.mark.parametrize("advantage", ["grpo", "grpo_no_std", "rloo"])
+def test_an_aborted_completion_is_in_neither_loss_nor_baseline(advantage):
+    """The batch is what it would be had the aborted completion never been asked for, whatever its reward."""
+    aborted = group(9, [92], completion([5, 6], "length"), completion([40, 41, 42], "abort"),
+                    completion([7, 8, 9, 10, 11]), completion([], "abort"), completion([12]))
+    rewards = [REWARDS[0], np.array([2.0, 1e9, 0.0, np.nan, 1.0])]
+    (batch,), statistics = build_policy_batch([GROUPS[0], aborted], rewards, algorithm(advantage=advantage), LIMIT)
+    (expected,), same = build_policy_batch(GROUPS, REWARDS, algorithm(advantage=advantage), LIMIT)
+    for name in ("tokens_N", "lengths_B", "prompt_lengths_B", "loss_weights_N", "advantages_N", "behaviour_logprobs_N"):
+        np.testing.assert_array_equal(getattr(batch, name), getattr(expected, name))
+    assert statistics == same and statistics.dropped == 0.0
+
+
+def test_a_group_with_fewer_than_two_finished_completions_is_dropped_and_counted():
+    cut = group(3, [1], completion([1], "abort"), completion([2]))
+    lost = group(5, [1], completion([], "abort"), completion([2], "abort"))
+    groups, rewards = [cut, *GROUPS, lost], [np.array([0.0, 1.0]), *REWARDS, np.array([0.0, 0.0])]
+    batches, statistics = build_policy_batch(groups, rewards, algorithm(updates_per_batch=4), LIMIT)
+    assert [batch.extras["group_B"].tolist() for batch in batches] == [[1, 1], [2, 2, 2]], "places in the whole batch"
+    assert statistics.dropped == 0.5 and statistics.metrics()["group/dropped"] == 0.5
+    assert statistics.samples == 5 and statistics.groups.groups == 2
+    with pytest.raises(NothingToLearn, match="none of the 2 groups has two left"):
+        build_policy_batch([cut, lost], [rewards[0], rewards[-1]], algorithm(), LIMIT)
+
+
 @pytest.mark.parametrize("groups, rewards, changes, message", [
     (GROUPS, REWARDS[:1], {}, "groups"),
     (GROUPS, [REWARDS[0], np.array([1.0])], {}, "prompt 9: 3 completions but 1 rewards"),
     (GROUPS, REWARDS, {"updates_per_batch": 3}, "cannot be shared among 3 updates"),
-    ([group(3, [1], completion([1], "abort"), completion([2]))], [np.array([0.0, 1.0])], {}, "prompt 3: an aborted"),
 ])
 def test_what_does_not_fit_is_refused(groups, rewards, changes, message):
     with pytest.raises(ValueError, match=message):

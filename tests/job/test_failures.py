@@ -11,6 +11,7 @@ import pytest
 
 from launch.exit_codes import ExitCode
 from launch.runtime.hang import stack_file
+from launch.runtime.progress_file import read_progress
 from tests.job.runner import launch
 
 SMALL = ("run.steps=1000", "trainer.tp=1", "trainer.pp=2")
@@ -21,7 +22,7 @@ SMALL = ("run.steps=1000", "trainer.tp=1", "trainer.pp=2")
 def test_death_of_a_component_ends_the_job_and_names_it(victim, tmp_path):
     job = launch(tmp_path, "death", *SMALL)
     job.at_step(1)
-    os.kill(job.component(victim).pid, signal.SIGKILL)
+    os.kill(job.component(victim).process.pid, signal.SIGKILL)
     killed = time.monotonic()
     assert job.end() == ExitCode.CRASH
     assert time.monotonic() - killed < 30
@@ -33,10 +34,22 @@ def test_death_of_a_component_ends_the_job_and_names_it(victim, tmp_path):
 def test_death_of_the_engine_core_names_the_engine(tmp_path):
     job = launch(tmp_path, "core", *SMALL)
     job.at_step(1)
-    for child in psutil.Process(job.component("rollout-0").pid).children(recursive=True):
+    for child in psutil.Process(job.component("rollout-0").process.pid).children(recursive=True):
         child.kill()
     assert job.end() == ExitCode.CRASH
     assert job.outcome().component == "rollout-0", job.text()
+
+
+def test_a_death_is_noticed_while_nobody_needs_the_dead(tmp_path):
+    """The engine dies during a long update: nobody calls it, and the job ends all the same."""
+    job = launch(tmp_path, "unseen", *SMALL, environment={"MEGATRON_RL_FAULT": "trainer-0:update:2:sleep"})
+    job.until(lambda: (progress := read_progress(job.attempt.folder)) is not None
+              and (progress.step, progress.phase) == (2, "train"), "the update of step 2")
+    os.kill(job.component("rollout-0").needs[0].pid, signal.SIGKILL)
+    killed = time.monotonic()
+    assert job.end() == ExitCode.CRASH, job.text()
+    assert time.monotonic() - killed < 30
+    assert job.outcome().component == "rollout-0" and "lost its process" in job.text()
 
 
 def test_a_rank_that_never_arrives_is_named(tmp_path):

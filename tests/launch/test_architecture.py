@@ -61,6 +61,8 @@ def test_old_and_new_rope_fields_are_one():
     assert from_hf_dict(old).rope == {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
                                       "original_max_position_embeddings": 8192, "rope_theta": 5e5,
                                       "rope_type": "llama3"}
+    linear = from_hf_dict(TINY_MODEL | {"rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert linear.rope == {"factor": 2.0, "rope_theta": 10000.0, "rope_type": "linear"}
     without = {key: value for key, value in TINY_MODEL.items() if key != "rope_theta"}
     assert from_hf_dict(without).rope == {"rope_theta": 10000.0, "rope_type": "default"}
 
@@ -92,7 +94,8 @@ def test_missing_and_wrong_fields(field, spoiled):
     ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "silu"]),
     ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope type 'yarn' is not supported", "llama3"]),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope type 'linear' is not supported"]),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope type 'dynamic' is not supported"]),
+    ({"rope_scaling": {"type": "linear"}}, ["factor is missing", "rope parameters"]),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor is missing", "rope parameters"]),
     ({"rope_scaling": 3}, ["rope_parameters = 3 is not an object"]),
     ({"rope_theta": "big"}, ["rope_theta = 'big' is not a positive number"]),

@@ -59,8 +59,9 @@ CASES = [
      ["trainer.optimizer.min_lr=1e-4"]),
     (["trainer.optimizer.min_lr=1e-4"], ["min_lr = 0.0001 has no effect", "schedule = constant", "linear or cosine"],
      ["trainer.optimizer.schedule=linear"]),
-    (["trainer.optimizer.warmup_steps=100"], ["warmup_steps = 100 leaves nothing of run.steps = 100",
-                                              "warmup_steps <= 99"], ["trainer.optimizer.warmup_steps=99"]),
+    (["trainer.optimizer.warmup_steps=200", "algorithm.updates_per_batch=2"],
+     ["warmup_steps = 200 leaves nothing of the run's 200 optimizer steps", "warmup_steps <= 199"],
+     ["trainer.optimizer.warmup_steps=199"]),
     (["rollout.max_num_batched_tokens=64"],
      ["rollout.max_num_batched_tokens = 64 is below rollout.max_num_seqs = 256", ">= 256"],
      ["rollout.max_num_batched_tokens=256"]),
@@ -128,6 +129,16 @@ def test_gpus_are_counted_on_a_gpu_machine_only(run_yaml, tiny_architecture):
     check(loaded, tiny_architecture, "gpu", gpus=8)
     with pytest.raises(UserError, match=r"needs 8 GPUs \(training: tp 2 x pp 2 .* = 4; rollout: .* = 4\).* has 7"):
         check(loaded, tiny_architecture, "gpu", gpus=7)
+
+
+def test_fp32_under_context_parallelism_is_refused_on_gpus_only(run_yaml, tiny_architecture):
+    words = ["trainer.cp=2", "trainer.pp=1"]
+    check(load_config(run_yaml, words), tiny_architecture, "cpu")
+    with pytest.raises(UserError, match="trainer.dtype = fp32 with trainer.cp = 2: on a GPU") as error:
+        check(load_config(run_yaml, words), tiny_architecture, "gpu", gpus=8)
+    assert "override 'trainer.cp=2'" in str(error.value) and "or trainer.cp = 1" in str(error.value)
+    for remedy in (["trainer.dtype=bf16", "rollout.dtype=bf16"], ["trainer.cp=1"]):
+        check(load_config(run_yaml, words + remedy), tiny_architecture, "gpu", gpus=8)
 
 
 def test_rules_that_are_the_cpus_do_not_bind_gpus(run_yaml):

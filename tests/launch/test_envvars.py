@@ -8,7 +8,7 @@ from launch.config.load import load_config
 
 @pytest.fixture
 def config(run_yaml):
-    return load_config(run_yaml, ["trainer.threads=3", "rollout.kv_cache_gb=0.5"]).config
+    return load_config(run_yaml, ["trainer.threads=3"]).config
 
 
 def test_every_row_reaches_a_process_and_is_explained(config):
@@ -27,7 +27,6 @@ def test_cpu_processes(config):
     assert trainer["CUDA_VISIBLE_DEVICES"] == "" and "CUDA_DEVICE_MAX_CONNECTIONS" not in trainer
     assert trainer["GLOO_SOCKET_IFNAME"] == "lo" and rollout["GLOO_SOCKET_IFNAME"] == "eth0"
     assert rollout["VLLM_HOST_IP"] == "10.0.0.1" and "VLLM_HOST_IP" not in trainer
-    assert rollout["VLLM_CPU_KVCACHE_SPACE"] == "1"  # vLLM reads an integer: half a GiB would not parse
     assert trainer[envvars.JOB_MARK] == "small-1"
 
 
@@ -49,15 +48,6 @@ def test_both_ends_of_the_weight_sync_agree(config, device):
     shared = [{name: value for name, value in side.items() if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL"))}
               for side in sides]
     assert shared[0] == shared[1] and "GLOO_SOCKET_IFNAME" in shared[0]
-
-
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_the_engine_wants_nothing_that_the_table_does_not_set(config, device):
-    from megatron_rl.rollout.environment import vllm_environment
-
-    table = envvars.environment("rollout", device, config, job="j", gpus=[0])
-    wanted = vllm_environment(device, interface="lo")
-    assert {name: table.get(name) for name in wanted} == wanted
 
 
 def test_secrets_are_masked_when_recorded():

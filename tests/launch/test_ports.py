@@ -44,7 +44,7 @@ def test_blocks_are_disjoint_below_the_ephemeral_range_and_hold_no_default_of_ot
 def test_names_of_the_table():
     block = ports.Ports(20480)
     assert block.ray_gcs == 20481 and block.rendezvous == 20490
-    assert [block.lane(rank) for rank in (0, 127)] == [20512, 20639] and block.engine(0) == 20640
+    assert [block.lane(rank) for rank in (0, 127)] == [20512, 20639]
     assert block.ray_worker_range == (20704, 20991)
     for name in ("lanes", "nonsense"):
         with pytest.raises(AttributeError, match=name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,20 @@ def test_configuration_plans(file, device, monkeypatch):
     place_local(the_plan, 1, Ports(20480), gpus=range(8))
     for data in (loaded.config.data.train, loaded.config.data.eval):
         assert data is None or Path(data).is_file(), f"{file}: {data} is missing"
+
+
+def test_the_gpu_configuration_of_make_grpo_fits_two_gpus(monkeypatch):
+    """The same task as on the CPU; one GPU trains, the other rolls out."""
+    monkeypatch.chdir(ROOT)
+    cpu, gpu = (load_config(f"configs/tiny/{name}.yaml") for name in ("grpo", "gpu"))
+    architecture = from_hf_config(gpu.config.model.path)
+    check(gpu, architecture, "gpu", gpus=2)
+    placement = place_local(plan(gpu.config, architecture, "gpu"), 1, Ports(20480), gpus=range(2))
+    assert [rank.gpu for rank in placement.training] + [engine.gpus for engine in placement.rollout] == [0, (1,)]
+    for section in ("algorithm", "reward", "data", "model", "eval"):
+        assert getattr(gpu.config, section) == getattr(cpu.config, section)
+    makefile = subprocess.run(["make", "--dry-run", "grpo", "DEVICE=gpu"], cwd=ROOT, capture_output=True, text=True)
+    assert "launch configs/tiny/gpu.yaml --on local --device gpu" in makefile.stdout
 
 
 def test_config_page_is_up_to_date():

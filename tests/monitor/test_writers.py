@@ -1,8 +1,9 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
+import struct
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -87,20 +88,74 @@ def test_tensorboard_curve_of_a_resumed_run_has_each_step_once(tmp_path):
         {1: 0.1, 2: 0.1, 3: 0.1, 4: 0.9, 5: 0.9, 6: 0.9})
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
-def test_wandb_configured_but_missing_is_a_user_error(tmp_path):
+def test_wandb_configured_but_missing_is_a_user_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # what an import finds where the package is not installed
     with pytest.raises(UserError, match="wandb is not installed") as error:
         Monitor(config(wandb_project="grpo"), tmp_path / "tiny" / "attempts" / "1")
-    assert error.value.where == "monitor.wandb_project"
+    assert error.value.where == "monitor.wandb_project = grpo"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
-def test_wandb_offline(tmp_path, monkeypatch):
+@pytest.fixture
+def fresh_wandb():
+    """wandb reads the environment once a process, and starts a service process: both end with the test."""
+    import wandb
+
+    yield
+    wandb.teardown()
+
+
+def test_wandb_without_a_key_is_a_user_error(tmp_path, monkeypatch, fresh_wandb):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    with pytest.raises(UserError, match="No API key") as error:
+        WandbWriter("grpo", "tiny", tmp_path, {})
+    assert "WANDB_MODE=offline" in error.value.fix
+
+
+def test_wandb_offline_holds_the_curve_of_all_attempts_under_one_id(tmp_path, monkeypatch, fresh_wandb):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    writer = WandbWriter("grpo", "tiny", tmp_path, {})
-    writer.write(1, {"reward/mean": 0.5})
-    writer.close()
-    assert list(tmp_path.rglob("*.wandb"))
+    for attempt in (1, 2):
+        monitor = Monitor(config(wandb_project="grpo"), tmp_path / "tiny" / "attempts" / str(attempt),
+                          first_step=attempt)
+        monitor.log(attempt, {"reward/mean": attempt / 4})
+        monitor.close()
+    files = sorted((tmp_path / "tiny" / "wandb").glob("offline-run-*/*.wandb"))
+    records = [record for file in files for record in wandb_records(file)]
+    assert len({record.run.run_id for record in records if record.HasField("run")}) == 1
+    rows = [{"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            for record in records if record.HasField("history")]
+    assert {row["_step"]: row["reward/mean"] for row in rows} == {1: 0.25, 2: 0.5}
+
+
+def wandb_records(file: Path) -> list:
+    """The records of a .wandb file: a header of 7 bytes, then LevelDB's log format (CRC, length, type, data)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, records = file.read_bytes(), 7, []
+    assert len(data) < 32768, "more than one block: records may be split"
+    while at < len(data):
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        assert kind == 1, "a record in one piece"
+        records.append(Record.FromString(data[at + 7:at + 7 + length]))
+        at += 7 + length
+    return records
+
+
+def test_a_note_is_a_warning_like_those_of_the_detectors(tmp_path):
+    attempt = tmp_path / "tiny" / "attempts" / "2"
+    monitor = Monitor(config(), attempt, first_step=6)
+    monitor.note("RESUMED_WITH_CHANGE", "trainer.optimizer.lr was 0.001, is 0.01")
+    monitor.log(6, {"train/loss": float("inf")})
+    monitor.note("LATER", "said after step 6", {"value": 2.0})
+    monitor.close()
+    warnings = [json.loads(line) for line in (attempt / "warnings.jsonl").read_text().splitlines()]
+    assert [(warning["code"], warning["step"]) for warning in warnings] == [
+        ("RESUMED_WITH_CHANGE", 5), ("NON_FINITE", 6), ("LATER", 6)]
+    assert warnings[0]["message"] == "trainer.optimizer.lr was 0.001, is 0.01"
+    assert warnings[2]["evidence"] == {"value": 2.0}
+    assert all(warning.keys() == warnings[1].keys() for warning in warnings)
 
 
 def test_monitor_writes_everything_of_an_attempt(tmp_path):

@@ -63,11 +63,11 @@ def engine_environment(config: RunConfig | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def running_engine(config: RunConfig, log: Path) -> Iterator[tuple[asyncio.Runner, RolloutEngine]]:
+def running_engine(config: RunConfig, log: Path, replica: int = 0) -> Iterator[tuple[asyncio.Runner, RolloutEngine]]:
     """A started engine and the event loop it lives on; stopped at the end, with nothing left running."""
     made = run_plan(config)
     with engine_environment(config), asyncio.Runner() as runner:
-        engine = RolloutEngine(config, made, local_placement(made), 0, log_path=log)
+        engine = RolloutEngine(config, made, local_placement(made), replica, log_path=log)
         try:
             runner.run(engine.start())
             yield runner, engine

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 
 import numpy as np
 import psutil
 import pytest
+import torch
+from tokenizers import Tokenizer
 
 from launch.errors import UserError
 from launch.planner.architecture import from_hf_config
+from megatron_rl.data.template import PromptTemplate, load_tokenizer
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.rollout.vllm_engine import EngineDied
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.megatron_layout import canonical_tensors
 from megatron_rl.weight_sync.protocol import NotServing
+from megatron_rl.weight_sync.vllm_internals import TESTED_VERSION
 from tests.rollout.engines import (
     hf_greedy, hf_logprobs, hf_model, local_placement, make_prompts, run_config, run_plan, running_engine,
 )
@@ -146,8 +151,9 @@ def test_greedy_tokens_and_finish_reasons_are_hugging_faces(served, folder):
     assert "length" in reasons
 
 
-def test_the_stop_token_is_kept_and_not_in_the_text(served):
+def test_the_stop_token_is_kept_and_not_in_the_text(served, folder):
     """TRL#5988: without the end token in the completion the model never learns to stop."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     runner, engine, _ = served
     groups = runner.run(engine.generate(PROMPTS, Sampling(16, 1.0, NEW_TOKENS), 1))
     stopped = [c for g in groups for c in g.completions if c.finish_reason == "stop"]
@@ -155,7 +161,35 @@ def test_the_stop_token_is_kept_and_not_in_the_text(served):
     for completion in stopped:
         assert completion.token_ids[-1] == EOS and EOS not in completion.token_ids[:-1]
         assert "<|eos|>" not in completion.text
-        assert completion.text == engine._tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+        assert completion.text == tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+    assert len({completion.text for completion in stopped}) > 1
+
+
+def test_start_tells_what_both_ends_must_have_in_common(served, folder):
+    """The fingerprint is that of the driver's template, made from the same folder."""
+    _, engine, _ = served
+    assert engine.facts["template_fingerprint"] == PromptTemplate(load_tokenizer(folder)).fingerprint()
+    assert (engine.facts["torch"], engine.facts["device"], engine.facts["nccl"]) == (torch.__version__, "cpu", None)
+    assert engine.facts["vllm"].startswith(TESTED_VERSION)
+
+
+def test_an_engine_with_another_tokenizer_or_template_has_another_fingerprint(folder, config, tmp_path):
+    """Template drift: one node holds an older copy of the tokenizer files."""
+    made = run_plan(config)
+    driver = PromptTemplate(load_tokenizer(folder)).fingerprint()
+
+    def fingerprint(**changes) -> str:
+        other = config.model_copy(update={name: getattr(config, name).model_copy(update=change)
+                                          for name, change in changes.items()})
+        return RolloutEngine(other, made, local_placement(made), 0)._load_template().fingerprint()
+
+    assert fingerprint() == driver
+    assert fingerprint(data={"chat_template": "none"}) != driver
+    assert fingerprint(data={"system": "Be brief."}) != driver
+    shutil.copytree(folder, tmp_path / "older")
+    template = tmp_path / "older" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("assistant: ", "assistant:"))
+    assert fingerprint(model={"path": str(tmp_path / "older")}) != driver
 
 
 def test_a_request_that_runs_across_a_sync_knows_which_tokens_came_from_which_version(served, sources):
@@ -164,9 +198,10 @@ def test_a_request_that_runs_across_a_sync_knows_which_tokens_came_from_which_ve
 
     async def across():
         task = asyncio.ensure_future(engine.generate_group(PROMPTS[0], Sampling(32, 1.0, NEW_TOKENS)))
-        while engine.status()["unfinished"] < 32:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.1)                       # some tokens under the old version
+        before = engine.status()["generated_tokens"]
+        while engine.status()["generated_tokens"] < before + 32 * 3:
+            await asyncio.sleep(0.001)                 # some tokens under the old version
+        assert engine.status()["unfinished"] > 0, "the tokens were told only once their requests had ended"
         report = await coordinator.sync(old + 1)
         return report, await task
 
@@ -177,6 +212,14 @@ def test_a_request_that_runs_across_a_sync_knows_which_tokens_came_from_which_ve
     for completion in group.completions:
         assert len(completion.weight_versions) == len(completion.token_ids) == len(completion.logprobs)
         assert (np.diff(completion.weight_versions) >= 0).all()
+
+
+def test_generated_tokens_are_counted_exactly(served):
+    runner, engine, _ = served
+    before = engine.status()["generated_tokens"]
+    groups = runner.run(engine.generate(PROMPTS, SAMPLED, 2))
+    tokens = sum(len(completion.token_ids) for group in groups for completion in group.completions)
+    assert engine.status()["generated_tokens"] - before == tokens
 
 
 def test_requests_at_the_door_of_a_sync_are_served_or_refused(served):

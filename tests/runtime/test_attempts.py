@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 
+from launch.config.load import load_config
 from launch.config.schema import Run
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
 from launch.runtime.attempts import RunFolder, fresh_name
-from launch.runtime.components import first_failure, record_error, register
+from launch.runtime.components import (
+    ComponentRecord, Pid, dead, first_failure, record_error, register, register_children,
+)
 from launch.runtime.outcome import EXIT_CODES, Outcome, read_outcome, write_outcome
-from launch.runtime.progress_file import Progress, allowed_s, overdue
+from launch.runtime.progress_file import Progress, allowed_s, overdue, steps_done
 
 
 def run(tmp_path, **values) -> Run:
@@ -37,6 +42,33 @@ def test_two_jobs_cannot_work_in_one_run(tmp_path):
         pass  # free again
 
 
+def test_a_folder_that_cannot_be_written_is_the_users_error(tmp_path):
+    (tmp_path / "r").write_text("a file")
+    with pytest.raises(UserError, match="cannot write the run's folder"):
+        RunFolder(run(tmp_path)).__enter__()
+
+
+def test_processes_of_other_nodes_are_never_judged_by_their_pids(tmp_path):
+    with RunFolder(run(tmp_path)) as folder:
+        attempt = folder.new_attempt()
+    gone = ComponentRecord("trainer-0", Pid(2**22 - 1, 0.0), "elsewhere", "log")
+    (attempt.folder / "components" / "trainer-0.json").write_text(json.dumps(asdict(gone)))
+    assert dead(attempt, "here") == [] and dead(attempt, "elsewhere") == [gone]
+
+
+def test_a_component_that_lost_a_process_it_needs_is_dead(tmp_path):
+    with RunFolder(run(tmp_path)) as folder:
+        attempt = folder.new_attempt()
+    record = register(attempt, "rollout-0", "n")
+    child = subprocess.Popen(["sleep", "60"])
+    record = register_children(attempt, record)
+    assert [each.pid for each in record.needs] == [child.pid] and dead(attempt, "n") == []
+    child.kill()
+    child.wait()
+    assert [each.name for each in dead(attempt, "n")] == ["rollout-0"]
+    assert f"lost its process {child.pid}" in first_failure(attempt, "n").message
+
+
 def test_a_fresh_name_is_the_first_free_one(tmp_path):
     assert fresh_name(run(tmp_path)) == "r"
     for name in ("r", "r-2"):
@@ -53,16 +85,24 @@ def test_every_outcome_has_an_exit_code(tmp_path):
     assert EXIT_CODES["finished"] == EXIT_CODES["stopped"] == ExitCode.OK
 
 
-def test_hang_limit_is_three_times_the_phase_and_at_least_a_minute(tmp_path):
-    rule = run(tmp_path)
-    def quick(expected):
-        return Progress(2, "train", "", at=1000.0, expected_s=expected)
+def test_hang_limit_is_three_times_the_phase_and_at_least_a_minute():
+    config = load_config("configs/tiny/grpo.yaml").config
 
-    assert allowed_s(quick(0.5), rule) == 60
-    assert allowed_s(quick(100.0), rule) == 300
-    assert allowed_s(quick(None), rule) == rule.deadline_s
-    assert not overdue(quick(0.5), rule, now=1060.0)
-    assert overdue(quick(0.5), rule, now=1060.1)
+    def train(expected, phase="train"):
+        return Progress(2, phase, "", at=1000.0, expected_s=expected)
+
+    assert allowed_s(train(0.5), config) == 60
+    assert allowed_s(train(100.0), config) == 300
+    assert allowed_s(train(None), config) > config.run.deadline_s, "the job's own deadline must speak first"
+    assert allowed_s(train(0.5, "sync"), config) > 1.5 * config.weight_sync.timeout_s
+    assert not overdue(train(0.5), config, now=1060.0)
+    assert overdue(train(0.5), config, now=1060.1)
+
+
+def test_a_step_counts_as_done_once_only_what_follows_it_is_left():
+    assert steps_done(None) == steps_done(Progress(0, "start", "", 0.0)) == 0
+    assert steps_done(Progress(4, "train", "", 0.0)) == 3
+    assert steps_done(Progress(4, "save", "", 0.0)) == steps_done(Progress(4, "eval", "", 0.0)) == 4
 
 
 def test_a_silent_death_explains_the_errors_of_its_peers(tmp_path):
@@ -76,7 +116,7 @@ def test_a_silent_death_explains_the_errors_of_its_peers(tmp_path):
     register(attempt, "driver", "n")
     record_error(attempt, "trainer-0", "RuntimeError: Connection closed by peer", "...")
     record_error(attempt, "driver", "ComponentFailed: trainer-0", "...")
-    failure = first_failure(attempt)
+    failure = first_failure(attempt, "n")
     assert failure.component == "trainer-1" and "died" in failure.message and not failure.user_error
 
 
@@ -88,8 +128,8 @@ def test_the_earliest_error_is_told_and_the_users_comes_before_all(tmp_path):
     record_error(attempt, "trainer-1", "ValueError: first", "...")
     record_error(attempt, "trainer-0", "RuntimeError: second", "...")
     record_error(attempt, "trainer-1", "ValueError: not counted", "...")
-    assert first_failure(attempt).message == "trainer-1 failed first: ValueError: first"
+    assert first_failure(attempt, "n").message == "trainer-1 failed first: ValueError: first"
     record_error(attempt, "reward-0", "the column is missing", "...", user_error=True)
-    failure = first_failure(attempt)
+    failure = first_failure(attempt, "n")
     assert failure.user_error and failure.message == "the column is missing"
     assert failure.log == os.path.join(attempt.logs, "reward-0.log")

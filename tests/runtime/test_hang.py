@@ -65,6 +65,11 @@ def test_a_rank_that_cannot_answer_comes_first():
     assert [each.name for each in absent(ranks)] == ["trainer-2"]
 
 
+def test_a_dead_engine_explains_ranks_that_wait():
+    stacks = [stack("trainer-0", "waiting"), stack("trainer-1", "running"), stack("rollout-0", "dead")]
+    assert [each.name for each in absent(stacks)] == ["rollout-0"]
+
+
 def test_nobody_is_blamed_when_nobody_waits():
     assert absent([stack("trainer-0", "idle"), stack("trainer-1", "idle")]) == []
 

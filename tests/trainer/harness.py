@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from megatron_rl.trainer import parallel
 from megatron_rl.trainer.model import build_model
 from megatron_rl.weight_sync.hf_io import CheckpointReader, load_layout
 from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
-from megatron_rl.weight_sync.tiles import tile_view
+from megatron_rl.weight_sync.tiles import ParamLayout, tile_view
 from tests.ranks import Rank
 
 
@@ -34,8 +35,8 @@ def run_config(folder: Path | str, **trainer) -> RunConfig:
         "data": {"train": "none.jsonl"}})
 
 
-def make_plan(config: RunConfig) -> Plan:
-    return build_plan(config, from_hf_config(config.model.path), "cpu")
+def make_plan(config: RunConfig, device: Literal["cpu", "gpu"] = "cpu") -> Plan:
+    return build_plan(config, from_hf_config(config.model.path), device)
 
 
 def make_batch(lengths: list[int], vocab: int, seed: int = 0) -> PolicyBatch:
@@ -52,15 +53,29 @@ def make_batch(lengths: list[int], vocab: int, seed: int = 0) -> PolicyBatch:
         behaviour_logprobs_N=(completion_N * -rng.uniform(1, 6, n)).astype(np.float32))
 
 
-def reinforce(*, logprobs_T, entropy_T, advantages_T, weights_T, **_):
+ENTROPY_BONUS = 0.1
+
+
+def reinforce(*, logprobs_T, entropy_T, advantages_T, weights_T, entropy_bonus: float = ENTROPY_BONUS, **_):
     """A policy gradient with an entropy bonus: small enough to be written again for Hugging Face."""
-    loss = -(weights_T * (advantages_T * logprobs_T + 0.1 * entropy_T)).sum()
+    loss = -(weights_T * (advantages_T * logprobs_T + entropy_bonus * entropy_T)).sum()
     return loss, {"weights": weights_T.sum(), "logprobs": (weights_T * logprobs_T).sum()}
 
 
-def hugging_face(folder: Path | str, batch: PolicyBatch, temperature: float = 1.0) -> tuple:
-    """log-probs [N], loss and gradients by canonical name; every sequence on its own, unpacked and unpadded."""
+def hugging_face(folder: Path | str, batch: PolicyBatch, temperature: float = 1.0, *,
+                 entropy_bonus: float = ENTROPY_BONUS, weights: dict[str, np.ndarray] | None = None) -> tuple:
+    """log-probs [N], loss and gradients by canonical name; every sequence on its own, unpacked and unpadded.
+
+    `weights` by canonical name take the place of the folder's. Without an entropy bonus the gradient is that of GRPO
+    on its first update, where the ratio is 1.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if weights is not None:
+        parameters = dict(model.named_parameters())
+        assert parameters.keys() == weights.keys()
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(torch.from_numpy(weights[name]))
     model.get_input_embeddings().padding_idx = None     # it would withhold the gradient of a sampled pad token
     logprobs_N, total = np.zeros(len(batch.tokens_N), np.float32), 0.0
     for start, stop in zip(batch.offsets_B1[:-1], batch.offsets_B1[1:]):
@@ -68,10 +83,10 @@ def hugging_face(folder: Path | str, batch: PolicyBatch, temperature: float = 1.
         log_p = torch.log_softmax(model(tokens[None]).logits[0, :-1].float() / temperature, -1)
         chosen = log_p.gather(1, tokens[1:, None]).squeeze(1)
         logprobs_N[start + 1:stop] = chosen.detach().numpy()
-        weights, advantages = (torch.from_numpy(x[start + 1:stop])
-                               for x in (batch.loss_weights_N, batch.advantages_N))
-        loss, _ = reinforce(logprobs_T=chosen, entropy_T=-(log_p.exp() * log_p).sum(-1), advantages_T=advantages,
-                            weights_T=weights)
+        weights_T, advantages_T = (torch.from_numpy(x[start + 1:stop])
+                                   for x in (batch.loss_weights_N, batch.advantages_N))
+        loss, _ = reinforce(logprobs_T=chosen, entropy_T=-(log_p.exp() * log_p).sum(-1), advantages_T=advantages_T,
+                            weights_T=weights_T, entropy_bonus=entropy_bonus)
         loss.backward()
         total += loss.item()
     return logprobs_N, total, {name: p.grad.float().numpy() for name, p in model.named_parameters()}
@@ -92,24 +107,7 @@ class TrainingRank:
 
     def gradients(self) -> dict[str, np.ndarray] | None:
         """On rank 0 the gradients of the whole model by canonical name; every element from each of its holders."""
-        parts = []
-        named = self._named([chunk.module for chunk in self.chunks])
-        if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
-            for layout in self.layouts:
-                grad = named[layout.name].main_grad
-                parts += [(tile.tensor, tile.start, tile.shape, tile_view(grad, tile).numpy().copy())
-                          for tile in layout.tiles]
-        gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(parts, gathered)
-        if gathered is None:
-            return None
-        out = {t.name: np.full(t.shape, np.nan, np.float32) for t in canonical_tensors(self.plan.architecture)}
-        for tensor, start, shape, values in (part for rank in gathered for part in rank):
-            box = out[tensor][tuple(slice(a, a + n) for a, n in zip(start, shape))]
-            if not np.isnan(box).all():
-                np.testing.assert_allclose(box, values, atol=1e-6, err_msg=f"two holders of {tensor} disagree")
-            box[...] = values
-        return out
+        return gather_gradients(self._named([chunk.module for chunk in self.chunks]), self.layouts, self.plan)
 
     def zero_grad(self) -> None:
         for chunk in self.chunks:
@@ -118,6 +116,28 @@ class TrainingRank:
     @staticmethod
     def _named(chunks) -> dict[str, torch.Tensor]:
         return {f"chunk{i}.{name}": p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+
+
+def gather_gradients(parameters: dict[str, torch.nn.Parameter], layouts: list[ParamLayout],
+                     plan: Plan) -> dict[str, np.ndarray] | None:
+    """On rank 0 the whole model's `main_grad` by canonical name; copies on several ranks must agree. Collective."""
+    parts = []
+    if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+        for layout in layouts:
+            grad = parameters[layout.name].main_grad
+            parts += [(tile.tensor, tile.start, tile.shape, tile_view(grad, tile).cpu().numpy().copy())
+                      for tile in layout.tiles]
+    gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(parts, gathered)
+    if gathered is None:
+        return None
+    out = {t.name: np.full(t.shape, np.nan, np.float32) for t in canonical_tensors(plan.architecture)}
+    for tensor, start, shape, values in (part for rank in gathered for part in rank):
+        box = out[tensor][tuple(slice(a, a + n) for a, n in zip(start, shape))]
+        if not np.isnan(box).all():
+            np.testing.assert_allclose(box, values, atol=1e-6, err_msg=f"two holders of {tensor} disagree")
+        box[...] = values
+    return out
 
 
 def assert_gradients_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float = 2e-4) -> None:

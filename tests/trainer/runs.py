@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from launch.config.schema import RunConfig
 from megatron_rl.data.batch import PolicyBatch
@@ -15,7 +17,7 @@ from megatron_rl.trainer.trainer import MegatronTrainer
 from megatron_rl.weight_sync.megatron_layout import canonical_tensors
 from megatron_rl.weight_sync.tiles import tile_view
 from tests.ranks import Rank
-from tests.trainer.harness import make_batch, make_plan, run_config
+from tests.trainer.harness import gather_gradients, make_batch, make_plan, run_config
 
 LENGTHS = [9, 23, 5, 16, 12, 7]
 
@@ -32,9 +34,9 @@ def config_of(folder: Path | str, *, run: dict | None = None, model: dict | None
     return RunConfig.model_validate(values)
 
 
-def start(rank: Rank, config: RunConfig) -> MegatronTrainer:
+def start(rank: Rank, config: RunConfig, device: Literal["cpu", "gpu"] = "cpu") -> MegatronTrainer:
     """Join the group and build the trainer; weights are not loaded yet."""
-    plan = make_plan(config)
+    plan = make_plan(config, device)
     parallel.initialise(plan, rank.rank, rank.address, rank.port, rank.timeout_s)
     return MegatronTrainer(config, plan, rank.rank)
 
@@ -47,7 +49,7 @@ def batches(vocab: int, count: int, first: int = 0) -> list[PolicyBatch]:
 def whole_model(trainer: MegatronTrainer) -> dict[str, np.ndarray] | None:
     """On rank 0 every Hugging Face tensor of the model, as float32; copies on several ranks must be equal."""
     live = trainer.parameters()
-    parts = [(tile.tensor, tile.start, tile.shape, tile_view(live[layout.name], tile).float().numpy().copy())
+    parts = [(tile.tensor, tile.start, tile.shape, tile_view(live[layout.name], tile).float().cpu().numpy().copy())
              for layout in trainer.layout() for tile in layout.tiles]
     gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(parts, gathered)
@@ -73,8 +75,7 @@ def worst_difference(found: dict[str, np.ndarray], expected: dict[str, np.ndarra
 
 
 def poison_next_gradient(trainer: MegatronTrainer, value: float) -> None:
-    """Overwrite the gradients of one rank when the next backward pass is done, as an overflow would.
-    """
+    """Overwrite the gradients of one rank when the next backward pass is done, as an overflow would."""
     megatron = trainer.optimizer.megatron
     prepare_grads = megatron.prepare_grads
 
@@ -86,6 +87,34 @@ def poison_next_gradient(trainer: MegatronTrainer, value: float) -> None:
         return prepare_grads()
 
     megatron.prepare_grads = poisoned
+
+
+def keep_next_gradient(trainer: MegatronTrainer) -> list[dict[str, np.ndarray] | None]:
+    """A list that the next update appends the whole model's gradient to, before clipping (None past rank 0)."""
+    kept: list[dict[str, np.ndarray] | None] = []
+    megatron = trainer.optimizer.megatron
+    prepare_grads = megatron.prepare_grads
+
+    def keep() -> bool:
+        megatron.prepare_grads = prepare_grads
+        if trainer.config.trainer.distributed_optimizer:
+            _gather_shards(trainer)
+        parameters = {f"chunk{i}.{name}": parameter for i, chunk in enumerate(trainer.optimizer.chunks)
+                      for name, parameter in chunk.module.named_parameters()}
+        kept.append(gather_gradients(parameters, trainer.layout(), trainer.plan))
+        return prepare_grads()
+
+    megatron.prepare_grads = keep
+    return kept
+
+
+def _gather_shards(trainer: MegatronTrainer) -> None:
+    """The distributed optimizer leaves each rank of a DP x CP group its share of the sum: put the shares together."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    for bucket in (bucket for chunk in trainer.optimizer.chunks for buffer in chunk.buffers
+                   for bucket in buffer.buckets):
+        mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+        dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
 
 
 def moments_of(trainer: MegatronTrainer) -> list[torch.Tensor]:

@@ -17,11 +17,23 @@ import torch.distributed as dist
 from launch.errors import UserError
 from megatron_rl.trainer import checkpoint_files as files
 from megatron_rl.trainer import checkpoint_tensors
+from tests.conftest import NO_MOUNT
 from tests.ranks import Rank, RankError, run_ranks
 from tests.tiny_models import make_tiny
-from tests.trainer.runs import assert_same_bits, batches, config_of, moments_of, start, whole_model, worst_difference
+from tests.trainer.harness import assert_gradients_equal, hugging_face
+from tests.trainer.runs import (
+    assert_same_bits,
+    batches,
+    config_of,
+    keep_next_gradient,
+    moments_of,
+    start,
+    whole_model,
+    worst_difference,
+)
 
-EXTRA = {"weight_version": 2, "data": {"epoch": 0, "position": 12}, "eval_done": [0, 2],
+VOCAB = 320
+EXTRA = {"step": 2, "data": {"epoch": 0, "position": 12}, "eval_done": [0, 2],
          "identity": {"data": "aaaa", "tokenizer": "bbbb"}}
 
 
@@ -47,9 +59,10 @@ def _resumed(rank: Rank, config, folder: Path, updates: int = 2, identity=None):
     loaded = trainer.load(folder, identity)
     at_checkpoint = whole_model(trainer)
     drawn = (torch.rand(3).tolist(), np.random.rand(), random.random())
+    gradients = keep_next_gradient(trainer)
     metrics = _updates(trainer, updates, first=2)
     return {"at_checkpoint": at_checkpoint, "metrics": metrics, "weights": whole_model(trainer), "loaded": loaded,
-            "moments": moments_of(trainer), "drawn": drawn}
+            "moments": moments_of(trainer), "drawn": drawn, "gradients": gradients}
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +90,14 @@ def third_step(written):
     return run_ranks(4, _unbroken, written[0], None, 3)[0]["weights"]
 
 
+@pytest.fixture(scope="module")
+def third_gradient(written, llama):
+    """Hugging Face's gradient of the third batch at the checkpoint's weights."""
+    (batch,) = batches(VOCAB, 1, first=2)
+    _, _, gradients = hugging_face(llama, batch, entropy_bonus=0.0, weights=written[2][0]["at_checkpoint"])
+    return gradients
+
+
 @pytest.fixture
 def copy(written, tmp_path) -> Path:
     return Path(shutil.copytree(written[1], files.checkpoint_folder(tmp_path, 2)))
@@ -102,12 +123,17 @@ def test_learning_rate_goes_on_where_it_was(resumed) -> None:
 @pytest.mark.parametrize("world, sizes", [
     (1, {}), (2, {"pp": 2}), (4, {"pp": 2, "vpp": 2, "cp": 2}), (4, {"tp": 2, "pp": 2, "sequence_parallel": True})],
     ids=["one-rank", "pp2", "pp2-vpp2-cp2", "tp2-pp2-sp"])
-def test_another_layout_goes_on_from_the_same_weights(written, third_step, llama, world, sizes) -> None:
+def test_another_layout_goes_on_from_the_same_weights(written, third_step, third_gradient, llama, world,
+                                                      sizes) -> None:
+    """The step after it has Hugging Face's gradient, and ends at the weights of the run that never stopped."""
     _, folder, unbroken = written
     resumed = run_ranks(world, _resumed, config_of(llama, **sizes), folder, 1)[0]
     assert_same_bits(resumed["at_checkpoint"], unbroken[0]["at_checkpoint"])
     assert resumed["metrics"][0]["train/grad_norm"] == pytest.approx(
         unbroken[0]["metrics"][0]["train/grad_norm"], rel=1e-5)
+    assert_gradients_equal(resumed["gradients"][0], third_gradient)
+    norm = np.sqrt(sum((gradient.astype(np.float64) ** 2).sum() for gradient in third_gradient.values()))
+    assert resumed["metrics"][0]["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert resumed["metrics"][0]["train/lr"] == unbroken[0]["metrics"][0]["train/lr"]
     # One step moves a weight by up to 1e-2; with restarted moments the two would differ by as much.
     assert worst_difference(resumed["weights"], third_step) < 1e-5
@@ -192,24 +218,27 @@ def test_truncated_checkpoint_is_refused_by_name(written, copy) -> None:
 
 
 def _killed(rank: Rank, config, folder: Path):
-    """The machine dies after the tensors were written and before the checkpoint is visible."""
+    """Rank 0 dies after the tensors were written and before the checkpoint is visible; rank 1 notes what it saw."""
     trainer = start(rank, config)
     trainer.load_initial_weights()
     trainer.save(files.checkpoint_folder(folder, 1), {})
-    publish = files.publish
 
-    def die(*args):
-        publish_was_reached = files.partial_of(args[0]) / "__0_0.distcp"
-        assert publish_was_reached.stat().st_size > 0 and publish
+    def die(target: Path, facts: dict) -> None:
+        assert all((files.partial_of(target) / f"__{r}_0.distcp").stat().st_size > 0 for r in range(rank.world))
         os.kill(os.getpid(), signal.SIGKILL)
 
     files.publish = die
-    trainer.save(files.checkpoint_folder(folder, 2), {})
+    with pytest.raises(RuntimeError) as seen:
+        trainer.save(files.checkpoint_folder(folder, 2), {})
+    (folder / f"rank-{rank.rank}.txt").write_text(str(seen.value))
 
 
 def test_kill_in_the_middle_leaves_the_last_good_one(llama, tmp_path) -> None:
-    with pytest.raises(RankError, match="died with exit code -9|failed first"):
+    with pytest.raises(RankError, match="^rank 0 died with exit code -9$"):
         run_ranks(2, _killed, config_of(llama, tp=2), tmp_path)
+    assert [file.name for file in tmp_path.glob("rank-*.txt")] == ["rank-1.txt"]
+    told = (tmp_path / "rank-1.txt").read_text()
+    assert "Connection closed by peer" in told or "Connection reset by peer" in told, told
     assert files.partial_of(files.checkpoint_folder(tmp_path, 2)).is_dir()
     assert files.latest_complete(tmp_path) == files.checkpoint_folder(tmp_path, 1)
     run_ranks(2, _resumed, config_of(llama, tp=2), files.checkpoint_folder(tmp_path, 1), 0)
@@ -246,14 +275,32 @@ def test_write_that_fails_on_one_rank_is_told_on_all(llama, tmp_path) -> None:
     _assert_disk_full_was_told(run_ranks(2, _until_full, config_of(llama, tp=2), tmp_path, 500_000), tmp_path)
 
 
+def _on_a_full_device(rank: Rank, config, root: Path):
+    """The last rank's tensors go to /dev/full: the kernel's own ENOSPC, for any user."""
+    begin = files.begin
+
+    def begin_full(folder: Path) -> Path:
+        partial = begin(folder)
+        if files.step_of(folder) == 2:
+            (partial / f"__{rank.world - 1}_0.distcp").symlink_to("/dev/full")
+        return partial
+
+    files.begin = begin_full
+    return _until_full(rank, config, root, None)
+
+
+def test_full_disk_is_told_on_all_ranks(llama, tmp_path) -> None:
+    _assert_disk_full_was_told(run_ranks(2, _on_a_full_device, config_of(llama, tp=2), tmp_path), tmp_path)
+
+
 @pytest.fixture
 def small_disk(tmp_path):
-    """A real file system of 20 MB."""
+    """A real file system of 20 MB, where mounting is allowed; the two tests above run everywhere."""
     folder = tmp_path / "disk"
     folder.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(folder)], capture_output=True)
     if done.returncode:
-        pytest.skip(f"mounting needs rights that this user lacks: {done.stderr.decode().strip()}")
+        pytest.skip(f"{NO_MOUNT}: {done.stderr.decode().strip()}")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 

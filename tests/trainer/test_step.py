@@ -30,6 +30,7 @@ MIXED = [17, 40, 9, 33, 5, 61, 1, 2, 22]
 UNEQUAL = [95] * 5 + [20] * 5
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 WIDE_HEADS = {"family": "qwen3", "head_dim": 64, "tie_word_embeddings": True}
 
 
@@ -87,7 +88,7 @@ CASES = {
     "cp2-tp2-sp-selective-recompute-qwen2": ({"family": "qwen2"}, {"cp": 2, "tp": 2, "sequence_parallel": True,
                                                                    "recompute": "selective"}, MIXED),
     "cp2-pp2-qwen3-tied-full-recompute": (WIDE_HEADS, {"cp": 2, "pp": 2, "recompute": "full"}, MIXED),
-    "one-rank-one-micro-batch": ({}, {"token_budget": 1000}, UNEQUAL),
+    "one-rank-one-micro-batch-linear-rope": ({"rope_parameters": LINEAR}, {"token_budget": 1000}, UNEQUAL),
     "one-rank-one-sequence-a-micro-batch": ({}, {"token_budget": 95}, UNEQUAL),
     "dp2-cp2": ({}, {"dp": 2, "cp": 2}, UNEQUAL),
     "dp2-selective-recompute": ({}, {"dp": 2, "recompute": "selective"}, UNEQUAL),

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.driver import step_metrics
 from megatron_rl.monitor.metrics import lookup
 from megatron_rl.trainer.initial_weights import draw_canonical
 from megatron_rl.weight_sync.tiles import CanonicalTensor
@@ -89,13 +92,40 @@ def test_metrics_are_those_of_the_table(model) -> None:
     assert metrics["train/skipped"] == 0 and metrics["train/sequences"] == 6
 
 
+def _two_updates(rank: Rank, config) -> list[dict[str, float]]:
+    """Two mini-batches of one rollout batch; the engine's log-probs are the trainer's own before the first."""
+    trainer = start(rank, config)
+    trainer.load_initial_weights()
+    metrics = []
+    twice = batches(trainer.plan.architecture.vocab, 2)
+    before = [trainer.logprobs(batch) for batch in twice]
+    for index, (batch, logprobs_N) in enumerate(zip(twice, before)):
+        old_N = logprobs_N if config.algorithm.old_logprobs == "recompute" else None
+        metrics.append(trainer.update(replace(batch, behaviour_logprobs_N=logprobs_N, old_logprobs_N=old_N,
+                                              extras={"update_index": index})))
+    return metrics
+
+
+@pytest.mark.parametrize("old_logprobs", ["none", "recompute"])
+def test_drift_of_the_policy_is_not_shown_as_mismatch(model, old_logprobs) -> None:
+    """An engine without any error: on the second update the policy has moved, the mismatch stays 0 or is left out."""
+    config = config_of(model, algorithm={"updates_per_batch": 2, "old_logprobs": old_logprobs})
+    (first, second), = run_ranks(1, _two_updates, config)
+    assert first["mismatch/abs_max"] < 1e-5
+    assert abs(second["train/ratio_max"] - 1) > 0.1, "the policy did move"
+    if old_logprobs == "recompute":
+        assert second["mismatch/abs_max"] == 0.0
+    else:
+        assert not [name for name in second if name.startswith("mismatch/") and name != "mismatch/capped"]
+    merged = step_metrics._updates([first, second])
+    assert merged["mismatch/kl"] < 1e-9 and merged["mismatch/abs_max"] < 1e-5
+
+
 def test_initial_weights_are_the_folders(model) -> None:
     truth = {name: p.numpy() for name, p in AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32).state_dict().items()}
     weights, _, _ = run_ranks(2, _train, config_of(model, tp=2), 0)[0]
     assert_same_bits(weights, truth)
-
-
 
 
 def test_random_weights_do_not_depend_on_the_layout(tmp_path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -11,15 +10,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from launch import envvars
 from launch.planner.architecture import from_hf_config
 from launch.planner.plan import Architecture
-from megatron_rl.rollout.environment import vllm_environment
 from megatron_rl.weight_sync.coverage import prove_coverage
 from megatron_rl.weight_sync.digest import add, digest_layouts, digest_tiles
 from megatron_rl.weight_sync.manifest import Destination, build_manifest
 from megatron_rl.weight_sync.megatron_layout import canonical_tensors
 from megatron_rl.weight_sync.vllm_layout import trace_layout, write_padding
 from tests.ranks import Rank, run_ranks
+from tests.rollout.engines import run_config
 from tests.tiny_models import make_tiny
 from tests.weight_sync.worlds import execute, megatron_shards, sources, training_plan
 
@@ -34,7 +34,7 @@ ROLLOUT_TP = (1, 2, 4)
 
 def _trace(rank: Rank, folders: dict[str, str]) -> dict[str, dict[tuple[int, int], tuple]]:
     """For every model, rollout TP and worker: vLLM's traced layout, and what its own loading gives."""
-    os.environ.update(vllm_environment("cpu"))
+    envvars.set_for_this_process(envvars.environment("rollout", "cpu", run_config(Path("unused")), job="tests"))
     from safetensors.torch import load_file
 
     from megatron_rl.weight_sync.vllm_internals import offline_model

@@ -6,19 +6,35 @@ import asyncio
 
 import pytest
 
+from launch.planner.plan import RankCoordinates
 from megatron_rl.weight_sync.coordinator import Endpoint, SyncCoordinator, compare_digests
+from megatron_rl.weight_sync.manifest import Destination, Source
 from megatron_rl.weight_sync.protocol import SyncError, TransferReport
+from megatron_rl.weight_sync.tiles import CanonicalTensor, ParamLayout, Tile
 
 EDGES = {0: (0, 0, 0), 1: (0, 1, 0)}
 """Trainer rank 0 sends to worker 0 of engines 0 and 1."""
+LAYOUT = ParamLayout("w", (4,), (Tile("w", (0,), (4,), (1,), 0),))
+
+
+def _fingerprints(edges):
+    return {edge.key: edge.fingerprint() for edge in edges}
 
 
 class _Trainer:
     def __init__(self) -> None:
         self.error: str | None = None
+        self.digests = dict.fromkeys(EDGES.values(), 77)
+        self.holds = _fingerprints
+
+    async def sync_describe(self):
+        return Source(RankCoordinates(rank=0, tp=0, pp=0, cp=0, dp=0), (LAYOUT,), {"w": "float32"})
+
+    async def sync_open(self, lane, edges, timeout_s):
+        return self.holds(edges)
 
     async def sync_send(self, epoch):
-        return TransferReport("trainer rank 0", dict.fromkeys(EDGES.values(), 77), 10, {"send": 0.1}, self.error)
+        return TransferReport("trainer rank 0", self.digests, 10, {"send": 0.1}, self.error)
 
 
 class _Engine:
@@ -26,7 +42,15 @@ class _Engine:
 
     def __init__(self, replica: int) -> None:
         self.replica, self.phases = replica, []
-        self.digest, self.fails, self.hangs = 77, None, None
+        self.digests = {EDGES[replica]: 77}
+        self.fails, self.hangs = None, None
+        self.holds = _fingerprints
+
+    async def sync_describe(self, canonical):
+        return [Destination(self.replica, 0, (LAYOUT,), {"w": "float32"}, {})]
+
+    async def sync_open(self, lanes, edges, timeout_s):
+        return self.holds(edges)
 
     async def _phase(self, name: str) -> None:
         self.phases.append(name)
@@ -40,7 +64,7 @@ class _Engine:
 
     async def sync_receive(self, epoch):
         await self._phase("receive")
-        return [TransferReport(f"engine {self.replica} worker 0", {EDGES[self.replica]: self.digest}, 10)]
+        return [TransferReport(f"engine {self.replica} worker 0", self.digests, 10)]
 
     async def sync_commit(self, epoch, version):
         await self._phase("commit")
@@ -49,11 +73,48 @@ class _Engine:
         await self._phase("discard")
 
 
-def _world(timeout_s: float = 5.0):
+def _world(timeout_s: float = 5.0, *, set_up: bool = True):
     trainer, engines = _Trainer(), [_Engine(0), _Engine(1)]
-    coordinator = SyncCoordinator([trainer], engines, [Endpoint("127.0.0.1", 1)], [], backend="gloo",
-                                  bucket_bytes=1, timeout_s=timeout_s)
+    coordinator = SyncCoordinator([trainer], engines, [Endpoint("127.0.0.1", 1)], [CanonicalTensor("w", (4,))],
+                                  backend="gloo", bucket_bytes=16, timeout_s=timeout_s)
+    if set_up:
+        asyncio.run(coordinator.setup())
     return trainer, engines, coordinator
+
+
+def test_without_a_set_up_nothing_is_synced():
+    _, engines, coordinator = _world(set_up=False)
+    with pytest.raises(SyncError, match="set them up first"):
+        asyncio.run(coordinator.sync(0))
+    assert [engine.phases for engine in engines] == [[], []]
+
+
+@pytest.mark.parametrize("holds, message", [
+    (lambda edges: None, "the {end} holds nothing, the manifest [0-9a-f]{{16}}"),
+    (lambda edges: {(0, 1, 0): "0" * 16}, "the {end} holds 0{{16}}, the manifest [0-9a-f]{{16}}"),
+    (lambda edges: {**_fingerprints(edges), (0, 1, 1): "0" * 16}, "worker 1: the {end} holds 0{{16}}, the manifest none"),
+], ids=["missing", "another", "one too many"])
+@pytest.mark.parametrize("end", ["source", "destination"])
+def test_a_member_that_holds_another_manifest_is_named_before_the_first_byte(end, holds, message):
+    trainer, engines, coordinator = _world(set_up=False)
+    member = trainer if end == "source" else engines[1]
+    member.holds = holds
+    with pytest.raises(SyncError, match=f"(?s)trainer rank 0 -> engine 1 .*{message.format(end=end)}"):
+        asyncio.run(coordinator.setup())
+    with pytest.raises(SyncError, match="set them up"):
+        asyncio.run(coordinator.sync(0))
+    member.holds = _fingerprints
+    asyncio.run(coordinator.setup())
+    assert asyncio.run(coordinator.sync(0)).version == 0
+
+
+def test_a_sync_in_which_nobody_reports_a_digest_is_not_verified():
+    """An empty comparison must not pass."""
+    trainer, engines, coordinator = _world()
+    trainer.digests = engines[0].digests = engines[1].digests = {}
+    with pytest.raises(SyncError, match="engine 0 worker 0: source no digest, live no digest"):
+        asyncio.run(coordinator.sync(0))
+    assert coordinator.version is None and all("commit" not in engine.phases for engine in engines)
 
 
 def test_a_sync_goes_through_its_phases_once_and_reports_them():
@@ -67,7 +128,7 @@ def test_a_sync_goes_through_its_phases_once_and_reports_them():
 def test_one_wrong_digest_and_no_engine_commits():
     """dynamo#9131: an update that is not atomic over the workers."""
     _, engines, coordinator = _world()
-    engines[1].digest = 78
+    engines[1].digests = {EDGES[1]: 78}
     with pytest.raises(SyncError, match="trainer rank 0 -> engine 1 worker 0: source 0{14}4d, live 0{14}4e"):
         asyncio.run(coordinator.sync(0))
     assert [engine.phases for engine in engines] == [["prepare", "receive", "discard"]] * 2
@@ -76,11 +137,20 @@ def test_one_wrong_digest_and_no_engine_commits():
 
 def test_a_missing_digest_is_not_an_equal_one():
     """miles: a write failure was logged and the version stamped all the same."""
-    sent = [TransferReport("trainer rank 0", {(0, 0, 0): 5, (0, 1, 0): 5})]
+    both = dict.fromkeys(EDGES.values(), 5)
+    sent, received = [TransferReport("trainer rank 0", both)], [TransferReport("engine 0 worker 0", both)]
+    compare_digests(both.keys(), sent, received)
+    first = [TransferReport("engine 0 worker 0", {EDGES[0]: 5})]
     with pytest.raises(SyncError, match="engine 1 worker 0: source 0{15}5, live no digest"):
-        compare_digests(sent, [TransferReport("engine 0 worker 0", {(0, 0, 0): 5})])
-    with pytest.raises(SyncError, match="source no digest"):
-        compare_digests([], [TransferReport("engine 0 worker 0", {(0, 0, 0): 5})])
+        compare_digests(both.keys(), sent, first)
+    with pytest.raises(SyncError, match="engine 0 worker 0: source no digest"):
+        compare_digests(both.keys(), [], received)
+    with pytest.raises(SyncError, match="(?s)engine 0 .*no digest.*engine 1 .*no digest"):
+        compare_digests(both.keys(), [], [])
+    with pytest.raises(SyncError, match="engine 1 worker 0: source no digest, live no digest"):
+        compare_digests(both.keys(), first, first)
+    with pytest.raises(SyncError, match="engine 1 worker 0: a digest of an edge that the manifest does not have"):
+        compare_digests([EDGES[0]], sent, received)
 
 
 def test_who_does_not_answer_is_named_and_everyone_discards():

@@ -1,0 +1,55 @@
+"""What the processes at both ends of a weight sync must have in common besides the configuration.
+
+Trainer ranks and engines are started with different environments, possibly on different nodes. A difference here does
+not fail by itself: communicators hang, or log-probs drift (verl#5522, SkyRL#143).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from launch import envvars
+
+PER_NODE = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_DEBUG", "NCCL_DEBUG_FILE")
+"""NCCL's variables that may differ between nodes; all others must agree."""
+
+
+def process_facts(device: str) -> dict[str, Any]:
+    """This process's own: `torch`, `nccl` (None without), `device`, and `environment` (name -> value of what is set).
+
+    Plain values. `device` is "cpu" or "gpu".
+    """
+    nccl = None
+    if device == "gpu":
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    environment = {name: value for name, value in sorted(envvars.inherited(without=PER_NODE).items())
+                   if name.startswith("NCCL_")}
+    return {"torch": torch.__version__, "nccl": nccl, "device": device, "environment": environment}
+
+
+def disagreements(facts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """One line for each fact on which the members differ, naming who has what; empty if they agree.
+
+    Args:
+        facts: by member. A fact that a member does not report is not compared with it (trainer ranks report no vLLM
+            version); a variable of `environment` that a member does not report is unset there.
+    """
+    variables = sorted({name for each in facts.values() for name in each.get("environment", {})})
+    names = sorted({name for each in facts.values() for name in each} - {"environment"})
+    lines = [_difference(name, {member: each[name] for member, each in facts.items() if name in each})
+             for name in names]
+    lines += [_difference(name, {member: each["environment"].get(name, "unset") for member, each in facts.items()
+                                 if "environment" in each}) for name in variables]
+    return [line for line in lines if line]
+
+
+def _difference(name: str, values: Mapping[str, Any]) -> str:
+    members: dict[Any, list[str]] = {}
+    for member, value in values.items():
+        members.setdefault(value, []).append(member)
+    if len(members) < 2:
+        return ""
+    return f"{name}: " + "; ".join(f"{value} on {', '.join(names)}" for value, names in members.items())

@@ -1,0 +1,23 @@
+"""A worker extension that takes buckets from an RPC instead of a lane: NCCL wants a GPU of its own for each rank."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.weight_sync.digest import digest_layouts
+from megatron_rl.weight_sync.manifest import Edge
+from megatron_rl.weight_sync.vllm_internals import live_model
+from megatron_rl.weight_sync.vllm_plugin import WeightSyncWorker
+from megatron_rl.weight_sync.wire import destination_tiles, unpack_bucket
+
+
+class LoopbackWorker(WeightSyncWorker):
+    @torch.no_grad()
+    def sync_unpack(self, edge: dict, messages: list[bytes], epoch: int) -> int:
+        """Write the buckets of an edge into the live parameters; returns the digest of what these then hold."""
+        parameters = dict(live_model(self).named_parameters())
+        decoded = Edge.decode(edge)
+        for number, (bucket, message) in enumerate(zip(decoded.buckets, messages, strict=True)):
+            buffer = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self.device)
+            unpack_bucket(bucket, number, epoch, buffer, parameters)
+        return digest_layouts(destination_tiles(decoded), parameters)

@@ -1,0 +1,106 @@
+"""vLLM on the same GPU as a trainer's shard: traced layout, buckets packed and unpacked on the device, log-probs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+
+from launch import envvars
+from launch.config.schema import RunConfig
+from launch.planner.architecture import from_hf_config
+from launch.planner.build import plan
+from launch.planner.plan import Plan
+from megatron_rl.rollout.engine import RolloutEngine
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.weight_sync.coverage import prove_coverage
+from megatron_rl.weight_sync.digest import digest_layouts
+from megatron_rl.weight_sync.hf_io import CheckpointReader, load_layout
+from megatron_rl.weight_sync.manifest import build_manifest
+from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
+from megatron_rl.weight_sync.protocol import LaneSpec
+from megatron_rl.weight_sync.sender import WeightSender
+from megatron_rl.weight_sync.transport import open_lane
+from megatron_rl.weight_sync.wire import buffer_bytes, pack_bucket, source_tiles
+from tests.ranks import free_port
+from tests.rollout.engines import hf_logprobs, hf_model, local_placement, make_prompts, run_config
+from tests.tiny_models import make_tiny
+
+EPOCH, VERSION = 1, 1
+
+
+@contextmanager
+def _engine(config: RunConfig, made: Plan, log: Path) -> Iterator[tuple[asyncio.Runner, RolloutEngine]]:
+    """A started engine of the plan's device whose worker takes buckets from an RPC."""
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
+        for name, value in envvars.environment("rollout", made.device, config, job="tests", gpus=(0,)).items():
+            patch.setenv(name, value)
+        engine = RolloutEngine(config, made, local_placement(made), 0, log_path=log)
+        arguments = engine._engine_arguments()
+        patch.setattr(engine, "_engine_arguments",
+                      lambda: arguments | {"worker_extension_cls": "tests.gpu.loopback.LoopbackWorker"})
+        try:
+            runner.run(engine.start())
+            yield runner, engine
+        finally:
+            runner.run(engine.stop())
+
+
+def assert_serves_the_weights_of_a_trainer(base: Path, device: Literal["cpu", "gpu"]) -> None:
+    """Layout traced on the device, every bucket packed and unpacked there, digests equal, and the log-probs of what
+    the engine then samples are Hugging Face's with the same (bf16) weights."""
+    folder = make_tiny(base / "model", "qwen2", dtype=torch.bfloat16)
+    config = run_config(folder, trainer={"dtype": "bf16"}, dtype="bf16", memory_utilization=0.15)
+    architecture = from_hf_config(folder)
+    made = plan(config, architecture, device)
+    on = torch.device("cuda:0" if device == "gpu" else "cpu")
+    canonical = canonical_tensors(architecture)
+    layouts = megatron_layout(architecture, made.training, 0, "transformer_engine")
+    parameters = {layout.name: torch.zeros(layout.shape, dtype=torch.bfloat16, device=on) for layout in layouts}
+    with CheckpointReader(folder) as reader:
+        load_layout(reader, canonical, layouts, parameters)
+
+    with _engine(config, made, base / "engine.log") as (runner, engine):
+        source = WeightSender(made.training.ranks[0], layouts, parameters).sync_describe()
+        destinations = runner.run(engine.sync_describe(canonical))
+        manifest = build_manifest([source], destinations, 60_000)
+        prove_coverage(manifest, [source], destinations)
+        (edge,) = manifest.edges
+        buffer = torch.empty(buffer_bytes([edge]), dtype=torch.uint8, device=on)
+        messages = [pack_bucket(bucket, number, EPOCH, parameters, buffer).cpu().numpy().tobytes()
+                    for number, bucket in enumerate(edge.buckets)]
+        assert len(messages) > 3
+        runner.run(engine.sync_prepare(EPOCH))
+        (digest,) = runner.run(engine._vllm.rpc("sync_unpack", edge.encode(), messages, EPOCH))
+        assert digest == digest_layouts(source_tiles(edge), parameters)
+        runner.run(engine.sync_commit(EPOCH, VERSION))
+
+        sampling = Sampling(n=4, temperature=1.0, max_new_tokens=12)
+        groups = runner.run(engine.generate(make_prompts(4), sampling, 0))
+    model, differences = hf_model(folder), []
+    for group in groups:
+        for completion in group.completions:
+            truth_R = hf_logprobs(model, group.prompt, completion.token_ids.tolist(), 1.0)
+            differences.append(np.abs(completion.logprobs - truth_R))
+            assert set(completion.weight_versions.tolist()) == {VERSION}
+    assert np.concatenate(differences).mean() < 0.05
+
+
+@pytest.mark.gpu
+def test_engine_serves_what_a_trainer_on_the_same_gpu_packed(tmp_path) -> None:
+    assert_serves_the_weights_of_a_trainer(tmp_path, "gpu")
+
+
+@pytest.mark.gpu
+def test_an_nccl_lane_opens_and_closes() -> None:
+    """One member only: NCCL refuses two ranks on one GPU, so bytes between ranks are not covered here."""
+    device = torch.device("cuda:0")
+    lane = open_lane(LaneSpec(0, "127.0.0.1", free_port(), (), "nccl"), 0, 60, device=device)
+    assert lane.rank == 0 and lane.spec.members == ("trainer rank 0",)
+    lane.close()

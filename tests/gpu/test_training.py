@@ -1,0 +1,121 @@
+"""The trainer on one GPU: Transformer Engine's layers, bf16, packed documents (THD), checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+from launch.config.schema import RunConfig
+from megatron_rl.data.batch import PolicyBatch
+from megatron_rl.trainer.checkpoint_files import checkpoint_folder
+from megatron_rl.trainer.trainer import MegatronTrainer
+from tests.gpu.one_gpu import on_gpu
+from tests.ranks import Rank
+from tests.tiny_models import make_tiny
+from tests.trainer.harness import hugging_face, make_batch
+from tests.trainer.runs import assert_same_bits, batches, config_of, keep_next_gradient, start, whole_model
+
+VOCAB = 320
+LENGTHS = [17, 40, 9, 33, 5, 61, 1, 2, 22]
+"""Documents of one token and of unequal lengths, packed into four micro-batches of up to 64 tokens."""
+Device = Literal["cpu", "gpu"]
+
+
+def _one_update(rank: Rank, config: RunConfig, batch: PolicyBatch, device: Device) -> dict[str, Any]:
+    trainer = start(rank, config, device)
+    trainer.load_initial_weights()
+    logprobs_N = trainer.logprobs(batch)
+    gradients = keep_next_gradient(trainer)
+    metrics = trainer.update(batch)
+    layer = trainer.optimizer.chunks[0].module.decoder.layers[0]
+    return {"logprobs": logprobs_N, "gradients": gradients[0], "metrics": metrics, "after": trainer.logprobs(batch),
+            "modules": [type(module).__module__ for module in (layer.self_attention.linear_qkv,
+                                                               layer.self_attention.core_attention)]}
+
+
+def assert_is_hugging_faces(found: dict[str, Any], folder: Path, batch: PolicyBatch) -> None:
+    """Log-probs and gradients, within what bf16 rounds off."""
+    logprobs_N, _, gradients = hugging_face(folder, batch, entropy_bonus=0.0)
+    completion_N = batch.behaviour_logprobs_N != 0
+    assert np.abs(found["logprobs"] - logprobs_N)[completion_N].mean() < 0.03
+    assert (found["logprobs"][~completion_N] == 0).all()
+    assert found["gradients"].keys() == gradients.keys()
+    for name, truth in gradients.items():
+        gradient = found["gradients"][name]
+        cosine = (gradient * truth).sum() / np.linalg.norm(gradient) / np.linalg.norm(truth)
+        assert cosine > 0.99, f"{name}: {cosine}"
+    norm = np.sqrt(sum((gradient.astype(np.float64) ** 2).sum() for gradient in gradients.values()))
+    assert found["metrics"]["train/grad_norm"] == pytest.approx(norm, rel=0.03)
+    assert found["metrics"]["train/microbatches"] >= 3
+    assert not np.array_equal(found["after"], found["logprobs"]), "the update changed the weights"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family, tied", [("llama", False), ("qwen2", True), ("qwen3", False)])
+def test_one_step_with_transformer_engine_equals_hugging_face(tmp_path, family, tied) -> None:
+    folder = make_tiny(tmp_path, family, tie_word_embeddings=tied)
+    batch = make_batch(LENGTHS, VOCAB)
+    found = on_gpu(_one_update, config_of(folder, dtype="bf16", token_budget=64), batch, "gpu")
+    assert all("transformer_engine" in module for module in found["modules"]), found["modules"]
+    assert_is_hugging_faces(found, folder, batch)
+
+
+@pytest.mark.gpu
+def test_fp32_with_transformer_engine_equals_hugging_face_closely(tmp_path) -> None:
+    """Unfused attention: the only one of Transformer Engine's that takes fp32."""
+    folder = make_tiny(tmp_path, "llama")
+    batch = make_batch(LENGTHS, VOCAB)
+    found = on_gpu(_one_update, config_of(folder, dtype="fp32", token_budget=64), batch, "gpu")
+    logprobs_N, _, _ = hugging_face(folder, batch, entropy_bonus=0.0)
+    completion_N = batch.behaviour_logprobs_N != 0
+    np.testing.assert_allclose(found["logprobs"], np.where(completion_N, logprobs_N, 0), atol=5e-3)
+    assert_is_hugging_faces(found, folder, batch)
+
+
+def _state(trainer: MegatronTrainer) -> dict[str, Any]:
+    """Weights, Adam's moments, and the numbers that the device's generator draws next."""
+    (part,) = trainer.optimizer.parts
+    moments = [state[key].float().cpu().numpy() for state in part.optimizer.state.values()
+               for key in ("exp_avg", "exp_avg_sq")]
+    return {"weights": whole_model(trainer), "moments": moments, "updates": trainer.optimizer.updates,
+            "drawn": torch.rand(3, device=trainer.device).tolist()}
+
+
+def _train_and_save(rank: Rank, config: RunConfig, folder: Path, device: Device) -> dict[str, Any]:
+    trainer = start(rank, config, device)
+    trainer.load_initial_weights()
+    for batch in batches(VOCAB, 2):
+        trainer.update(batch)
+    trainer.save(folder, {"step": 2})
+    return _state(trainer)
+
+
+def _load(rank: Rank, config: RunConfig, folder: Path, device: Device) -> dict[str, Any]:
+    trainer = start(rank, config, device)
+    loaded = trainer.load(folder)
+    assert loaded["rng_restored"] and loaded["extra"] == {"step": 2}
+    state = _state(trainer)
+    (batch,) = batches(VOCAB, 1, first=2)
+    assert trainer.update(batch)["train/skipped"] == 0
+    return state
+
+
+def assert_loads_what_was_saved(saved: dict[str, Any], loaded: dict[str, Any]) -> None:
+    assert_same_bits(loaded["weights"], saved["weights"])
+    assert len(loaded["moments"]) == len(saved["moments"]) > 0
+    assert all(np.array_equal(a, b) and a.any() for a, b in zip(loaded["moments"], saved["moments"]))
+    assert (loaded["updates"], loaded["drawn"]) == (2, saved["drawn"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed-optimizer", "plain-optimizer"])
+def test_checkpoint_comes_back_bit_for_bit(tmp_path, distributed) -> None:
+    model = make_tiny(tmp_path / "model", "qwen3")
+    config = config_of(model, dtype="bf16", distributed_optimizer=distributed)
+    folder = checkpoint_folder(tmp_path, 2)
+    saved = on_gpu(_train_and_save, config, folder, "gpu")
+    assert_loads_what_was_saved(saved, on_gpu(_load, config, folder, "gpu"))
