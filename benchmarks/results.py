@@ -1,4 +1,5 @@
-"""`make results`: trains the real model for real and writes docs/results.md with its figures and plots.
+"""`make results`: trains the real model for real and writes docs/results.md with its figures and plots. Exit
+code 1 when the gain in accuracy is below 10 points or could be chance (p >= 0.05).
 
 Greedy accuracy on the held-out questions before and after, the same questions, compared by McNemar's exact test.
 """
@@ -19,6 +20,7 @@ from launch.report.history import Row
 from launch.report.terminal import mean_split
 
 CONFIG = "configs/135m/grpo.yaml"
+GAIN, SIGNIFICANCE = 0.10, 0.05
 PAGE, IMAGES = Path("docs/results.md"), Path("docs/images")
 PLOTS = {"reward": "reward and held-out accuracy", "mismatch": "engine against trainer", "split": "time of a step"}
 
@@ -37,7 +39,8 @@ def main() -> int:
     last = history[-1]["step"]
     attempt = run_dir / "attempts" / "1"
     before, after = answers(attempt / "eval-000000.jsonl"), answers(attempt / f"eval-{last:06d}.jsonl")
-    page = render(history, compare(before, after), arguments.overrides)
+    result = compare(before, after)
+    page = render(history, result, arguments.overrides)
     print(page)
     if not arguments.no_page:
         IMAGES.mkdir(parents=True, exist_ok=True)
@@ -46,7 +49,20 @@ def main() -> int:
             (IMAGES / f"135m-{name}.svg").write_text(charts[name], encoding="utf-8")
         PAGE.write_text(page, encoding="utf-8")
         print(f"written to {PAGE} and {IMAGES}")
-    return 0
+    missed = shortfall(result)
+    print(missed or "the aim is met")
+    return 1 if missed else 0
+
+
+def shortfall(result: dict[str, float]) -> str | None:
+    """What the aim (a gain of GAIN at p < SIGNIFICANCE) misses; None where it is met."""
+    gain = result["after"] - result["before"]
+    reasons = []
+    if gain < GAIN - 1e-9:
+        reasons.append(f"the gain is {100 * gain:.1f} points, {100 * GAIN:.0f} are asked for")
+    if result["p"] >= SIGNIFICANCE:
+        reasons.append(f"p = {result['p']:.2g}, less than {SIGNIFICANCE} is asked for")
+    return f"the aim is missed: {'; '.join(reasons)}" if reasons else None
 
 
 def answers(path: Path) -> dict[int, bool]:

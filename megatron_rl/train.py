@@ -61,13 +61,15 @@ def train(attempt: Attempt, clock: StepClock) -> Outcome:
     clock.start_up("reading the data")
     state = RunState.from_data(config, attempt)
     load_rewards(config.reward, state.columns)  # a wrong path is told before anything starts
-    with Job(attempt, state.columns, clock.start_up) as job:
+    with Job(attempt, state.columns, state.identity["template"], clock.start_up) as job:
         job.start()
         state.resume(job.load(newest_checkpoint(attempt, config), state.identity))
         refuse_old_export(state, attempt)
         job.open_sync()
         component.settle()
         monitor = Monitor(config, attempt.folder, first_step=state.step + 1)
+        for line in state.changes:
+            monitor.note("CHANGED", line)
         with clock.phase("sync", "first version"):
             job.sync(state.step)
         if state.step == 0 and config.eval.at_start:

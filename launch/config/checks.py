@@ -228,6 +228,10 @@ class _Checker:
         if asked and c.data.eval is None:
             self.add(f"{' and '.join(asked)} ask for evaluations, and data.eval = null", *asked, "data.eval",
                      fix="set data.eval to a file of held-out questions, or switch the evaluations off")
+        names = [each.function for each in c.reward.functions]
+        if c.eval.right is not None and c.eval.right not in names:
+            self.add(f"eval.right = {c.eval.right} is none of reward.functions", "eval.right",
+                     fix=f"use {' or '.join(names)}, or null for the first")
         if c.data.system is not None and c.data.chat_template == "none":
             self.add("data.system needs a chat template, and data.chat_template = none", "data.system",
                      "data.chat_template", fix="use data.chat_template = auto, or put the text into the prompts")

@@ -36,16 +36,18 @@ class TrainerActor:
         return Attempt(Path(attempt_folder)).placement().training[rank].node
 
     @guarded
-    def start(self) -> None:
-        """Join the training world and build this rank's part of the model."""
+    def start(self) -> dict[str, Any]:
+        """Join the training world and build this rank's part of the model; returns what all must agree on."""
         from megatron_rl.trainer import parallel
         from megatron_rl.trainer.trainer import MegatronTrainer
+        from megatron_rl.weight_sync.facts import process_facts
 
         address = self.placement.addresses[self.placement.training[0].node]
         parallel.initialise(self.plan, self.rank, address, self.placement.master_port, self.config.run.deadline_s,
                             self.config.trainer.threads, self.config.run.seed,
                             self.config.trainer.collective_timeout_s)
         self.trainer = MegatronTrainer(self.config, self.plan, self.rank)
+        return process_facts(self.plan.device)
 
     @guarded
     def load_initial_weights(self) -> None:
@@ -169,8 +171,9 @@ class RewardActor:
         self.worker = RewardWorker(self.attempt.config().reward, self.attempt.folder, columns=columns)
 
     @guarded
-    def start(self) -> None:
+    def start(self) -> dict[str, Any]:
         self.worker.start()
+        return {}
 
     @guarded
     def score(self, samples: Sequence[Sample]) -> list[Score]:

@@ -12,6 +12,7 @@ import numpy as np
 import ray
 
 from launch import envvars
+from launch.errors import UserError
 from launch.runtime.attempts import Attempt
 from megatron_rl.data.batch import Group, PolicyBatch, Prompt
 from megatron_rl.driver.actors import RewardActor, RolloutActor, TrainerActor
@@ -20,6 +21,7 @@ from megatron_rl.rewards.sample import Score, group_samples
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.scheduler import RolloutScheduler
 from megatron_rl.weight_sync.coordinator import Endpoint, SyncCoordinator
+from megatron_rl.weight_sync.facts import disagreements, shared_gpus
 from megatron_rl.weight_sync.megatron_layout import canonical_tensors
 from megatron_rl.weight_sync.protocol import SyncReport
 
@@ -39,11 +41,14 @@ class Job:
     Args:
         attempt: the attempt, with its configuration, plan and placement.
         columns: further columns of the data set, offered to the rewards.
+        template_fingerprint: of what the driver rendered the prompts with; the engines must decode with the same.
         say: called with a line for each thing that start-up waits for.
     """
 
-    def __init__(self, attempt: Attempt, columns: Sequence[str], say: Callable[[str], None]) -> None:
+    def __init__(self, attempt: Attempt, columns: Sequence[str], template_fingerprint: str,
+                 say: Callable[[str], None]) -> None:
         self.attempt, self.columns, self.say = attempt, columns, say
+        self.template_fingerprint = template_fingerprint
         self.config, self.plan, self.placement = attempt.config(), attempt.plan(), attempt.placement()
         self.deadline_s = self.config.run.deadline_s
         self.trainers: dict[str, Any] = {}
@@ -83,7 +88,8 @@ class Job:
                                           node, list(self.columns))
         self.say(f"starting {len(self.trainers)} training rank(s), {len(self.engines)} vLLM engine(s) and the rewards")
         actors = {**self.trainers, **self.engines, **self.rewards}
-        gather({name: actor.start.remote() for name, actor in actors.items()}, "start", self.deadline_s)
+        facts = gather({name: actor.start.remote() for name, actor in actors.items()}, "start", self.deadline_s)
+        refuse_disagreement({"driver": {"template_fingerprint": self.template_fingerprint}, **facts})
         self._scheduler = RolloutScheduler([Handle(actor) for actor in self.engines.values()],
                                            max_sequences=self.config.rollout.max_num_seqs,
                                            deterministic=self.config.rollout.deterministic)
@@ -169,6 +175,17 @@ class Job:
     def _environment(self, role: envvars.Role, node: str, gpus: Sequence[int]) -> dict[str, str]:
         return envvars.environment(role, self.plan.device, self.config, job=self.attempt.mark, gpus=gpus,
                                    address=self.placement.addresses[node])
+
+
+def refuse_disagreement(facts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises:
+        UserError: the processes of the job do not run the same versions, NCCL settings or tokenizer, or share a GPU.
+    """
+    lines = disagreements(facts) + shared_gpus(facts)
+    if lines:
+        raise UserError("the processes of this job do not fit together\n  " + "\n  ".join(lines),
+                        where="environment and packages of the nodes",
+                        fix="one environment, one model folder and the placement's GPUs for all of them")
 
 
 class Handle:

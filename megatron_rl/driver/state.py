@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,6 @@ from megatron_rl.data import dataset, template
 from megatron_rl.data.batch import Prompt
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.trainer.checkpoint_files import latest_complete
-
-log = logging.getLogger(__name__)
-
 
 @dataclass
 class RunState:
@@ -35,7 +31,9 @@ class RunState:
     step: int = 0
     exports: bool = False
     """The run's last step still has to be exported, also when it is made already."""
-    saved: int = field(default=-1)
+    changes: list[str] = field(default_factory=list)
+    """What a resumed run was started with differently."""
+    saved: int = -1
     """Step of the newest checkpoint written or loaded."""
 
     @staticmethod
@@ -89,8 +87,7 @@ class RunState:
                             fix="put the old files back, or start a run with another run.name")
         self.sampler.load_state_dict(extra["sampler"])
         self.step = self.saved = extra["step"]
-        for line in loaded["changes"]:
-            log.warning("resuming at step %d with a change: %s", self.step, line)
+        self.changes = list(loaded["changes"])
 
 
 def refuse_old_export(state: RunState, attempt: Attempt) -> None:

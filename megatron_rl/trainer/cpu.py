@@ -1,11 +1,9 @@
-"""What stands in for CUDA and Transformer Engine when Megatron-core runs on a CPU. Does nothing where CUDA exists.
+"""What stands in for CUDA when Megatron-core runs on a CPU. Does nothing where CUDA exists.
 
-Three parts, each the smallest that megatron-core 0.16.1 needs:
-
-* `install()`: the places of Megatron that name a CUDA device, listed one by one below;
-* `PackedAttention` and `PackedRotary`: attention and rotary embedding over packed documents, also under context
-  parallelism (Megatron's own local attention refuses both);
-* `RMSNorm`: torch's, marked for sequence parallelism (Megatron's wrapper of it refuses that).
+`install()` changes megatron-core 0.16.1 in this process: in the functions listed in `_LITERALS` it rewrites the names
+of CUDA devices and tensor types, it points a few calls of `torch.cuda` at the CPU, and it holds on to the pipeline's
+sends. Each place is listed; one that another version of megatron-core no longer has raises instead of being passed
+over. `packed_attention` stands in for Transformer Engine's modules, and the trainer asks `needed()` to choose.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""CPU modules for packed documents: attention, rotary embedding, norm. Part of the CPU path, see `cpu.py`.
+"""What stands in for Transformer Engine's modules on a CPU. Built by `model` where `cpu.needed()`; on a GPU unused.
+
+* `PackedAttention` and `PackedRotary`: attention and rotary embedding over packed documents, also under context
+  parallelism (Megatron's own local attention refuses both);
+* `RMSNorm`: torch's, marked for sequence parallelism (Megatron's wrapper of it refuses that).
 
 Documents of similar length share one padded sub-batch, so that `scaled_dot_product_attention` runs on dense
 [documents, heads, length, d] blocks with at most twice the tokens, and no mask over the whole pack is ever made.

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from launch import envvars
 
 PER_NODE = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_DEBUG", "NCCL_DEBUG_FILE")
@@ -18,16 +16,21 @@ PER_NODE = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_DEBUG",
 
 
 def process_facts(device: str) -> dict[str, Any]:
-    """This process's own: `torch`, `nccl` (None without), `device`, and `environment` (name -> value of what is set).
+    """This process's own: `torch`, `nccl` (None without), `device`, `environment` (name -> value of what is set) and
+    `gpus`, the UUIDs of the GPUs that it really sees, in order.
 
     Plain values. `device` is "cpu" or "gpu".
     """
-    nccl = None
+    import torch  # here: the driver compares facts and has no torch
+
+    nccl, gpus = None, []
     if device == "gpu":
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        gpus = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     environment = {name: value for name, value in sorted(envvars.inherited(without=PER_NODE).items())
                    if name.startswith("NCCL_")}
-    return {"torch": torch.__version__, "nccl": nccl, "device": device, "environment": environment}
+    return {"torch": torch.__version__, "nccl": nccl, "device": device, "environment": environment,
+            "gpus": gpus}
 
 
 def disagreements(facts: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -38,12 +41,22 @@ def disagreements(facts: Mapping[str, Mapping[str, Any]]) -> list[str]:
             version); a variable of `environment` that a member does not report is unset there.
     """
     variables = sorted({name for each in facts.values() for name in each.get("environment", {})})
-    names = sorted({name for each in facts.values() for name in each} - {"environment"})
+    names = sorted({name for each in facts.values() for name in each} - {"environment", "gpus"})
     lines = [_difference(name, {member: each[name] for member, each in facts.items() if name in each})
              for name in names]
     lines += [_difference(name, {member: each["environment"].get(name, "unset") for member, each in facts.items()
                                  if "environment" in each}) for name in variables]
     return [line for line in lines if line]
+
+
+def shared_gpus(facts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """One line for each GPU that two members see: CUDA_VISIBLE_DEVICES was set too late or overridden, and both would
+    run on it (AReaL#910, SkyRL#1577)."""
+    users: dict[str, list[str]] = {}
+    for member, each in facts.items():
+        for gpu in each.get("gpus", []):
+            users.setdefault(gpu, []).append(member)
+    return [f"GPU {gpu} is seen by {' and '.join(names)}" for gpu, names in users.items() if len(names) > 1]
 
 
 def _difference(name: str, values: Mapping[str, Any]) -> str:

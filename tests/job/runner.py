@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -82,8 +81,10 @@ def launch(runs: Path, name: str, *overrides: str, attempt: int = 1, environment
 
 
 def stop(job: Launched) -> None:
-    """What Ctrl-C sends."""
-    job.process.send_signal(signal.SIGINT)
+    """`megatron-rl stop`."""
+    told = subprocess.run([sys.executable, "-m", "launch", "stop", str(job.run_folder)], capture_output=True,
+                          text=True, check=True)
+    assert str(job.attempt.folder / "stop") in told.stdout
 
 
 def listening_addresses(mark: str) -> set[str]:

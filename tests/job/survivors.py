@@ -41,8 +41,8 @@ class Family:
 
 @contextmanager
 def family() -> Iterator[Family]:
-    """Inside, this process inherits orphans (as init does): whatever a job starts, however it detaches itself, stays a
-    descendant and is counted."""
+    """Inside, this process inherits orphans (as init does): whatever a job starts, however it detaches itself, stays
+    a descendant and is counted."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     started = Family()

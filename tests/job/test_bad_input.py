@@ -1,5 +1,5 @@
-"""Every kind of bad input, through the command: exit code 2, one message with what, where, value and fix, no traceback,
-and nothing left running."""
+"""Every kind of bad input, through the command: exit code 2, one message with what, where, value and fix, no
+traceback, and nothing left running."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ CASES = (
     Case("wrong type", lambda _: ("run.steps=many",),
          ("run.steps = 'many' (text) is not valid", "override 'run.steps=many'", "expected: integer > 0")),
     Case("TP that does not divide", lambda _: ("trainer.tp=3",),
-         ("trainer.tp = 3 does not divide the 4 attention heads", "override 'trainer.tp=3'", "use trainer.tp = 1 or 2")),
+         ("trainer.tp = 3 does not divide the 4 attention heads", "override 'trainer.tp=3'", "trainer.tp = 1 or 2")),
     Case("model folder missing", lambda folder: (f"model.path={folder}/nothing",),
          ("the model folder {folder}/nothing does not exist", "model.path", "set model.path to")),
     Case("model truncated", truncated_model,
-         ("{folder}/model/model.safetensors is truncated or damaged", "model.path", "copy or download the file again")),
+         ("{folder}/model/model.safetensors is truncated or damaged", "model.path", "copy or download the file")),
     Case("unsupported architecture", unsupported_model,
          ("MambaForCausalLM", "{folder}/model/config.json", "LlamaForCausalLM")),
     Case("data set empty", data([]),

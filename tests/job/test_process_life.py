@@ -1,15 +1,17 @@
-"""A job's processes: stopped at any time, by any way, they all end; they are counted from outside (tests/job/survivors)."""
+"""A job's processes: whenever and however a job is stopped, all of them end. They are counted from outside, without
+the mark by which the project itself finds them (tests/job/survivors.py). A live job that `megatron-rl stop` ends is
+in test_whole_job.py."""
 
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 
+import psutil
 import pytest
 
 from launch.exit_codes import ExitCode
 from launch.runtime.components import components
+from launch.runtime.stop_file import stop_requested
 from megatron_rl.trainer.checkpoint_files import complete_checkpoints
 from tests.job.runner import Launched, launch
 from tests.job.survivors import family
@@ -24,11 +26,6 @@ def processes():
         yield started
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
-
-
 def started_all(job: Launched) -> None:
     """Wait until every component has a process; none is ready yet."""
     job.until(lambda: {record.name for record in components(job.attempt)} == COMPONENTS, "all components")
@@ -38,47 +35,34 @@ def saved(job: Launched) -> list[str]:
     return [folder.name for folder in complete_checkpoints(job.attempt.checkpoints)]
 
 
-def test_sigterm_during_start_up_ends_with_a_checkpoint(runs, processes):
-    job = launch(runs, "life", *ENDLESS)
+def test_sigterm_during_start_up_ends_with_a_checkpoint(tmp_path, processes):
+    job = launch(tmp_path, "early", *ENDLESS)
     started_all(job)
     job.process.send_signal(signal.SIGTERM)
     assert job.process.wait(120) == ExitCode.OK, job.text()
     assert processes.left(within_s=0) == []
     assert (job.outcome().status, job.outcome().step) == ("stopped", 0)
-    assert saved(job) == ["step-000000"]
+    assert saved(job) == ["step-000000"] and job.rows() == []
 
 
-def test_stop_command_ends_a_live_job_with_a_checkpoint(runs, processes):
-    """Goes on from the checkpoint that the stop during start-up has left."""
-    job = launch(runs, "life", *ENDLESS, attempt=2)
-    job.at_step(1)
-    told = subprocess.run([sys.executable, "-m", "launch", "stop", "life", "--dir", str(runs)], capture_output=True,
-                          text=True, check=True)
-    assert str(job.attempt.folder / "stop") in told.stdout
-    assert job.process.wait(120) == ExitCode.OK, job.text()
+def test_a_second_ctrl_c_ends_at_once_without_a_checkpoint(tmp_path, processes):
+    job = launch(tmp_path, "twice", *ENDLESS)
+    started_all(job)
+    job.process.send_signal(signal.SIGINT)
+    job.until(lambda: "again to end at once" in job.text(), "the answer to the first Ctrl-C")
+    assert stop_requested(job.attempt.folder)
+    job.process.send_signal(signal.SIGINT)
+    assert job.process.wait(30) == ExitCode.INTERRUPTED, job.text()
     assert processes.left(within_s=0) == []
-    outcome = job.outcome()
-    assert outcome.status == "stopped" and outcome.step == job.rows()[-1]["step"] >= 1
-    assert job.rows()[0]["step"] == 1
-    assert saved(job)[-1] == f"step-{outcome.step:06d}"
+    assert job.outcome().status == "interrupted" and saved(job) == []
+    assert "Traceback" not in job.text()
 
 
-def test_a_second_ctrl_c_ends_at_once_without_a_checkpoint(runs, processes):
-    before = saved(launched := launch(runs, "life", *ENDLESS, attempt=3))
-    started_all(launched)
-    launched.process.send_signal(signal.SIGINT)
-    launched.until(lambda: "again to end at once" in launched.text(), "the answer to the first Ctrl-C")
-    launched.process.send_signal(signal.SIGINT)
-    assert launched.process.wait(30) == ExitCode.INTERRUPTED, launched.text()
-    assert processes.left(within_s=0) == []
-    assert launched.outcome().status == "interrupted" and saved(launched) == before
-    assert "Traceback" not in launched.text()
-
-
-def test_nothing_survives_the_launcher(runs, processes):
-    job = launch(runs, "orphan", *ENDLESS)
-    job.at_step(1)
-    assert len(processes.alive()) > len(COMPONENTS)
+def test_nothing_survives_the_launcher(tmp_path, processes):
+    job = launch(tmp_path, "orphan", *ENDLESS)
+    started_all(job)
+    engine = psutil.Process(job.component("rollout-0").process.pid)
+    job.until(lambda: bool(engine.children()), "vLLM's own process")
     job.process.kill()
     job.process.wait(10)
     assert processes.left(within_s=20) == []

@@ -10,7 +10,7 @@ from megatron_rl.trainer.checkpoint_files import complete_checkpoints
 from tests.job.runner import Launched, evaluation, launch, listening_addresses, stop
 
 STEPS = 6
-DETERMINISTIC = (f"run.steps={STEPS}", "rollout.deterministic=true", "checkpoint.every=4",
+DETERMINISTIC = (f"run.steps={STEPS}", "rollout.deterministic=true", "checkpoint.every=4", "eval.every=2",
                  "trainer.optimizer.schedule=linear", "trainer.optimizer.warmup_steps=2")
 TIMES = ("time/", "throughput/", "timestamp", "memory/", "sync/")
 
@@ -82,6 +82,9 @@ def test_stop_and_resume_equal_the_uninterrupted_run_bit_for_bit(whole, runs):
     for ours, reference in zip(joined, whole.rows(), strict=True):
         for name in reference.keys() - {name for name in reference if name.startswith(TIMES)}:
             assert ours[name] == reference[name], f"step {reference['step']}, {name}"
+    evaluated = [(job.number, path.name) for job in (first, second)
+                 for path in job.attempt.folder.glob("eval-*.jsonl")]
+    assert sorted(evaluated) == [(1 if step <= done else 2, f"eval-{step:06d}.jsonl") for step in (2, 4, 6)]
     assert evaluation(second, STEPS) == evaluation(whole, STEPS)
 
 

@@ -72,6 +72,7 @@ CASES = [
                                     "use rollout.kv_cache_gb >= 0.01"], ["rollout.kv_cache_gb=0.01"]),
     (["eval.every=5", "eval.at_end=true"], ["eval.every and eval.at_end ask for evaluations, and data.eval = null"],
      ["data.eval=held_out.jsonl"]),
+    (["eval.right=formatt"], ["eval.right = formatt is none of reward.functions"], ["eval.right=null"]),
     (["data.system=Think.", "data.chat_template=none"], ["data.system needs a chat template",
                                                          "data.chat_template = none"], ["data.chat_template=auto"]),
     (["algorithm.kl.reference_offload=true"], ["reference_offload = true", "algorithm.kl.beta = 0"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.results import compare, shortfall
 from benchmarks.run import Case, markdown, summarise
 from tests.report.synthetic import row
 
@@ -37,4 +38,27 @@ def test_table_shows_both_rates_and_the_ratio(ours):
     trl = {"samples_per_s": 8.0, "length_mean": 3.5}
     page = markdown({"machine": {"cpu": "CPU", "cores": 2},
                      "cases": {"tiny": {"ours": ours, "trl": trl, "ratio": ours["samples_per_s"] / 8.0}}})
-    assert "| tiny | 64 | 32.00 | 8.00 | 4.00 | " in page and "0.08 s (4.0%)" in page
+    assert "| tiny | 64 | 32.00 | 8.00 | 4.00 | met | " in page and "0.08 s (4.0%)" in page
+
+
+def test_a_ratio_below_the_aim_is_said_to_miss_it(ours):
+    trl = {"samples_per_s": 20.0, "length_mean": 3.5}
+    page = markdown({"machine": {"cpu": "CPU", "cores": 2},
+                     "cases": {"tiny": {"ours": ours, "trl": trl, "ratio": 1.6}}})
+    assert "| 20.00 | 1.60 | missed | " in page
+
+
+@pytest.mark.parametrize(("gained", "lost", "missed"), [
+    (30, 2, ()),                      # 14 points of 200, p about 1e-7
+    (24, 10, ("7.0 points",)),        # p 0.024, too small a gain
+    (1, 0, ("0.5 points", "p = 1")),  # one question is chance
+    (0, 40, ("-20.0 points",)),       # worse, and surely so
+])
+def test_results_fail_unless_the_gain_is_large_and_no_chance(gained, lost, missed):
+    before = {question: question < lost for question in range(200)}
+    after = {question: lost <= question < lost + gained for question in range(200)}
+    said = shortfall(compare(before, after))
+    assert (said is None) == (not missed)
+    for part in missed:
+        assert part in said
+    assert "p =" not in (said or "") or "p = 1" in missed

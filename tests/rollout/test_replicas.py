@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -44,17 +44,17 @@ class _Replica:
 
         return call
 
-    def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._engine.stop(), self._loop).result(30)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.shutdown()
-        self._loop.close()
+    def close(self) -> Future:
+        """End the engine, then its event loop; the thread ends with it."""
+        stopping = asyncio.run_coroutine_threadsafe(self._engine.stop(), self._loop)
+        stopping.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
+        self._thread.shutdown(wait=False)
+        return stopping
 
 
 async def _started(config: RunConfig, folder: Path, sources: list, stack: ExitStack) -> list[_Replica]:
     replicas = [_Replica(config, number) for number in range(2)]
-    for replica in replicas:
-        stack.callback(replica.close)
+    stack.callback(lambda: [closing.result(60) for closing in [replica.close() for replica in replicas]])
     await asyncio.gather(*[replica.start() for replica in replicas])
     coordinator = SyncCoordinator(sources, replicas, endpoints(len(sources)), canonical_tensors(from_hf_config(folder)),
                                   backend="gloo", bucket_bytes=1 << 20, timeout_s=30)
@@ -91,12 +91,12 @@ def _content(groups) -> list:
 
 def test_groups_are_spread_by_load_and_come_back_by_prompt(pair, folder):
     """At most two groups of an engine at once: the others wait in the scheduler for room."""
-    scheduler, groups = _rollout(pair, Sampling(4, 0.0, 12), deterministic=False, max_sequences=8)
+    scheduler, groups = _rollout(pair, Sampling(1, 0.0, 12), deterministic=False, max_sequences=2)
     assert [group.prompt.index for group in groups] == list(range(10))
     model = hf_model(folder)
     for prompt, group in zip(PROMPTS, groups):
         expected = hf_greedy(model, prompt, 12)
-        assert [completion.token_ids.tolist() for completion in group.completions] == [expected] * 4
+        assert group.completions[0].token_ids.tolist() == expected
     assert {group.engine for group in groups} == {0, 1}
     served = [sum(group.engine == engine for group in groups) for engine in (0, 1)]
     assert [each["groups"] for each in scheduler.served()] == served

@@ -1,0 +1,171 @@
+"""Rollout workers without an engine: real processes that hold vLLM's parameters and run the plug-in's own code.
+
+A vLLM engine at TP 4 is four processes that each start a runtime; what a weight sync touches of them is a model, vLLM's
+worker methods and the plug-in, and those run here as they are. Only the executor between engine and workers is replaced
+by pipes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_rl.rollout.weights import EngineWeights
+from tests.ranks import PRELOAD
+
+
+class ReceivingEngine:
+    """A coordinator's handle of the workers: the real `EngineWeights` over pipes instead of vLLM's executor."""
+
+    def __init__(self, connections: list) -> None:
+        self.weights = EngineWeights(self, 0, len(connections), "float32", "127.0.0.1")
+        self._connections = connections
+        self.unfinished = 0
+
+    async def rpc(self, method: str, *args: Any) -> list:
+        for connection in self._connections:
+            connection.send((method, args))
+        answers = await asyncio.gather(*[asyncio.to_thread(connection.recv) for connection in self._connections])
+        for failed, answer in answers:
+            if failed:
+                raise answer
+        return [answer for _, answer in answers]
+
+    async def open_transfer(self, init_info: dict) -> None:
+        await self.rpc("init_weight_transfer_engine", init_info)
+
+    async def update(self, update_info: dict) -> None:
+        await self.rpc("update_weights", update_info)
+
+    async def label_version(self, version: str) -> None:
+        """There is no engine core that would label tokens."""
+
+    async def reset_prefix_cache(self, *, preempt: bool) -> bool:
+        return True
+
+    async def sync_describe(self, canonical):
+        return await self.weights.describe(canonical)
+
+    async def sync_open(self, lanes, edges, timeout_s):
+        return await self.weights.open(lanes, edges, timeout_s)
+
+    async def sync_prepare(self, epoch):
+        await self.weights.prepare(epoch)
+
+    async def sync_receive(self, epoch):
+        return await self.weights.receive(epoch)
+
+    async def sync_commit(self, epoch, version):
+        await self.weights.commit(epoch, version)
+
+    async def sync_discard(self, epoch, reason):
+        await self.weights.discard(epoch, reason)
+
+
+@contextmanager
+def worker_processes(count: int) -> Iterator[list]:
+    """Connections to `count` processes that take calls of `_Worker` methods; "build" must be the first."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    connections, processes = [], []
+    try:
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            connections.append(ours)
+            processes.append(process)
+        yield connections
+    finally:
+        for connection in connections:
+            connection.close()
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _serve(connection: Any) -> None:
+    import torch
+
+    from launch import envvars
+    from tests.rollout.engines import run_config
+
+    torch.set_num_threads(1)
+    envvars.set_for_this_process(envvars.environment("rollout", "cpu", run_config(Path("unused")), job="tests"))
+    worker = None
+    while True:
+        try:
+            method, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            if method == "build":
+                if worker is not None:
+                    worker.leave()
+                worker = _build(*args)
+                connection.send((False, None))
+            else:
+                connection.send((False, getattr(worker, method)(*args)))
+        except Exception as error:
+            connection.send((True, RuntimeError(f"{type(error).__name__}: {error}")))
+
+
+def _build(folder: str, tp: int, rank: int) -> Any:
+    """A worker of TP rank `rank`: vLLM's `Worker` methods, the plug-in's extension and its transfer engine over vLLM's
+    own model, whose parameters hold NaN until they are written."""
+    import torch
+    from safetensors.torch import load_file
+    from vllm.config import get_current_vllm_config
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from megatron_rl.weight_sync.vllm_internals import offline_model
+    from megatron_rl.weight_sync.vllm_plugin import LaneReceiver, WeightSyncWorker
+
+    class _Worker(WeightSyncWorker, Worker):
+        def __init__(self, model: torch.nn.Module, stack: ExitStack) -> None:
+            self._stack = stack
+            self.vllm_config = get_current_vllm_config()
+            self.vllm_config.parallel_config.rank = self.rank = rank
+            self.model_runner = SimpleNamespace(get_model=lambda: model, reset_lora_state=lambda: None)
+            self.weight_transfer_engine = LaneReceiver(None, self.vllm_config, torch.device("cpu"), model)
+            self._weight_update_active = self._weight_update_is_draft = False
+            self.model = model
+
+        def leave(self) -> None:
+            self.weight_transfer_engine.shutdown()
+            self._stack.close()
+
+        def differences(self, checkpoint: str) -> tuple[int, list[str], int]:
+            """Parameters compared; those whose bytes are not what vLLM loads of `checkpoint` itself; and the digest of
+            what vLLM loaded, over the traced layout."""
+            from megatron_rl.weight_sync.digest import digest_layouts
+            from megatron_rl.weight_sync.tiles import CanonicalTensor
+            from megatron_rl.weight_sync.vllm_layout import trace_layout
+
+            tensors = load_file(Path(checkpoint) / "model.safetensors")
+            live = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+            self.model.load_weights(iter(tensors.items()))
+            loaded = dict(self.model.named_parameters())
+            wrong = [name for name in loaded if not torch.equal(live[name].view(torch.uint8),
+                                                                loaded[name].detach().view(torch.uint8))]
+            canonical = [CanonicalTensor(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
+            digest = digest_layouts(trace_layout(self.model, canonical, torch.float32).layouts, loaded)
+            for name, value in live.items():
+                loaded[name].data.copy_(value)
+            return len(live), wrong, digest
+
+    with ExitStack() as stack:
+        model = stack.enter_context(offline_model(folder, tp, rank, torch.float32, device="cpu"))
+        for parameter in model.parameters():
+            parameter.data.fill_(torch.nan)
+        return _Worker(model, stack.pop_all())

@@ -1,0 +1,75 @@
+"""Trainer TP x PP to rollout TP as real processes on real gloo lanes, through the coordinator: every pair of layouts
+whose ranks and workers together are at most eight."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import product
+
+import pytest
+
+from launch.planner.architecture import from_hf_config
+from megatron_rl.weight_sync.coordinator import SyncCoordinator
+from megatron_rl.weight_sync.digest import add
+from megatron_rl.weight_sync.megatron_layout import canonical_tensors
+from megatron_rl.weight_sync.protocol import EngineState
+from tests.tiny_models import make_tiny
+from tests.weight_sync.receivers import ReceivingEngine, worker_processes
+from tests.weight_sync.sources import endpoints, source_ranks
+from tests.weight_sync.worlds import training_plan
+
+MODELS = {
+    # 321 tokens: padded by both sides, to different sizes. Two KV heads: repeated by a rollout of TP 4.
+    # Tied embeddings travel from the first stage only. A trainer of TP 4 needs four KV heads.
+    "two KV heads": ("qwen2", dict(num_key_value_heads=2)),
+    "four KV heads": ("qwen3", dict(num_key_value_heads=4, tie_word_embeddings=True)),
+}
+LAYOUTS = [(tp, pp, rollout_tp) for tp, pp, rollout_tp in product((1, 2, 4), repeat=3) if tp * pp + rollout_tp <= 8]
+CASES = [("two KV heads" if tp < 4 and (pp, rollout_tp) != (4, 4) else "four KV heads", tp, pp, rollout_tp)
+         for tp, pp, rollout_tp in LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Model -> two checkpoints of it: before and after an update."""
+    return {key: [make_tiny(tmp_path_factory.mktemp("matrix") / "model", family, seed, vocab_size=321,
+                            num_hidden_layers=4, hidden_size=64, intermediate_size=128, **sizes) for seed in (0, 1)]
+            for key, (family, sizes) in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def connections():
+    with worker_processes(4) as connections:
+        yield connections
+
+
+@pytest.mark.parametrize("key, tp, pp, rollout_tp", CASES)
+def test_live_parameters_are_what_vllm_loads_itself(folders, connections, key, tp, pp, rollout_tp):
+    """Bit for bit, padding included, at version 0 and again after every source's weights changed."""
+    first, second = folders[key]
+    a = from_hf_config(first)
+    with source_ranks(first, training_plan(a, tp, pp)) as sources:
+        asyncio.run(_sync_twice(sources, connections[:rollout_tp], a, first, second))
+
+
+async def _sync_twice(sources, connections, a, first, second) -> None:
+    for rank, connection in enumerate(connections):
+        connection.send(("build", (str(first), len(connections), rank)))
+    for failed, error in [connection.recv() for connection in connections]:
+        assert not failed, error
+    engine = ReceivingEngine(connections)
+    coordinator = SyncCoordinator(sources, [engine], endpoints(len(sources)), canonical_tensors(a), backend="gloo",
+                                  bucket_bytes=30_000, timeout_s=30)
+    manifest = await coordinator.setup()
+    assert {edge.worker for edge in manifest.edges} == set(range(len(connections)))
+    assert max(len(edge.buckets) for edge in manifest.edges) > 1, "nothing was cut"
+    for version, folder in enumerate((first, second)):
+        for source in sources:
+            await source.call("load", str(folder))
+        report = await coordinator.sync(version)
+        assert report.nbytes == manifest.total_bytes
+        assert (engine.weights.state, engine.weights.version) == (EngineState.SERVING, version)
+        statuses = await engine.rpc("sync_status")
+        for worker, (compared, wrong, digest) in enumerate(await engine.rpc("differences", str(folder))):
+            assert compared > 30 and wrong == [], f"worker {worker}: {wrong}"
+            assert add(*(value for _, value in statuses[worker]["digests"])) == digest
