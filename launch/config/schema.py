@@ -244,7 +244,7 @@ class Monitor(Section):
     tensorboard: bool = True
     """Write TensorBoard event files."""
     wandb_project: str | None = None
-    """Weights & Biases project; null is off."""
+    """Weights & Biases project (docs/metrics.md); null is off, and nothing is sent."""
     samples_every: NonNegativeInt = 10
     """Steps between completions written to samples.jsonl; 0 is off."""
 

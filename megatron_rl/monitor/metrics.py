@@ -1,5 +1,5 @@
 """Every metric of a run: name, unit, meaning, healthy range. docs/metrics.md is printed from this table
-(`python -m megatron_rl.monitor.metrics > docs/metrics.md`), and a name that is not in it cannot be logged."""
+(`python -m megatron_rl.monitor.metrics > docs/metrics.md`), and a name that is not in it is warned of."""
 
 from __future__ import annotations
 
@@ -61,13 +61,14 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("response/length_min", "tokens", "shortest completion"),
         Metric("response/truncated", "share", "completions cut at `rollout.max_new_tokens`", "< 0.3"),
         Metric("response/masked", "share", "completions kept out of the loss (`algorithm.truncated: mask`)"),
-        Metric("response/aborted", "share", "completions that an engine gave up: in neither the loss nor the baseline", "0"),
+        Metric("response/aborted", "share",
+               "completions that an engine gave up: in neither the loss nor the baseline", "0"),
         Metric("prompt/length_mean", "tokens", "mean length of a prompt, the chat template included"),
     ),
     "Time": (
         Metric("time/step", "s", "wall-clock time of the whole step"),
         Metric("time/rollout", "s", "generating the completions"),
-        Metric("time/reward", "s", "scoring them, what overlaps with the rollout not counted twice"),
+        Metric("time/reward", "s", "scoring them, after the last one has arrived"),
         Metric("time/logprob", "s", "passes that only compute log-probs: old policy, reference"),
         Metric("time/train", "s", "forward, backward and optimizer of all updates"),
         Metric("time/sync", "s", "weights from trainer to engines, verification included"),
@@ -119,7 +120,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("sync/gb_per_s", "GB/s", "`sync/bytes` over `sync/seconds`, 1e9 bytes"),
     ),
     "Evaluation": (
-        Metric("eval/accuracy", "share", "held-out questions answered rightly, greedy", "rises"),
+        Metric("eval/accuracy", "share", "held-out questions answered rightly (by `eval.right`), greedy", "rises"),
         Metric("eval/reward", "reward", "mean total reward on them"),
         Metric("eval/questions", "–", "how many were asked"),
         Metric("eval/length_mean", "tokens", "mean length of their answers"),
@@ -165,6 +166,14 @@ def markdown() -> str:
         "",
         "Each attempt has a file of its own, which is only appended to. After a resume from step k the new attempt",
         "goes on with k + 1; where two attempts hold the same step, `megatron-rl report` takes the newer one.",
+        "",
+        "With `monitor.wandb_project` the same metrics go to Weights & Biases, one run there a run folder (its id lies",
+        "in `runs/<name>/wandb-id`), after `wandb login` or with WANDB_API_KEY; with WANDB_MODE=offline they stay in",
+        "`runs/<name>/wandb` until `wandb sync`. W&B takes a step once: one that a resume makes again keeps its first",
+        "values there. Unlike everything else in a job, this sends data off the machine.",
+        "",
+        "Warnings (divergence, settings that a resume changed) go to `warnings.jsonl`, the log, the display and the",
+        "report: one object each with `code`, `step`, `message` and `evidence`.",
         "",
         "This page is printed from `megatron_rl/monitor/metrics.py` by `make docs`.",
     ]

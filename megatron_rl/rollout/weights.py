@@ -58,8 +58,10 @@ class EngineWeights:
                             answer["padding"]) for worker, answer in enumerate(answers)]
 
     async def open(self, lanes: Sequence[LaneSpec], edges: Sequence[Edge], timeout_s: float) -> dict[EdgeKey, str]:
-        """Every worker joins its lanes, in the order given, and keeps its edges. Returns the fingerprints of the edges
-        as the workers hold them."""
+        """Every worker joins its lanes, in the order given, and keeps its edges.
+
+        Returns the fingerprints of the edges as the workers hold them.
+        """
         by_worker = [[edge.encode() for edge in edges if edge.worker == worker] for worker in range(self._tp)]
         await self._vllm.open_transfer({
             "replica": self._replica, "lanes": [lane.plain() for lane in lanes], "edges": by_worker,

@@ -13,7 +13,7 @@ import importlib
 import inspect
 import logging
 import warnings
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, Callable
 
 import torch
@@ -80,18 +80,26 @@ def install() -> None:
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     rng = importlib.import_module("megatron.core.tensor_parallel.random")
-    rng._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    rng._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    _replace(rng, "_get_cuda_rng_state", lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state())
+    _replace(rng, "_set_cuda_rng_state", lambda state, device=-1, graph_safe=False: torch.set_rng_state(state))
     # ... and warns that the CPU's state moves meanwhile, which here is the same state
     logging.getLogger(rng.__name__).setLevel(logging.ERROR)
     p2p = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
-    p2p._p2p_ops = _hold_sends(p2p._p2p_ops)
+    _replace(p2p, "_p2p_ops", _hold_sends(p2p._p2p_ops))
     # Megatron cuts the frequencies document by document in Python; ours come packed (see PackedRotary)
     rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
-    rope._apply_rotary_pos_emb_thd = _rotate
+    _replace(rope, "_apply_rotary_pos_emb_thd", _rotate)
     warnings.filterwarnings("ignore", message="When using async grad allreduce .* CUDA_DEVICE_MAX_CONNECTIONS")
     # Megatron's names for collectives that torch 2.13 has renamed
     warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)
+
+
+def _replace(module: ModuleType, name: str, function: Callable) -> None:
+    """An assignment that a renamed function cannot make void."""
+    if not hasattr(module, name):
+        raise RuntimeError(f"{module.__name__} has no {name} any more: "
+                           "megatron_rl.trainer.cpu was written for another megatron-core (0.16.1)")
+    setattr(module, name, function)
 
 
 def _rewrite_device_names(function: Callable) -> None:

@@ -228,8 +228,10 @@ def compare_fingerprints(expected: Mapping[EdgeKey, str], sources: Sequence[Mapp
     wrong = []
     for end, answers in (("source", sources), ("destination", destinations)):
         held = {key: value for answer in answers for key, value in (answer or {}).items()}
-        wrong += [f"{_edge(key)}: the {end} holds {held.get(key, 'nothing')}, the manifest {expected.get(key, 'none')}"
-                  for key in sorted({*expected, *held}) if held.get(key) != expected.get(key)]
+        for key in sorted({*expected, *held}):
+            ours, theirs = expected.get(key, "none"), held.get(key, "nothing")
+            if ours != theirs:
+                wrong.append(f"{_edge(key)}: the {end} holds {theirs}, the manifest {ours}")
     if wrong:
         raise SyncError("the members do not hold the manifest that was proved\n" + "\n".join(wrong))
 

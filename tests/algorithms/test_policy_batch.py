@@ -122,7 +122,8 @@ def test_an_aborted_completion_is_in_neither_loss_nor_baseline(advantage):
     rewards = [REWARDS[0], np.array([2.0, 1e9, 0.0, np.nan, 1.0])]
     (batch,), statistics = build_policy_batch([GROUPS[0], aborted], rewards, algorithm(advantage=advantage), LIMIT)
     (expected,), same = build_policy_batch(GROUPS, REWARDS, algorithm(advantage=advantage), LIMIT)
-    for name in ("tokens_N", "lengths_B", "prompt_lengths_B", "loss_weights_N", "advantages_N", "behaviour_logprobs_N"):
+    for name in ("tokens_N", "lengths_B", "prompt_lengths_B", "loss_weights_N", "advantages_N",
+                 "behaviour_logprobs_N"):
         np.testing.assert_array_equal(getattr(batch, name), getattr(expected, name))
     assert statistics == same and statistics.dropped == 0.0
 

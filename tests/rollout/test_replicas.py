@@ -56,8 +56,9 @@ async def _started(config: RunConfig, folder: Path, sources: list, stack: ExitSt
     replicas = [_Replica(config, number) for number in range(2)]
     stack.callback(lambda: [closing.result(60) for closing in [replica.close() for replica in replicas]])
     await asyncio.gather(*[replica.start() for replica in replicas])
-    coordinator = SyncCoordinator(sources, replicas, endpoints(len(sources)), canonical_tensors(from_hf_config(folder)),
-                                  backend="gloo", bucket_bytes=1 << 20, timeout_s=30)
+    canonical = canonical_tensors(from_hf_config(folder))
+    coordinator = SyncCoordinator(sources, replicas, endpoints(len(sources)), canonical, backend="gloo",
+                                  bucket_bytes=1 << 20, timeout_s=30)
     await coordinator.setup()
     await coordinator.sync(0)
     return replicas

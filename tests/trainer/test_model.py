@@ -52,6 +52,8 @@ def test_device_shim_notices_another_megatron() -> None:
 
     with pytest.raises(RuntimeError, match="names no CUDA device any more"):
         cpu._rewrite_device_names(without_a_device)
+    with pytest.raises(RuntimeError, match="has no renamed any more"):
+        cpu._replace(cpu, "renamed", without_a_device)
 
 
 def _mistaken_plan(rank: Rank, config: RunConfig) -> str:

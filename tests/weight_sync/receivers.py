@@ -1,8 +1,8 @@
 """Rollout workers without an engine: real processes that hold vLLM's parameters and run the plug-in's own code.
 
-A vLLM engine at TP 4 is four processes that each start a runtime; what a weight sync touches of them is a model, vLLM's
-worker methods and the plug-in, and those run here as they are. Only the executor between engine and workers is replaced
-by pipes.
+A vLLM engine at TP 4 is four processes that each start a runtime; what a weight sync touches of them is a model,
+vLLM's worker methods and the plug-in, and those run here as they are. Only the executor between engine and workers is
+replaced by pipes.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _serve(connection: Any) -> None:
 
 
 def _build(folder: str, tp: int, rank: int) -> Any:
-    """A worker of TP rank `rank`: vLLM's `Worker` methods, the plug-in's extension and its transfer engine over vLLM's
-    own model, whose parameters hold NaN until they are written."""
+    """A worker of TP rank `rank`: vLLM's `Worker` methods, the plug-in's extension and its transfer engine over
+    vLLM's own model, whose parameters hold NaN until they are written."""
     import torch
     from safetensors.torch import load_file
     from vllm.config import get_current_vllm_config
@@ -146,8 +146,8 @@ def _build(folder: str, tp: int, rank: int) -> Any:
             self._stack.close()
 
         def differences(self, checkpoint: str) -> tuple[int, list[str], int]:
-            """Parameters compared; those whose bytes are not what vLLM loads of `checkpoint` itself; and the digest of
-            what vLLM loaded, over the traced layout."""
+            """Parameters compared; those whose bytes are not what vLLM loads of `checkpoint` itself; and the digest
+            of what vLLM loaded, over the traced layout."""
             from megatron_rl.weight_sync.digest import digest_layouts
             from megatron_rl.weight_sync.tiles import CanonicalTensor
             from megatron_rl.weight_sync.vllm_layout import trace_layout

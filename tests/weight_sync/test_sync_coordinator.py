@@ -92,7 +92,7 @@ def test_without_a_set_up_nothing_is_synced():
 @pytest.mark.parametrize("holds, message", [
     (lambda edges: None, "the {end} holds nothing, the manifest [0-9a-f]{{16}}"),
     (lambda edges: {(0, 1, 0): "0" * 16}, "the {end} holds 0{{16}}, the manifest [0-9a-f]{{16}}"),
-    (lambda edges: {**_fingerprints(edges), (0, 1, 1): "0" * 16}, "worker 1: the {end} holds 0{{16}}, the manifest none"),
+    (lambda edges: {**_fingerprints(edges), (0, 1, 1): "0" * 16}, "the {end} holds 0{{16}}, the manifest none"),
 ], ids=["missing", "another", "one too many"])
 @pytest.mark.parametrize("end", ["source", "destination"])
 def test_a_member_that_holds_another_manifest_is_named_before_the_first_byte(end, holds, message):
