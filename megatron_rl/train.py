@@ -72,7 +72,7 @@ def train(attempt: Attempt, clock: StepClock) -> Outcome:
             monitor.note("CHANGED", line)
         with clock.phase("sync", "first version"):
             job.sync(state.step)
-        if state.step == 0 and config.eval.at_start:
+        if state.step == 0 and state.saved < 0 and config.eval.at_start:
             monitor.log(0, evaluate(job, state, clock))
 
         while state.step < config.run.steps and not stop_requested(attempt.folder):

@@ -5,6 +5,8 @@ The launcher holds nothing of the job's state: it reads what the job writes into
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import signal
 import sys
 import time
@@ -25,7 +27,7 @@ from launch.runtime import components, hang, progress_file
 from launch.runtime.attempts import Attempt, RunFolder
 from launch.runtime.outcome import Outcome, read_outcome, write_outcome
 from launch.runtime.ray_node import ADDRESS_VARIABLE, RaySession, loopback_variables, start_head
-from launch.runtime.stop_file import STOP_FILE
+from launch.runtime.stop_file import STOP_FILE, stop_requested
 
 LOOK_EVERY_S = 0.25
 DRIVER_GRACE_S = 5.0
@@ -70,13 +72,16 @@ class LocalJob:
         restore = self._catch_signals(display)
         try:
             outcome = self._run(display)
+            if outcome.status in ("crash", "hang"):
+                self.session.keep_logs(self.attempt.logs / "ray")
+        except OSError as error:
+            outcome = self._disk_failed(error)
         finally:
-            restore()
             self._clean_up()
-        if outcome.status in ("crash", "hang"):
-            self.session.keep_logs(self.attempt.logs / "ray")
-        self.session.remove()
-        write_outcome(self.attempt.folder, outcome)
+            self.session.remove()
+            restore()
+        with contextlib.suppress(OSError):  # on a full disk the exit code has to do
+            write_outcome(self.attempt.folder, outcome)
         return outcome
 
     def _run(self, display: Progress) -> Outcome:
@@ -89,6 +94,8 @@ class LocalJob:
             if ray.returncode is not None:
                 return self._ended("crash", f"Ray ended with status {ray.returncode}", "ray", str(ray.log))
             progress = progress_file.read_progress(self.attempt.folder)
+            if stop_requested(self.attempt.folder) and (progress is None or progress.phase == "start"):
+                return self._ended("stopped", "during start-up: nothing had been trained")
             if progress is None or progress.phase == "end":
                 continue
             mourning = mourning or next(iter(components.dead(self.attempt, LOCAL_NODE)), None) and time.monotonic()
@@ -146,9 +153,16 @@ class LocalJob:
         name = guilty[0].name if guilty else None
         return self._ended("hang", message, name, str(self.attempt.logs / f"{name}.log") if name else None)
 
+    def _disk_failed(self, error: OSError) -> Outcome:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise error
+        return self._ended("user_error", f"no space left to write {error.filename or self.attempt.folder}: free some, or "
+                                         "set run.dir to another disk. Complete checkpoints are untouched")
+
     def _clean_up(self) -> None:
-        """End every process that carries this attempt's mark, wherever it has moved in the process tree."""
-        processes.end_processes(processes.marked(self.attempt.mark), grace_s=5.0)
+        """End every process that carries this attempt's mark, wherever it has moved in the process tree. Ray's own
+        processes drain for longer than anybody needs once the actors are gone: hence the short grace."""
+        processes.end_processes(processes.marked(self.attempt.mark), grace_s=1.0)
         left = processes.marked(self.attempt.mark)
         if left:
             processes.end_processes(left, grace_s=0.0)

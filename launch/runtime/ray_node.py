@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -11,11 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from launch import processes
 from launch.ports import Ports
+from launch.runtime.components import Pid
 
 ADDRESS_VARIABLE = "MEGATRON_RL_RAY_ADDRESS"
 """Tells the driver where the head listens."""
+PREFIX, OWNER = "mrl-", "owner"
 OBJECT_STORE_BYTES = 256 << 20
 LOGICAL_CPUS = 1024
 """Actors are pinned by node name and take no Ray CPUs; the number only must not stand in the way."""
@@ -26,9 +31,12 @@ class RaySession:
     """Ray's scratch folder and token, gone at the end. The folder is private to this user (Ray makes its own part of it
     open to everybody) and its name is short, since a socket's path has 107 bytes."""
 
-    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="mrl-")))
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix=PREFIX)))
 
     def __post_init__(self) -> None:
+        sweep()
+        owner = psutil.Process()
+        (self.folder / OWNER).write_text(f"{owner.pid} {owner.create_time()}", encoding="ascii")
         descriptor = os.open(self.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             file.write(secrets.token_hex(32))
@@ -55,10 +63,20 @@ class RaySession:
         """Copy Ray's own logs aside, for an attempt that failed."""
         logs = self.scratch / "session_latest" / "logs"
         if logs.is_dir():
-            shutil.copytree(logs, destination, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+            with contextlib.suppress(shutil.Error):  # a socket, or a file that went: the rest is there
+                shutil.copytree(logs, destination, dirs_exist_ok=True, ignore_dangling_symlinks=True)
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def sweep() -> None:
+    """Remove the folders of sessions whose launcher is gone: one that was killed could not tidy up."""
+    for owner in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{OWNER}"):
+        with contextlib.suppress(OSError, ValueError):  # another user's, or removed meanwhile
+            pid, started = owner.read_text(encoding="ascii").split()
+            if owner.stat().st_uid == os.getuid() and not Pid(int(pid), float(started)).alive():
+                shutil.rmtree(owner.parent, ignore_errors=True)
 
 
 def loopback_variables() -> dict[str, str]:

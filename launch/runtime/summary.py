@@ -25,6 +25,8 @@ def print_end(attempt: Attempt, outcome: Outcome) -> None:
         if exported.exists():
             print(f"model        {exported}")
         print(f"finished     {outcome.step} steps")
+    elif outcome.status == "stopped" and outcome.message:
+        print(f"stopped      {outcome.message}")
     elif outcome.status == "stopped":
         print(f"stopped      after step {outcome.step}, with a checkpoint; `megatron-rl launch` goes on from it with "
               f"run.name={attempt.run_folder.name}, without --fresh")

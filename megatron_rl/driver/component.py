@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import functools
 import gc
@@ -77,8 +78,12 @@ def guarded(method: Callable) -> Callable:
 
 
 def report(attempt: Attempt, name: str, error: BaseException) -> None:
-    """Write the error to the log and to the attempt's error files."""
+    """Write the error to the log and to the attempt's error files. A full disk is the user's to mend."""
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
-    summary = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    record_error(attempt, name, summary, text, user_error=isinstance(error, UserError))
+    summary, users = f"{type(error).__name__}: {error}", False
+    if isinstance(error, UserError):
+        summary, users = str(error), True
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        summary, users = f"no space left to write {error.filename or attempt.folder}: free some, or set run.dir", True
+    record_error(attempt, name, summary, text, user_error=users)

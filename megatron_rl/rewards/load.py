@@ -69,7 +69,7 @@ def load_rewards(config: RewardConfig, columns: Collection[str] | None = None) -
     """
     rewards: list[Reward] = []
     for i, entry in enumerate(config.functions):
-        where = f"reward.functions[{i}]"
+        where = f"reward.functions.{i}"
         function = _resolve(entry.function, f"{where}.function")
         keywords = _check_signature(entry.function, function, entry.args, columns, where)
         used = sum(1 for other in config.functions[:i] if other.function == entry.function)
