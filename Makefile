@@ -26,7 +26,7 @@ UV := .venv-lock/bin/uv
 COMPILE = cd requirements && UV_CUSTOM_COMPILE_COMMAND="make lock" ../$(UV) pip compile --quiet \
 	--python-platform x86_64-manylinux_2_28 --python-version 3.11
 
-.PHONY: help install grpo test gpu-check bench bench-learning results lock docs clean
+.PHONY: help install grpo test gpu-check bench bench-learning results picture lock docs clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ bench-learning: $(INSTALLED) ## Train the tiny policy with five other seeds; at 
 
 results: $(INSTALLED) models/smollm2-135m ## Train the 135M model and write docs/results.md again (some 10 minutes)
 	$(VENV)/bin/python -m benchmarks.results $(ARGS)
+
+picture: $(INSTALLED) ## Run the tiny configuration and write its output into README.md
+	$(VENV)/bin/python -m benchmarks.picture
 
 models/smollm2-135m: | $(INSTALLED)
 	$(VENV)/bin/megatron-rl models get smollm2-135m

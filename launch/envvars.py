@@ -77,7 +77,8 @@ def environment(role: Role, device: Device, config: RunConfig, *, job: str, gpus
         gpus: local indices of the GPUs that the placement gives to this process, in rank order.
         interface, address: the network of the job on this node.
     """
-    filled = {"threads": config.trainer.threads if role == "trainer" and device == "cpu" else 1,
+    threads = {"trainer": config.trainer.threads, "rollout": config.rollout.threads}
+    filled = {"threads": threads.get(role, 1) if device == "cpu" else 1,
               "interface": interface, "address": address}
     values = {each.name: each.value.format(**filled) for each in TABLE
               if role in each.roles and device in each.devices}

@@ -120,6 +120,8 @@ class Rollout(Section):
     """Share of GPU memory an engine may use (GPU only)."""
     kv_cache_gb: PositiveFloat = 1.0
     """KV cache of an engine in GiB (CPU only)."""
+    threads: PositiveInt = 1
+    """CPU threads a worker of an engine (CPU runs only). Rollout and training take turns, so both may use all cores."""
     enforce_eager: bool = True
     """True: no CUDA graphs, no torch.compile."""
     prefix_caching: bool = True

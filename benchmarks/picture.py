@@ -1,0 +1,30 @@
+"""`make picture`: runs the tiny configuration and puts what it prints at the end into README.md."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from benchmarks.ours import train
+
+README, BEGIN, END = Path("README.md"), "<!-- begin picture -->", "<!-- end picture -->"
+
+
+def main() -> int:
+    run_dir = Path("runs/picture") / time.strftime("%Y%m%d-%H%M%S")
+    log = run_dir.with_suffix(".log")
+    train("configs/tiny/grpo.yaml", run_dir, [], timeout_s=900, log=log)
+    lines = log.read_text(encoding="utf-8").splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
+    curve = lines[next(i for i, line in enumerate(lines) if "reward/mean:" in line):]
+    shown = [*steps[:3], "...", *steps[-2:], *curve]
+    picture = "\n".join(f"    {line}".rstrip() for line in shown).replace(str(run_dir), "runs/tiny")
+    text = README.read_text(encoding="utf-8")
+    head, tail = text[:text.index(BEGIN) + len(BEGIN)], text[text.index(END):]
+    README.write_text(f"{head}\n{picture}\n{tail}", encoding="utf-8")
+    print(picture)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
