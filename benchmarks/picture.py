@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ def main() -> int:
     log = run_dir.with_suffix(".log")
     train("configs/tiny/grpo.yaml", run_dir, [], timeout_s=900, log=log)
     lines = log.read_text(encoding="utf-8").splitlines()
-    steps = [line for line in lines if line.startswith("step ")]
+    steps = [line for line in lines if re.match(r"step \d", line)]
     curve = lines[next(i for i, line in enumerate(lines) if "reward/mean:" in line):]
     shown = [*steps[:3], "...", *steps[-2:], *curve]
     picture = "\n".join(f"    {line}".rstrip() for line in shown).replace(str(run_dir), "runs/tiny")

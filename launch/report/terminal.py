@@ -51,7 +51,8 @@ def closing_summary(run_dir: Path, history: Sequence[Row], report: Path | None =
                      f"(mean of the first {n} and the last {n} of {len(rewards)} steps)")
     _, accuracy = series(history, "eval/accuracy")
     if accuracy:
-        lines.append(f"held-out     {accuracy[0]:.1%} -> {accuracy[-1]:.1%}")
+        ends = [accuracy[0], accuracy[-1]] if len(accuracy) > 1 else accuracy
+        lines.append(f"held-out     {' -> '.join(f'{each:.1%}' for each in ends)}")
     split = mean_split(history)
     if split.get("time/step"):
         parts = ", ".join(f"{word} {share:.0%}" for word, _, share in shares(split))
