@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from launch.cli.main import cli, main
+from launch.cli.main import CONTEXT, cli, main
 from launch.planner.prepare import prepare
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def test_command(page, words, capsys):
                               check=False)
         assert done.returncode == 0, done.stderr
         return
-    context = click.Context(cli)
+    context = click.Context(cli, **CONTEXT)  # click keeps a command's help option from the first context it sees
     name, command, rest = cli.resolve_command(context, words[1:])
     command.make_context(name, rest, parent=context)  # refuses unknown options and missing arguments
     if name in RUN_FOR_REAL:
