@@ -16,7 +16,7 @@ from launch.errors import UserError
 from launch.exit_codes import ExitCode
 from launch.runtime.attempts import RunFolder, fresh_name
 from launch.runtime.components import (
-    ComponentRecord, Pid, dead, first_failure, record_error, register, register_children,
+    ComponentRecord, Pid, dead, first_failure, record_error, register,
 )
 from launch.runtime.outcome import EXIT_CODES, Outcome, read_outcome, write_outcome
 from launch.runtime.progress_file import Progress, allowed_s, overdue, steps_done
@@ -56,17 +56,28 @@ def test_processes_of_other_nodes_are_never_judged_by_their_pids(tmp_path):
     assert dead(attempt, "here") == [] and dead(attempt, "elsewhere") == [gone]
 
 
+LOSES_A_CHILD = """
+import subprocess, sys
+from pathlib import Path
+from launch.runtime.attempts import Attempt
+from launch.runtime.components import dead, first_failure, register, register_children
+
+attempt = Attempt(Path(sys.argv[1]))
+record = register(attempt, "rollout-0", "n")
+child = subprocess.Popen(["sleep", "60"])
+record = register_children(attempt, record)
+assert [each.pid for each in record.needs] == [child.pid] and dead(attempt, "n") == []
+child.kill()
+child.wait()
+assert [each.name for each in dead(attempt, "n")] == ["rollout-0"]
+assert f"lost its process {child.pid}" in first_failure(attempt, "n").message
+"""
+
+
 def test_a_component_that_lost_a_process_it_needs_is_dead(tmp_path):
     with RunFolder(run(tmp_path)) as folder:
         attempt = folder.new_attempt()
-    record = register(attempt, "rollout-0", "n")
-    child = subprocess.Popen(["sleep", "60"])
-    record = register_children(attempt, record)
-    assert [each.pid for each in record.needs] == [child.pid] and dead(attempt, "n") == []
-    child.kill()
-    child.wait()
-    assert [each.name for each in dead(attempt, "n")] == ["rollout-0"]
-    assert f"lost its process {child.pid}" in first_failure(attempt, "n").message
+    subprocess.run([sys.executable, "-c", LOSES_A_CHILD, str(attempt.folder)], check=True)  # a process without others
 
 
 def test_a_fresh_name_is_the_first_free_one(tmp_path):
