@@ -38,7 +38,7 @@ AIM = 2.0
 """Times TRL's samples/s."""
 CASES = {
     "tiny": Case("configs/tiny/grpo.yaml", steps=24, trl_steps=12, ours=("trainer.tp=1", "trainer.pp=1")),
-    # 64 samples a step of at most 24 new tokens: TRL takes some 35 s a step on two cores.
+    # 64 samples a step of at most 24 new tokens: TRL takes some 20 s a step on two cores.
     "135m": Case("configs/135m/grpo.yaml", steps=8, trl_steps=4, warmup=1),
 }
 
@@ -50,10 +50,12 @@ INTRODUCTION = """# Samples a second, beside TRL
 
 trains the same model on the same prompts with the same G, lengths and precision through this project and through TRL's
 GRPOTrainer (newest release, its plain generation), one after the other on one machine. TRL gets as many threads as
-the machine has cores; here every process has one (`trainer.threads`). Start-up and the first steps are not counted.
+the machine has cores; here the training ranks have one each and the engine what `rollout.threads` says (1 for the tiny
+model, 2 for the 135M model). Start-up and the first steps are not counted.
 This page was written by `make bench ARGS=--write-docs`.
 
-The tiny model is measured with one training rank, which is fastest on two cores; the 135M model as shipped, PP2. At 256 samples of two tokens the tiny case measures the cost of requests, processes and calls, of which TRL's single
+The tiny model is measured with one training rank, the 135M model as shipped, PP2. At 256 samples of two tokens the tiny
+case measures the cost of requests, processes and calls, of which TRL's single
 process has none. Other overrides: `make bench ARGS="--set KEY=VALUE"`.
 
 """
