@@ -12,7 +12,7 @@ from typing import Literal
 from launch.config.load import LoadedConfig
 from launch.config.problems import Problems
 from launch.config.schema import RunConfig
-from launch.planner.build import round_up, sequence_multiple
+from launch.planner.build import can_share_prompts, round_up, sequence_multiple
 from launch.planner.plan import Architecture
 
 VLLM_VOCAB_MULTIPLE = 64
@@ -37,6 +37,7 @@ def check(loaded: LoadedConfig, architecture: Architecture, device: Literal["cpu
     checker.pipeline()
     checker.rollout_parallel_sizes()
     checker.lengths()
+    checker.share_prompts()
     checker.batch()
     checker.optimizer()
     checker.engine()
@@ -148,6 +149,22 @@ class _Checker:
                      f"is padded (2 CP when CP > 1, times TP with sequence parallelism)", "trainer.token_budget",
                      "trainer.cp", "trainer.tp",
                      fix=f"use trainer.token_budget = {round_up(t.token_budget, multiple)}")
+
+    def share_prompts(self) -> None:
+        t = self.config.trainer
+        if t.share_prompts != "on" or can_share_prompts(t, self.device):
+            return
+        key, fix = "trainer.share_prompts", "use trainer.share_prompts = auto, which packs a prompt once where it can"
+        if self.device != "cpu":
+            self.add(f"{key} = on, and on a GPU Transformer Engine's attention has no documents with a common "
+                     f"beginning", key, fix=f"{fix}, or run on the CPU with --device cpu")
+        if t.cp > 1:
+            self.add(f"{key} = on with trainer.cp = {t.cp}: context parallelism splits every sequence as a whole", key,
+                     "trainer.cp", fix=f"{fix}, or trainer.cp = 1")
+        if t.sequence_parallel:
+            self.add(f"{key} = on with trainer.sequence_parallel = true: logits are then made once for every input "
+                     f"token, and a shared prompt's last one predicts for several completions", key,
+                     "trainer.sequence_parallel", fix=f"{fix}, or sequence_parallel: false")
 
     def batch(self) -> None:
         al, t = self.config.algorithm, self.config.trainer

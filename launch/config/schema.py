@@ -87,6 +87,10 @@ class Trainer(Section):
     """Type of parameters and activations; optimizer state and gradients are fp32."""
     token_budget: PositiveInt = 8192
     """Tokens packed into one micro-batch at most (a longer single sequence is refused)."""
+    share_prompts: Literal["auto", "on", "off"] = "auto"
+    """Pack the prompt of a GRPO group once for all its completions in a micro-batch; gradients are the same, up to
+    rounding. Needs this project's attention for the CPU: Transformer Engine's on a GPU has no documents with a common
+    beginning. Not with `cp` > 1 or `sequence_parallel`. `auto`: on where it works."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: `selective` the core attention, `full` every layer."""
     distributed_optimizer: bool = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from typing import Literal
 
-from launch.config.schema import RunConfig
+from launch.config.schema import RunConfig, Trainer
 from launch.errors import UserError
 from launch.planner.plan import (Architecture, BatchPlan, EnginePlan, Plan, RankCoordinates, RolloutPlan,
                                  TrainingPlan)
@@ -35,7 +35,8 @@ def plan(config: RunConfig, architecture: Architecture, device: Literal["cpu", "
         prompts_per_step=algorithm.prompts_per_step, group_size=algorithm.group_size,
         samples_per_step=algorithm.prompts_per_step * algorithm.group_size,
         updates_per_batch=algorithm.updates_per_batch, token_budget=trainer.token_budget,
-        sequence_multiple=sequence_multiple(trainer.tp, trainer.cp, trainer.sequence_parallel))
+        sequence_multiple=sequence_multiple(trainer.tp, trainer.cp, trainer.sequence_parallel),
+        share_prompts=trainer.share_prompts != "off" and can_share_prompts(trainer, device))
     return Plan(config_hash=config_hash(config), architecture=architecture, device=device, training=training,
                 rollout=RolloutPlan(tp=rollout.tp, engines=engines), batch=batch)
 
@@ -90,6 +91,12 @@ def sequence_multiple(tp: int, cp: int, sequence_parallel: bool) -> int:
     """What each sequence's length is padded to a multiple of: 2 CP for the zig-zag split over CP > 1 ranks, times TP
     when sequence parallelism splits each of those parts over TP."""
     return (2 * cp if cp > 1 else 1) * (tp if sequence_parallel else 1)
+
+
+def can_share_prompts(trainer: Trainer, device: Literal["cpu", "gpu"]) -> bool:
+    """Whether a micro-batch may hold a prompt once for several completions: the attention must know documents with a
+    common beginning, and each prediction must be free to choose its row of the logits (`trainer.share_prompts`)."""
+    return device == "cpu" and trainer.cp == 1 and not trainer.sequence_parallel
 
 
 def round_up(value: int, multiple: int) -> int:

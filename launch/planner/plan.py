@@ -87,6 +87,8 @@ class BatchPlan(Frozen):
     """Most tokens of a packed micro-batch."""
     sequence_multiple: int
     """Each sequence is padded to a multiple of this: 2 CP when CP > 1, times TP with sequence parallelism."""
+    share_prompts: bool
+    """Whether the completions of a group share one copy of their prompt in a micro-batch."""
 
 
 class Plan(Frozen):

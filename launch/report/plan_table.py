@@ -23,10 +23,11 @@ def print_plan(prepared: Prepared, console: Console | None = None) -> None:
     console.print(_stages(plan))
     batch = plan.batch
     padding = f", sequences padded to multiples of {batch.sequence_multiple}" if batch.sequence_multiple > 1 else ""
+    sharing = ", a prompt once for its completions" if batch.share_prompts else ""
     updates = f"{batch.updates_per_batch} update{'s' if batch.updates_per_batch > 1 else ''}"
     console.print(f"step: {batch.prompts_per_step} prompts x {batch.group_size} completions = "
                   f"{batch.samples_per_step} sequences, {updates}; micro-batches of at most {batch.token_budget} "
-                  f"tokens{padding}")
+                  f"tokens{padding}{sharing}")
 
 
 def _partitions(plan: Plan) -> Table:

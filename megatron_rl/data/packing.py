@@ -1,189 +1,221 @@
-"""Packed micro-batches: which sequences go where, and the arrays of one micro-batch on one rank.
-
-The schedule is computed once on the global batch, by every rank alike, so that no rank can run another number of
-micro-batches than its peers.
-"""
+"""The arrays of one micro-batch on one rank: packed input tokens, and the predictions that are made from them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Callable
 
 import numpy as np
 import torch
 
-from launch.errors import UserError
 from megatron_rl.data.batch import PolicyBatch
+from megatron_rl.data.schedule import Unit, completion_inputs
 
-Schedule = tuple[tuple[tuple[int, ...], ...], ...]
-"""`schedule[dp_rank][micro_batch]`: indices of sequences; empty where there are fewer sequences than places."""
-
-# A sequence of L tokens is taken to cost L (1 + L / _ATTENTION_LENGTH): attention costs as much as the linear layers
-# at roughly 12 hidden sizes.
-_ATTENTION_LENGTH = 32_768
+Mapping = Callable[[torch.Tensor], torch.Tensor]
 
 
-def make_schedule(lengths_B: np.ndarray, dp: int, token_budget: int, multiple: int = 1,
-                  micro_batch_multiple: int = 1) -> Schedule:
-    """Distribute B sequences over DP ranks and micro-batches: longest first, each to the cheapest place with room.
+@dataclass(frozen=True)
+class Documents:
+    """D packed documents, whole, as they lie before context parallelism splits them. One that has a prefix goes on from
+    it: its tokens see the prefix, then one another, causally, and their positions follow the prefix's."""
 
-    Args:
-        lengths_B: tokens of each sequence.
-        dp: data parallel size.
-        token_budget: most tokens of a micro-batch, padding of the sequences to `multiple` included.
-        multiple: each sequence is padded to a multiple of this (2 CP x TP under context or sequence parallelism).
-        micro_batch_multiple: the number of micro-batches is a multiple of this (PP for interleaved schedules).
-
-    Returns:
-        The same number of micro-batches for every DP rank; every sequence exactly once.
-
-    Raises:
-        UserError: a sequence alone is over the budget.
-    """
-    lengths_B = np.asarray(lengths_B, np.int64)
-    padded_B = -(-lengths_B // multiple) * multiple
-    if len(padded_B) and padded_B.max() > token_budget:
-        worst = int(padded_B.argmax())
-        raise UserError(
-            f"sequence {worst} of the batch has {lengths_B[worst]} tokens, {padded_B[worst]} with padding; a "
-            f"micro-batch holds at most trainer.token_budget = {token_budget}", where="trainer.token_budget",
-            fix=f"set trainer.token_budget to at least {padded_B[worst]}, or lower rollout.max_new_tokens")
-    count = max(1, -(-int(padded_B.sum()) // (dp * token_budget)))
-    while True:
-        count = -(-count // micro_batch_multiple) * micro_batch_multiple
-        places = _fill(padded_B, dp * count, token_budget)
-        if places is not None:
-            # Places are ordered by DP rank last: neighbours in cost go to different ranks.
-            return tuple(tuple(tuple(sorted(places[m * dp + d])) for m in range(count)) for d in range(dp))
-        count += 1
+    lengths_D: np.ndarray
+    """int64, padded; above 0."""
+    prefix_starts_D: np.ndarray
+    """int64, place of the prefix's first token among the packed tokens."""
+    prefix_lengths_D: np.ndarray
+    """int64; 0 without a prefix."""
 
 
-def common_length(schedule: Schedule, lengths_B: np.ndarray, multiple: int = 1) -> int:
-    """Tokens of the largest micro-batch of the schedule."""
-    padded_B = -(-np.asarray(lengths_B, np.int64) // multiple) * multiple
-    return max(max(multiple, int(padded_B[list(indices)].sum())) for rank in schedule for indices in rank)
+@dataclass(frozen=True)
+class Predictions:
+    """P predictions of completion tokens, at least one: where nothing is to be predicted stands one with weight 0 and
+    index -1."""
 
+    rows_P: torch.Tensor
+    """int64, the input token of this rank whose logits predict; the last token of a shared prompt predicts the first
+    token of several completions."""
+    labels_P: torch.Tensor
+    """int64, the token that is predicted."""
+    weights_P: torch.Tensor
+    """float32."""
+    advantages_P: torch.Tensor
+    """float32."""
+    behaviour_logprobs_P: torch.Tensor
+    """float32."""
+    old_logprobs_P: torch.Tensor | None
+    """float32 or None, as in the batch."""
+    reference_logprobs_P: torch.Tensor | None
+    """float32 or None, as in the batch."""
+    index_P: torch.Tensor
+    """int64, place of the predicted token on the batch's N axis; -1 where nothing is predicted."""
 
-def _fill(padded_B: np.ndarray, places: int, token_budget: int) -> list[list[int]] | None:
-    tokens, cost = np.zeros(places, np.int64), np.zeros(places)
-    members: list[list[int]] = [[] for _ in range(places)]
-    for sequence in np.argsort(-padded_B, kind="stable"):
-        length = padded_B[sequence]
-        place = int(np.where(tokens + length <= token_budget, cost, np.inf).argmin())
-        if tokens[place] + length > token_budget:
-            return None
-        tokens[place] += length
-        cost[place] += length * (1.0 + length / _ATTENTION_LENGTH)
-        members[place].append(int(sequence))
-    return members
+    def map(self, function: Mapping) -> Predictions:
+        """Apply a function to every tensor."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Predictions(**{name: None if x is None else function(x) for name, x in values.items()})
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """T packed positions. Per *predicting position*: the value at place t belongs to the prediction of the token that
-    follows place t inside its document. The last position of a document and padding predict nothing: weight 0."""
+    """T packed input tokens of one rank and what is predicted from them."""
 
     tokens_T: torch.Tensor
-    """int64."""
+    """int64; 0 in padding."""
     positions_T: torch.Tensor
-    """int64, position inside the document."""
-    labels_T: torch.Tensor
-    """int64, the next token; 0 where nothing is predicted."""
-    weights_T: torch.Tensor
-    """float32."""
-    advantages_T: torch.Tensor
-    """float32."""
-    behaviour_logprobs_T: torch.Tensor
-    """float32."""
-    old_logprobs_T: torch.Tensor | None
-    """float32 or None, as in the batch."""
-    reference_logprobs_T: torch.Tensor | None
-    """float32 or None, as in the batch."""
-    index_T: torch.Tensor
-    """int64, place of the predicted token on the batch's N axis; -1 where nothing is predicted."""
-    completion_T: torch.Tensor
-    """bool, a token of a completion is predicted here; it does not depend on the loss mask."""
-    lengths: np.ndarray
-    """int64 [documents], padded lengths over all CP ranks; they sum to T x CP."""
+    """int64, position inside the sequence."""
+    predictions: Predictions
+    documents: Documents
 
     def to(self, device: torch.device) -> MicroBatch:
         """The tensors on another device."""
-        return self.map(lambda x: x.to(device, non_blocking=True))
-
-    def map(self, function) -> MicroBatch:
-        """Apply a function to every tensor."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: function(v) for k, v in values.items() if isinstance(v, torch.Tensor)})
+        def move(x: torch.Tensor) -> torch.Tensor:
+            return x.to(device, non_blocking=True)
+        return replace(self, tokens_T=move(self.tokens_T), positions_T=move(self.positions_T),
+                       predictions=self.predictions.map(move))
 
 
-def pack(batch: PolicyBatch, indices: tuple[int, ...], multiple: int = 1, length: int | None = None) -> MicroBatch:
-    """Concatenate sequences, each padded to a multiple of `multiple`.
+def pack(batch: PolicyBatch, units: tuple[Unit, ...], *, multiple: int = 1, length: int | None = None, cp: int = 1,
+         cp_rank: int = 0, predict_everywhere: bool = False) -> MicroBatch:
+    """Concatenate the sequences of units; the completions that share a prompt follow the sequence that has it.
 
     Args:
-        indices: sequences of the batch. None at all gives one document of padding, so that ranks stay in step.
+        units: as scheduled. None at all gives one document of padding, so that ranks stay in step.
+        multiple: each document is padded to a multiple of this.
         length: pad the whole micro-batch to this many tokens by documents of padding (every pipeline exchange of a
             step then has one shape).
+        cp, cp_rank: this rank's share of every document (zig-zag); `multiple` is a multiple of 2 CP if CP > 1.
+        predict_everywhere: one prediction for every row, in order, most of weight 0: for logits that cannot be made
+            for chosen rows only. No unit may then have more than one sequence.
     """
-    starts = batch.offsets_B1[list(indices)]
-    prompts = np.asarray(batch.prompt_lengths_B, np.int64)[list(indices)]
-    real = np.asarray(batch.lengths_B, np.int64)[list(indices)]
-    padded = -(-real // multiple) * multiple
-    pieces = _padding_documents(padded, multiple, length)
-    none = np.zeros_like(pieces)
-    real, padded = np.concatenate([real, none]), np.concatenate([padded, pieces])
-    starts, prompts = np.concatenate([starts, none]), np.concatenate([prompts, none])
+    sequences = _lay_out(batch, units, multiple)
+    documents = _documents(sequences, multiple, length)
+    lengths_D, total = documents.lengths_D, int(documents.lengths_D.sum())
+    place_T = zigzag_positions(lengths_D, cp, cp_rank)
+    packed_T = np.repeat(np.cumsum(lengths_D) - lengths_D, lengths_D // cp) + place_T
+    token_T = _token_of_place(sequences, total)[packed_T]
 
-    document_T = np.repeat(np.arange(len(padded)), padded)
-    position_T = np.arange(len(document_T)) - np.repeat(np.cumsum(padded) - padded, padded)
-    source_T = starts[document_T] + position_T
-    token_T = position_T < real[document_T]
-    predicts_T = position_T < real[document_T] - 1
-    next_T = np.where(predicts_T, source_T + 1, -1)
-    tokens_T = np.where(token_T, batch.tokens_N[np.where(token_T, source_T, 0)], 0)
+    place_P, index_P = _prediction_places(sequences)
+    row_of_place = np.full(total, -1, np.int64)
+    row_of_place[packed_T] = np.arange(len(packed_T))
+    rows_P = row_of_place[place_P]
+    rows_P, index_P = rows_P[rows_P >= 0], index_P[rows_P >= 0]
+    if predict_everywhere:
+        index_T = np.full(len(packed_T), -1, np.int64)
+        index_T[rows_P] = index_P
+        rows_P, index_P = np.arange(len(packed_T)), index_T
+    return MicroBatch(
+        tokens_T=torch.from_numpy(np.where(token_T >= 0, batch.tokens_N[token_T], 0).astype(np.int64)),
+        positions_T=torch.from_numpy(place_T + np.repeat(documents.prefix_lengths_D, lengths_D // cp)),
+        predictions=_predictions(batch, rows_P, index_P), documents=documents)
 
-    def at_prediction(values_N: np.ndarray | None, dtype: type) -> torch.Tensor | None:
+
+@dataclass(frozen=True)
+class _Sequences:
+    """S sequences in the order in which they are packed. int64; places are those of the whole micro-batch."""
+
+    offsets_S: np.ndarray
+    """First token on the batch's N axis."""
+    prompts_S: np.ndarray
+    """Tokens of the prompt."""
+    completions_S: np.ndarray
+    """Tokens of the completion."""
+    skipped_S: np.ndarray
+    """Tokens of the prompt that are packed elsewhere: all or none."""
+    inputs_S: np.ndarray
+    """Tokens that are packed."""
+    padded_S: np.ndarray
+    """The same with padding."""
+    starts_S: np.ndarray
+    """Place of the first packed token."""
+    trunks_S: np.ndarray
+    """Place of the first token of the prompt."""
+
+
+def _lay_out(batch: PolicyBatch, units: tuple[Unit, ...], multiple: int) -> _Sequences:
+    sequence_S = np.array([sequence for unit in units for sequence in unit], np.int64)
+    whole_S = np.array([sequence == unit[0] for unit in units for sequence in unit], bool)
+    prompts_S = np.asarray(batch.prompt_lengths_B, np.int64)[sequence_S]
+    skipped_S = np.where(whole_S, 0, prompts_S)
+    inputs_S = prompts_S - skipped_S + completion_inputs(batch)[sequence_S]
+    padded_S = -(-inputs_S // multiple) * multiple
+    starts_S = np.cumsum(padded_S) - padded_S
+    return _Sequences(
+        offsets_S=batch.offsets_B1[sequence_S], prompts_S=prompts_S,
+        completions_S=np.asarray(batch.lengths_B, np.int64)[sequence_S] - prompts_S, skipped_S=skipped_S,
+        inputs_S=inputs_S, padded_S=padded_S, starts_S=starts_S,
+        trunks_S=np.repeat(starts_S[whole_S], np.array([len(unit) for unit in units], np.int64)))
+
+
+def _documents(sequences: _Sequences, multiple: int, length: int | None) -> Documents:
+    """Those of the sequences that bring tokens, then documents of padding that fill up to `length`, none longer than
+    the longest that is there."""
+    padded_S, skipped_S, used_S = sequences.padded_S, sequences.skipped_S, sequences.padded_S > 0
+    missing = max(length or 0, 0 if len(padded_S) else multiple) - int(padded_S.sum())
+    longest = int(padded_S.max(initial=0)) or missing
+    full, rest = divmod(max(0, missing), max(1, longest))
+    padding_D = np.array([longest] * full + ([rest] if rest else []), np.int64)
+    none_D = np.zeros_like(padding_D)
+    return Documents(
+        lengths_D=np.concatenate([padded_S[used_S], padding_D]),
+        prefix_starts_D=np.concatenate([np.where(skipped_S > 0, sequences.trunks_S, 0)[used_S], none_D]),
+        prefix_lengths_D=np.concatenate([skipped_S[used_S], none_D]))
+
+
+def _token_of_place(sequences: _Sequences, total: int) -> np.ndarray:
+    """Token of the batch's N axis at each place of the whole micro-batch; -1 in padding."""
+    token_of_place = np.full(total, -1, np.int64)
+    places = _ranges(sequences.starts_S, sequences.inputs_S)
+    token_of_place[places] = _ranges(sequences.offsets_S + sequences.skipped_S, sequences.inputs_S)
+    return token_of_place
+
+
+def _prediction_places(sequences: _Sequences) -> tuple[np.ndarray, np.ndarray]:
+    """For each completion token the place that predicts it, and its own on the batch's N axis. The first is predicted
+    by the end of the prompt, which may stand elsewhere, the others by the token before them."""
+    completions_S, prompts_S = sequences.completions_S, sequences.prompts_S
+    index_P = _ranges(sequences.offsets_S + prompts_S, completions_S)
+    ordinal_P = _ranges(np.zeros_like(completions_S), completions_S)
+    first_P = np.repeat(sequences.trunks_S + prompts_S - 1, completions_S)
+    later_P = _ranges(sequences.starts_S + prompts_S - sequences.skipped_S - 1, completions_S)
+    return np.where(ordinal_P == 0, first_P, later_P), index_P
+
+
+def _predictions(batch: PolicyBatch, rows_P: np.ndarray, index_P: np.ndarray) -> Predictions:
+    if not len(rows_P):
+        rows_P, index_P = np.array([0]), np.array([-1])
+
+    def values(values_N: np.ndarray | None, dtype: type) -> torch.Tensor | None:
         if values_N is None:
             return None
-        return torch.from_numpy(np.where(predicts_T, values_N[next_T], 0).astype(dtype))
+        return torch.from_numpy(np.where(index_P >= 0, values_N[index_P], 0).astype(dtype))
 
-    return MicroBatch(
-        tokens_T=torch.from_numpy(tokens_T.astype(np.int64)),
-        positions_T=torch.from_numpy(position_T),
-        labels_T=at_prediction(batch.tokens_N, np.int64),
-        weights_T=at_prediction(batch.loss_weights_N, np.float32),
-        advantages_T=at_prediction(batch.advantages_N, np.float32),
-        behaviour_logprobs_T=at_prediction(batch.behaviour_logprobs_N, np.float32),
-        old_logprobs_T=at_prediction(batch.old_logprobs_N, np.float32),
-        reference_logprobs_T=at_prediction(batch.reference_logprobs_N, np.float32),
-        index_T=torch.from_numpy(next_T),
-        completion_T=torch.from_numpy(predicts_T & (position_T + 1 >= prompts[document_T])), lengths=padded)
+    return Predictions(
+        rows_P=torch.from_numpy(rows_P), labels_P=values(batch.tokens_N, np.int64),
+        weights_P=values(batch.loss_weights_N, np.float32), advantages_P=values(batch.advantages_N, np.float32),
+        behaviour_logprobs_P=values(batch.behaviour_logprobs_N, np.float32),
+        old_logprobs_P=values(batch.old_logprobs_N, np.float32),
+        reference_logprobs_P=values(batch.reference_logprobs_N, np.float32), index_P=torch.from_numpy(index_P))
 
 
-def _padding_documents(padded: np.ndarray, multiple: int, length: int | None) -> np.ndarray:
-    """Lengths of documents without a token that fill up to `length`, none longer than the longest that is there."""
-    missing = max(length or 0, 0 if len(padded) else multiple) - int(padded.sum())
-    longest = int(padded.max(initial=0)) or missing
-    full, rest = divmod(max(0, missing), max(1, longest))
-    return np.array([longest] * full + ([rest] if rest else []), np.int64)
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Concatenated `arange(start, start + length)`."""
+    return np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
 
 
 def zigzag_positions(lengths: np.ndarray, cp: int, cp_rank: int) -> np.ndarray:
-    """Positions inside their documents that a CP rank holds, document by document: chunks r and 2 CP - 1 - r of 2 CP
-    equal chunks, so that causal attention costs every rank the same. int64 [sum(lengths) / CP]."""
+    """Places inside their documents that a CP rank holds, document by document: chunks r and 2 CP - 1 - r of 2 CP
+    equal chunks, so that causal attention costs every rank the same. int64 [sum(lengths) / CP].
+
+    Raises:
+        ValueError: lengths that do not split into 2 CP chunks.
+    """
     local = lengths // cp
-    place_T = np.arange(local.sum()) - np.repeat(np.cumsum(local) - local, local)
+    place_T = _ranges(np.zeros_like(lengths), local)
     if cp == 1:
         return place_T
+    if (lengths % (2 * cp)).any():
+        raise ValueError(f"documents of {lengths.tolist()} tokens do not split into 2 x CP = {2 * cp} chunks")
     chunk_T = np.repeat(lengths // (2 * cp), local)
     mirrored_T = place_T >= chunk_T
     return place_T + np.where(mirrored_T, (2 * cp - 2 - cp_rank) * chunk_T, cp_rank * chunk_T)
-
-
-def split_for_cp(micro: MicroBatch, cp: int, cp_rank: int) -> MicroBatch:
-    """This CP rank's share of every document (zig-zag). Labels, weights and the rest were shifted before."""
-    if cp == 1:
-        return micro
-    if (micro.lengths % (2 * cp)).any():
-        raise ValueError(f"documents of {micro.lengths.tolist()} tokens do not split into 2 x CP = {2 * cp} chunks")
-    start_T = np.repeat(np.cumsum(micro.lengths) - micro.lengths, micro.lengths // cp)
-    select_T = torch.from_numpy(start_T + zigzag_positions(micro.lengths, cp, cp_rank))
-    return micro.map(lambda x: x[select_T])

@@ -8,11 +8,13 @@ over. `packed_attention` stands in for Transformer Engine's modules, and the tra
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import logging
 import warnings
+from collections.abc import Iterator
 from types import CodeType, ModuleType
 from typing import Any, Callable
 
@@ -55,6 +57,19 @@ _LITERALS = {
 def needed() -> bool:
     """True on a machine without CUDA."""
     return not torch.cuda.is_available()
+
+
+@contextlib.contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Import Megatron inside: on a CPU its fused functions, none of which the model uses here, stay plain Python.
+    Megatron compiles them when it is imported, and torch's compiler alone takes more than a second to load."""
+    compiler = torch.compile
+    if needed():
+        torch.compile = lambda function: function
+    try:
+        yield
+    finally:
+        torch.compile = compiler
 
 
 @functools.cache

@@ -59,25 +59,21 @@ def build_model(architecture: Architecture, plan: TrainingPlan, trainer: Trainer
     return chunks
 
 
-def select_output_rows(chunk: torch.nn.Module, wanted_T: torch.Tensor) -> torch.Tensor | None:
-    """Let the next forward make logits only where `wanted_T` (bool) is set: prompts and padding, often half of the
-    tokens, cost no vocabulary projection and no memory for their logits.
+def select_output_rows(chunk: torch.nn.Module, rows_P: torch.Tensor) -> None:
+    """Let the next forward make the logits of these rows only, in this order, repeated ones as often: prompts and
+    padding cost no vocabulary projection and no memory for their logits.
 
-    Returns:
-        The rows that the logits will have, int64, at least one; None where all are kept: on stages without logits,
-        and under sequence parallelism, where the projection itself gathers its input.
+    Nothing changes on stages without logits, nor under sequence parallelism, where the projection itself gathers its
+    input: `rows_P` must be all rows there.
     """
     model = get_attr_wrapped_model(chunk, "post_process", return_model_obj=True)
-    if not model.post_process or model.config.sequence_parallel:
-        return None
-    rows_T = wanted_T.nonzero().squeeze(1)
-    model.output_layer.rows_T = rows_T if len(rows_T) else rows_T.new_zeros(1)
-    return model.output_layer.rows_T
+    if model.post_process and not model.config.sequence_parallel:
+        model.output_layer.rows_P = rows_P
 
 
 def _keep_selected_rows(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-    rows_T = layer.__dict__.pop("rows_T", None)
-    return None if rows_T is None else (inputs[0].index_select(0, rows_T), *inputs[1:])
+    rows_P = layer.__dict__.pop("rows_P", None)
+    return None if rows_P is None else (inputs[0].index_select(0, rows_P), *inputs[1:])
 
 
 def transformer_config(architecture: Architecture, plan: TrainingPlan, trainer: Trainer) -> TransformerConfig:

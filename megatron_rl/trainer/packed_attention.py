@@ -5,12 +5,14 @@
 * `RMSNorm`: torch's, marked for sequence parallelism (Megatron's wrapper of it refuses that).
 
 Documents of similar length share one padded sub-batch, so that `scaled_dot_product_attention` runs on dense
-[documents, heads, length, d] blocks with at most twice the tokens, and no mask over the whole pack is ever made.
+[documents, heads, length, d] blocks with at most twice the queries and keys, and no mask over the whole pack is ever
+made. A document that continues a prefix has the prefix's keys gathered before its own.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +23,19 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.data.packing import zigzag_positions
+from megatron_rl.data.packing import Documents, zigzag_positions
 
 
 @dataclass
 class _SubBatch:
-    """`documents` documents padded to `query` (this CP rank's share) and `key` (whole) tokens."""
+    """`documents` documents padded to `query` (this CP rank's share) and `key` (prefix, then the whole document)
+    tokens."""
 
     documents: int
     query: int
     key: int
-    mask: torch.Tensor | None
-    """bool [documents, 1, query, key]; None where plain causality is enough (no CP)."""
+    mask: torch.Tensor | None = None
+    """bool [documents, 1, query, key]; None where plain causality is enough (no prefix, no CP)."""
 
 
 @dataclass
@@ -40,62 +43,86 @@ class PackedDocuments(PackedSeqParams):
     """Megatron's `PackedSeqParams` plus where each token lies in the padded sub-batches."""
 
     positions_T: torch.Tensor | None = None
-    """int64, position inside the document of each token of this CP rank."""
+    """int64, position inside the sequence of each token of this CP rank."""
     sub_batches: tuple[_SubBatch, ...] = ()
     query_rows_T: torch.Tensor | None = None
     """int64, row of each of this rank's tokens in the padded queries; None: they already lie that way."""
-    key_rows_T: torch.Tensor | None = None
-    """int64, row of each token (rank-major over CP) in the padded keys; None as above."""
+    key_tokens_K: torch.Tensor | None = None
+    """int64, token (rank-major over CP) that stands in each of the padded keys; None as above."""
     cos_sin: torch.Tensor | None = None
     """RoPE of these tokens, made once a micro-batch by `PackedRotary`."""
 
 
-def plan_documents(lengths: np.ndarray, cp: int, cp_rank: int) -> PackedDocuments:
-    """Sub-batches and index maps of documents with (padded) `lengths`, each a multiple of 2 CP if CP > 1."""
-    order = np.argsort(-lengths, kind="stable")
-    groups: list[list[int]] = []
-    for document in order:
-        if not groups or 2 * lengths[document] < lengths[groups[-1][0]]:
-            groups.append([])
-        groups[-1].append(int(document))
+def plan_documents(documents: Documents, positions_T: torch.Tensor, cp: int, cp_rank: int) -> PackedDocuments:
+    """Sub-batches and index maps of documents, whose lengths are multiples of 2 CP if CP > 1.
 
-    query_start, key_start = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
-    sub_batches, queries, keys = [], 0, 0
-    for group in groups:
-        longest = int(lengths[group[0]])
-        for slot, document in enumerate(group):
-            query_start[document] = queries + slot * (longest // cp)
-            key_start[document] = keys + slot * longest
-        sub_batches.append(_SubBatch(len(group), longest // cp, longest, _zigzag_mask(lengths[group], cp, cp_rank)))
-        queries += len(group) * (longest // cp)
-        keys += len(group) * longest
-
+    Args:
+        positions_T: position inside the sequence of each token of this CP rank.
+    """
+    lengths, prefixes = documents.lengths_D, documents.prefix_lengths_D
+    starts = np.cumsum(lengths) - lengths
     local = lengths // cp
-    place_T = np.arange(local.sum()) - np.repeat(np.cumsum(local) - local, local)
-    query_rows_T = np.repeat(query_start, local) + place_T
-    positions = [zigzag_positions(lengths, cp, r) for r in range(cp)]
-    key_rows_T = np.concatenate([np.repeat(key_start, local) + p for p in positions])
+    # Place of each token, in the order of the documents, among those gathered from the CP ranks.
+    place_of = np.empty(lengths.sum(), np.int64)
+    place_of[np.concatenate([np.repeat(starts, local) + zigzag_positions(lengths, cp, r) for r in range(cp)])] = \
+        np.arange(len(place_of))
+
+    sub_batches, query_start, key_tokens, queries = [], np.zeros(len(lengths), np.int64), [], 0
+    for members in _similar_documents(lengths, prefixes):
+        batch = _SubBatch(len(members), int(local[members].max()), int((prefixes + lengths)[members].max()))
+        query_start[members] = queries + np.arange(len(members)) * batch.query
+        queries += len(members) * batch.query
+        key_tokens += [_keys_of(documents, starts, d, batch.key) for d in members]
+        sub_batches.append(batch)
+    query_rows_T = np.repeat(query_start - (np.cumsum(local) - local), local) + np.arange(local.sum())
+    key_tokens_K = place_of[np.concatenate(key_tokens)]
+    _add_masks(sub_batches, query_rows_T, positions_T, cp)
+
     cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     longest = int(lengths.max())
     return PackedDocuments(
         qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest,
-        max_seqlen_kv=longest, positions_T=torch.from_numpy(positions[cp_rank]), sub_batches=tuple(sub_batches),
-        query_rows_T=_rows(query_rows_T, queries), key_rows_T=_rows(key_rows_T, keys),
-    )
+        max_seqlen_kv=longest, positions_T=positions_T, sub_batches=tuple(sub_batches),
+        query_rows_T=_rows(query_rows_T, queries), key_tokens_K=_rows(key_tokens_K, len(place_of)))
 
 
-def _rows(rows_T: np.ndarray, total: int) -> torch.Tensor | None:
-    return None if np.array_equal(rows_T, np.arange(total)) else torch.from_numpy(rows_T)
+def _similar_documents(lengths: np.ndarray, prefixes: np.ndarray) -> Iterator[np.ndarray]:
+    """Documents with a prefix or without, whose numbers of keys and of queries are at most a factor of two apart."""
+    for with_prefix in (False, True):
+        documents = np.flatnonzero((prefixes > 0) == with_prefix)
+        for of_similar_keys in _similar(documents, (prefixes + lengths)[documents]):
+            yield from _similar(of_similar_keys, lengths[of_similar_keys])
 
 
-def _zigzag_mask(lengths: np.ndarray, cp: int, cp_rank: int) -> torch.Tensor | None:
-    if cp == 1:
-        return None
-    longest = int(lengths.max())
-    positions = np.zeros((len(lengths), longest // cp), np.int64)   # padding rows look at key 0: never an empty row
-    for row, length in zip(positions, lengths, strict=True):
-        row[:length // cp] = zigzag_positions(np.array([length]), cp, cp_rank)
-    return torch.from_numpy(positions)[:, None, :, None] >= torch.arange(longest)
+def _similar(documents: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
+    order = np.argsort(-lengths, kind="stable")
+    while len(order):
+        count = int((2 * lengths[order] >= lengths[order[0]]).sum())
+        yield documents[order[:count]]
+        order = order[count:]
+
+
+def _keys_of(documents: Documents, starts: np.ndarray, document: int, padded: int) -> np.ndarray:
+    """Tokens of the prefix and of the document, then any token: no query looks at those."""
+    prefix, length = int(documents.prefix_lengths_D[document]), int(documents.lengths_D[document])
+    tokens = np.full(padded, starts[document], np.int64)
+    tokens[:prefix] = documents.prefix_starts_D[document] + np.arange(prefix)
+    tokens[prefix:prefix + length] = starts[document] + np.arange(length)
+    return tokens
+
+
+def _add_masks(sub_batches: list[_SubBatch], query_rows_T: np.ndarray, positions_T: torch.Tensor, cp: int) -> None:
+    """A query sees the keys up to its own position; a padding query the first one, never none."""
+    positions = torch.zeros(sum(b.documents * b.query for b in sub_batches), dtype=torch.int64)
+    positions[torch.from_numpy(query_rows_T)] = positions_T
+    sizes = [b.documents * b.query for b in sub_batches]
+    for batch, mine in zip(sub_batches, positions.split(sizes), strict=True):
+        if cp > 1 or batch.key > batch.query:
+            batch.mask = mine.view(batch.documents, 1, batch.query, 1) >= torch.arange(batch.key)
+
+
+def _rows(rows: np.ndarray, total: int) -> torch.Tensor | None:
+    return None if np.array_equal(rows, np.arange(total)) else torch.from_numpy(rows)
 
 
 class PackedAttention(torch.nn.Module):
@@ -112,24 +139,24 @@ class PackedAttention(torch.nn.Module):
     def forward(self, q_Thd: torch.Tensor, k_Tgd: torch.Tensor, v_Tgd: torch.Tensor, attention_mask: None,
                 packed_seq_params: PackedDocuments | None = None, **_: Any) -> torch.Tensor:
         """Tokens of this rank, [T, heads, d] and twice [T, kv heads, d]; returns [T, heads x d]."""
-        documents = packed_seq_params
+        documents, dtype = packed_seq_params, q_Thd.dtype
         if self.cp_group.size() > 1:
             k_Tgd, v_Tgd = _GatherOverGroup.apply(torch.cat((k_Tgd, v_Tgd), dim=1), self.cp_group).chunk(2, dim=1)
-        queries = sum(s.documents * s.query for s in documents.sub_batches)
-        keys = sum(s.documents * s.key for s in documents.sub_batches)
-        q_Thd = _ToRows.apply(q_Thd, documents.query_rows_T, queries)
-        k_Tgd = _ToRows.apply(k_Tgd, documents.key_rows_T, keys)
-        v_Tgd = _ToRows.apply(v_Tgd, documents.key_rows_T, keys)
+        q_Thd = _ToRows.apply(q_Thd, documents.query_rows_T, sum(b.documents * b.query for b in documents.sub_batches))
+        # In fp32 also for bf16 models: torch's CPU kernel is slower in bf16, up to six times for short documents. And
+        # the gradient of a shared prompt is a sum over its completions.
+        q_Thd, k_Kgd, v_Kgd = q_Thd.float(), k_Tgd.float(), v_Tgd.float()
+        if documents.key_tokens_K is not None:
+            k_Kgd, v_Kgd = (x.index_select(0, documents.key_tokens_K) for x in (k_Kgd, v_Kgd))
 
         outputs, query, key = [], 0, 0
         for batch in documents.sub_batches:
             q_stop, k_stop = query + batch.documents * batch.query, key + batch.documents * batch.key
-            # In fp32 also for bf16 models: torch's CPU kernel is slower in bf16, up to six times for short documents.
             out_BhTd = F.scaled_dot_product_attention(
-                _dense(q_Thd[query:q_stop], batch.documents).float(), _dense(k_Tgd[key:k_stop], batch.documents).float(),
-                _dense(v_Tgd[key:k_stop], batch.documents).float(), attn_mask=batch.mask, is_causal=batch.mask is None,
+                _dense(q_Thd[query:q_stop], batch.documents), _dense(k_Kgd[key:k_stop], batch.documents),
+                _dense(v_Kgd[key:k_stop], batch.documents), attn_mask=batch.mask, is_causal=batch.mask is None,
                 scale=self.scale, enable_gqa=q_Thd.shape[1] != k_Tgd.shape[1])
-            outputs.append(out_BhTd.to(q_Thd.dtype).transpose(1, 2).flatten(0, 1).flatten(1))
+            outputs.append(out_BhTd.to(dtype).transpose(1, 2).flatten(0, 1).flatten(1))
             query, key = q_stop, k_stop
         return _FromRows.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], documents.query_rows_T)
 

@@ -6,11 +6,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
 
 from launch.planner.plan import Plan, RankCoordinates
 from megatron_rl.stores import meet, tcp_store
 from megatron_rl.trainer import cpu
+
+with cpu.nothing_compiled():        # of all modules of a training rank this one is imported first
+    from megatron.core import parallel_state, tensor_parallel
 
 
 def initialise(plan: Plan, rank: int, address: str, port: int, timeout_s: float, threads: int = 1,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import torch
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from launch.errors import UserError
 from launch.planner.architecture import ROPE_TYPES
@@ -25,6 +23,10 @@ def inverse_frequencies(architecture: Architecture) -> torch.Tensor:
     if rope["rope_type"] == "default":
         exponents = torch.arange(0, architecture.head_dim, 2, dtype=torch.float) / architecture.head_dim
         return 1.0 / (rope["rope_theta"] ** exponents)
+    # Only here: the import alone takes a second, in every rank.
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     config = LlamaConfig(hidden_size=architecture.hidden, num_attention_heads=architecture.heads,
                          head_dim=architecture.head_dim, max_position_embeddings=architecture.max_positions,
                          rope_parameters=rope)

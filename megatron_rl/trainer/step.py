@@ -15,7 +15,8 @@ from megatron.core.utils import get_model_config
 
 from launch.planner.plan import Plan
 from megatron_rl.data.batch import PolicyBatch
-from megatron_rl.data.packing import MicroBatch, Schedule, common_length, make_schedule, pack, split_for_cp
+from megatron_rl.data.packing import MicroBatch, Predictions, pack
+from megatron_rl.data.schedule import InputTokens, Schedule, make_schedule
 from megatron_rl.trainer import cpu
 from megatron_rl.trainer.logprobs import vocab_parallel_logprobs
 from megatron_rl.trainer.model import select_output_rows
@@ -39,8 +40,9 @@ class Objective(Protocol):
 def schedule_of(batch: PolicyBatch, plan: Plan) -> Schedule:
     """The packed schedule of a batch under a plan, the same on every rank."""
     training = plan.training
-    return make_schedule(batch.lengths_B, training.dp, plan.batch.token_budget, plan.batch.sequence_multiple,
-                         micro_batch_multiple=training.pp if training.vpp > 1 else 1)
+    return make_schedule(batch, training.dp, plan.batch.token_budget, plan.batch.sequence_multiple,
+                         micro_batch_multiple=training.pp if training.vpp > 1 else 1,
+                         share_prompts=plan.batch.share_prompts, pipelined=training.pp > 1)
 
 
 def run_step(chunks: list, plan: Plan, batch: PolicyBatch, objective: Objective, temperature: float,
@@ -61,12 +63,12 @@ def run_step(chunks: list, plan: Plan, batch: PolicyBatch, objective: Objective,
     """
     sums: list[dict[str, torch.Tensor]] = []
 
-    def loss_of(logits_TV: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        logprobs_T, entropy_T = _logprobs(logits_TV, micro, plan, temperature)
+    def loss_of(logits_PV: torch.Tensor, predictions: Predictions) -> torch.Tensor:
+        logprobs_P, entropy_P = _logprobs(logits_PV, predictions, plan, temperature)
         loss, parts = objective(
-            logprobs_T=logprobs_T, entropy_T=entropy_T, advantages_T=micro.advantages_T, weights_T=micro.weights_T,
-            behaviour_logprobs_T=micro.behaviour_logprobs_T, old_logprobs_T=micro.old_logprobs_T,
-            reference_logprobs_T=micro.reference_logprobs_T)
+            logprobs_T=logprobs_P, entropy_T=entropy_P, advantages_T=predictions.advantages_P,
+            weights_T=predictions.weights_P, behaviour_logprobs_T=predictions.behaviour_logprobs_P,
+            old_logprobs_T=predictions.old_logprobs_P, reference_logprobs_T=predictions.reference_logprobs_P)
         sums.append({name: value.detach() for name, value in {"loss": loss, **parts}.items()})
         return loss
 
@@ -84,11 +86,12 @@ def run_logprobs(chunks: list, plan: Plan, batch: PolicyBatch, temperature: floa
     """
     values_N = torch.zeros(len(batch.tokens_N), device=device_of_rank())
 
-    def record(logits_TV: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        logprobs_T, _ = _logprobs(logits_TV, micro, plan, temperature)
+    def record(logits_PV: torch.Tensor, predictions: Predictions) -> torch.Tensor:
+        logprobs_P, _ = _logprobs(logits_PV, predictions, plan, temperature)
         if parallel_state.get_tensor_model_parallel_rank() == 0:
-            values_N[micro.index_T[micro.completion_T]] = logprobs_T[micro.completion_T]
-        return logprobs_T.sum()
+            real_P = predictions.index_P >= 0
+            values_N[predictions.index_P[real_P]] = logprobs_P[real_P]
+        return logprobs_P.sum()
 
     _run(chunks, plan, batch, schedule or schedule_of(batch, plan), record, forward_only=True)
     # Each token was written by one rank only, and by no other stage.
@@ -97,9 +100,9 @@ def run_logprobs(chunks: list, plan: Plan, batch: PolicyBatch, temperature: floa
 
 
 def _run(chunks: list, plan: Plan, batch: PolicyBatch, schedule: Schedule,
-         loss_of: Callable[[torch.Tensor, MicroBatch], torch.Tensor], forward_only: bool) -> None:
+         loss_of: Callable[[torch.Tensor, Predictions], torch.Tensor], forward_only: bool) -> None:
     """One pass of the schedule's micro-batches of this rank through the pipeline."""
-    training, multiple = plan.training, plan.batch.sequence_multiple
+    training = plan.training
     config = get_model_config(chunks[0])
     length = _padded_length(schedule, batch, plan)
     config.variable_seq_lengths = length is None and training.pp > 1
@@ -109,15 +112,15 @@ def _run(chunks: list, plan: Plan, batch: PolicyBatch, schedule: Schedule,
     # Each virtual stage asks for each micro-batch; between the first and the last lie at most PP x VPP others.
     @functools.lru_cache(maxsize=2 * training.pp * training.vpp)
     def packed(index: int) -> tuple[MicroBatch, PackedSeqParams]:
-        micro = split_for_cp(pack(batch, mine[index], multiple, length), training.cp, cp_rank).to(device)
+        micro = pack(batch, mine[index], multiple=plan.batch.sequence_multiple, length=length, cp=training.cp,
+                     cp_rank=cp_rank, predict_everywhere=training.sequence_parallel).to(device)
         return micro, _packed_seq_params(micro, training.cp, cp_rank)
 
     def forward(indices: Iterator[int], chunk: torch.nn.Module):
         micro, params = packed(next(indices))
-        rows_T = select_output_rows(chunk, micro.completion_T)
+        select_output_rows(chunk, micro.predictions.rows_P)
         output = chunk(micro.tokens_T[None], micro.positions_T[None], None, packed_seq_params=params)
-        predicted = micro if rows_T is None else micro.map(lambda x: x[rows_T])
-        return output, lambda logits_1TV: (loss_of(logits_1TV.squeeze(0), predicted), _no_tokens(), {})
+        return output, lambda logits_1PV: (loss_of(logits_1PV.squeeze(0), micro.predictions), _no_tokens(), {})
 
     get_forward_backward_func()(
         forward_step_func=forward, data_iterator=[iter(range(len(mine))) for _ in chunks], model=chunks,
@@ -129,27 +132,28 @@ def _padded_length(schedule: Schedule, batch: PolicyBatch, plan: Plan) -> int | 
     """One length for all micro-batches under a pipeline; None if they keep their own."""
     if plan.training.pp == 1:
         return None
-    multiple = plan.batch.sequence_multiple
-    longest = common_length(schedule, batch.lengths_B, multiple)
-    micro_batches = sum(len(rank) for rank in schedule)
-    tokens = (-(-np.asarray(batch.lengths_B, np.int64) // multiple) * multiple).sum()
-    return longest if longest * micro_batches <= (1 + _MOST_PADDING) * tokens else None
+    tokens = InputTokens(batch, plan.batch.sequence_multiple)
+    sizes = [tokens.micro_batch(units) for rank in schedule for units in rank]
+    longest = max(sizes)
+    return longest if longest * len(sizes) <= (1 + _MOST_PADDING) * sum(sizes) else None
 
 
 def _packed_seq_params(micro: MicroBatch, cp: int, cp_rank: int) -> PackedSeqParams:
     if cpu.needed():
-        return plan_documents(micro.lengths, cp, cp_rank)
-    cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(micro.lengths)]).astype(np.int32))
+        return plan_documents(micro.documents, micro.positions_T, cp, cp_rank)
+    lengths = micro.documents.lengths_D
+    cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     cu_seqlens = cu_seqlens.to(micro.tokens_T.device)
-    longest = int(micro.lengths.max())
+    longest = int(lengths.max())
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
                            cu_seqlens_q_padded=cu_seqlens, cu_seqlens_kv_padded=cu_seqlens, max_seqlen_q=longest,
                            max_seqlen_kv=longest)
 
 
-def _logprobs(logits_TV: torch.Tensor, micro: MicroBatch, plan: Plan, temperature: float):
-    return vocab_parallel_logprobs(logits_TV, micro.labels_T, vocab=plan.architecture.vocab, temperature=temperature,
-                                   group=parallel_state.get_tensor_model_parallel_group())
+def _logprobs(logits_PV: torch.Tensor, predictions: Predictions, plan: Plan,
+              temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return vocab_parallel_logprobs(logits_PV, predictions.labels_P, vocab=plan.architecture.vocab,
+                                   temperature=temperature, group=parallel_state.get_tensor_model_parallel_group())
 
 
 def _no_tokens() -> torch.Tensor:

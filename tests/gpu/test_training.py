@@ -21,7 +21,7 @@ from tests.trainer.runs import assert_same_bits, batches, config_of, keep_next_g
 
 VOCAB = 320
 LENGTHS = [17, 40, 9, 33, 5, 61, 1, 2, 22]
-"""Documents of one token and of unequal lengths, packed into four micro-batches of up to 64 tokens."""
+"""Documents of one token and of unequal lengths, packed into three micro-batches of up to 64 tokens."""
 Device = Literal["cpu", "gpu"]
 
 

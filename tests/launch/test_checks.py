@@ -43,6 +43,11 @@ CASES = [
       "use trainer.token_budget >= 36"], ["trainer.token_budget=36"]),
     (["trainer.cp=2", "trainer.sequence_parallel=true", "trainer.token_budget=60"],
      ["trainer.token_budget = 60 is no multiple of 8", "trainer.token_budget = 64"], ["trainer.token_budget=64"]),
+    (["trainer.share_prompts=on", "trainer.cp=2"], ["trainer.share_prompts = on with trainer.cp = 2",
+                                                    "use trainer.share_prompts = auto"], ["trainer.cp=1"]),
+    (["trainer.share_prompts=on", "trainer.sequence_parallel=true"],
+     ["trainer.share_prompts = on with trainer.sequence_parallel = true", "or sequence_parallel: false"],
+     ["trainer.share_prompts=auto"]),
     (["algorithm.updates_per_batch=3"], ["algorithm.prompts_per_step = 16 does not divide into",
                                          "updates_per_batch = 3", "updates_per_batch = 1, 2, 4, 8 or 16"],
      ["algorithm.updates_per_batch=4"]),
@@ -140,6 +145,15 @@ def test_fp32_under_context_parallelism_is_refused_on_gpus_only(run_yaml, tiny_a
     assert "override 'trainer.cp=2'" in str(error.value) and "or trainer.cp = 1" in str(error.value)
     for remedy in (["trainer.dtype=bf16", "rollout.dtype=bf16"], ["trainer.cp=1"]):
         check(load_config(run_yaml, words + remedy), tiny_architecture, "gpu", gpus=8)
+
+
+def test_shared_prompts_are_refused_on_gpus(run_yaml, tiny_architecture):
+    words = ["trainer.share_prompts=on"]
+    check(load_config(run_yaml, words), tiny_architecture, "cpu")
+    with pytest.raises(UserError, match="trainer.share_prompts = on, and on a GPU Transformer Engine") as error:
+        check(load_config(run_yaml, words), tiny_architecture, "gpu", gpus=8)
+    assert "override 'trainer.share_prompts=on'" in str(error.value)
+    check(load_config(run_yaml, ["trainer.share_prompts=auto"]), tiny_architecture, "gpu", gpus=8)
 
 
 def test_rules_that_are_the_cpus_do_not_bind_gpus(run_yaml):

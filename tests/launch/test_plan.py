@@ -119,6 +119,13 @@ def test_sequence_multiple_and_padded_vocab(run_yaml, tiny_architecture):
     assert plan(load_config(run_yaml).config, tiny_architecture, "cpu").training.padded_vocab == 256
 
 
+@pytest.mark.parametrize("device, words, shared", [
+    ("cpu", [], True), ("cpu", ["trainer.share_prompts=off"], False), ("cpu", ["trainer.cp=2"], False),
+    ("cpu", ["trainer.sequence_parallel=true"], False), ("gpu", [], False)])
+def test_prompts_are_shared_where_the_trainer_can(run_yaml, tiny_architecture, device, words, shared):
+    assert plan(load_config(run_yaml, words).config, tiny_architecture, device).batch.share_prompts == shared
+
+
 def test_plan_is_the_same_bytes_in_another_process(run_yaml, cli):
     """No set order, hash seed, clock or environment enters the plan."""
     first = cli("plan", run_yaml, "--json", "--device", "cpu")[1]

@@ -42,13 +42,28 @@ def make_plan(config: RunConfig, device: Literal["cpu", "gpu"] = "cpu") -> Plan:
 def make_batch(lengths: list[int], vocab: int, seed: int = 0) -> PolicyBatch:
     """Random tokens (0, the padding id, among them), advantages, and weights that differ from token to token."""
     rng = np.random.default_rng(seed)
-    lengths_B = np.array(lengths, np.int32)
-    prompt_B = np.maximum(1, lengths_B // 3)
-    n = int(lengths_B.sum())
+    tokens_N = rng.integers(0, vocab, sum(lengths), dtype=np.int32)
+    return _batch(tokens_N, np.array(lengths, np.int32), np.maximum(1, np.array(lengths, np.int32) // 3), rng)
+
+
+def make_groups(groups: list[tuple[int, list[int]]], vocab: int, seed: int = 0) -> PolicyBatch:
+    """As `make_batch`, of groups: the length of a prompt, and those of the completions to it."""
+    rng = np.random.default_rng(seed)
+    tokens = []
+    for prompt, completions in groups:
+        prompt_P = rng.integers(0, vocab, prompt, dtype=np.int32)
+        tokens += [np.concatenate([prompt_P, rng.integers(0, vocab, n, dtype=np.int32)]) for n in completions]
+    prompts_B = np.repeat([prompt for prompt, _ in groups], [len(completions) for _, completions in groups])
+    return _batch(np.concatenate(tokens), np.array([len(x) for x in tokens], np.int32), prompts_B.astype(np.int32), rng)
+
+
+def _batch(tokens_N: np.ndarray, lengths_B: np.ndarray, prompt_B: np.ndarray,
+           rng: np.random.Generator) -> PolicyBatch:
+    n = len(tokens_N)
     completion_N = np.concatenate([np.arange(length) >= prompt for length, prompt in zip(lengths_B, prompt_B)])
     return PolicyBatch(
-        tokens_N=rng.integers(0, vocab, n, dtype=np.int32), lengths_B=lengths_B, prompt_lengths_B=prompt_B,
-        loss_weights_N=(completion_N * rng.uniform(0.5, 1.5, n) / completion_N.sum()).astype(np.float32),
+        tokens_N=tokens_N, lengths_B=lengths_B, prompt_lengths_B=prompt_B,
+        loss_weights_N=(completion_N * rng.uniform(0.5, 1.5, n) / max(1, completion_N.sum())).astype(np.float32),
         advantages_N=rng.normal(size=n).astype(np.float32),
         behaviour_logprobs_N=(completion_N * -rng.uniform(1, 6, n)).astype(np.float32))
 

@@ -1,109 +1,161 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.errors import UserError
 from megatron_rl.data.batch import PolicyBatch
-from megatron_rl.data.packing import common_length, make_schedule, pack, split_for_cp, zigzag_positions
+from megatron_rl.data.packing import MicroBatch, pack, zigzag_positions
+from megatron_rl.data.schedule import InputTokens, make_schedule
+from tests.trainer.harness import make_batch, make_groups
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+GROUPS = st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(0, 9), min_size=1, max_size=5)), min_size=1,
+                  max_size=6)
 
 
-def _batch(lengths: list[int]) -> PolicyBatch:
-    """Every value tells its place on the N axis; token 0, the padding id, is sampled too."""
-    n = sum(lengths)
-    place_N = np.arange(n, dtype=np.float32)
-    return PolicyBatch(tokens_N=(np.arange(n) % 7).astype(np.int32), lengths_B=np.array(lengths, np.int32),
-                       prompt_lengths_B=np.array([(n + 1) // 2 for n in lengths], np.int32),
-                       loss_weights_N=place_N + 0.25,
-                       advantages_N=place_N + 0.5, behaviour_logprobs_N=-place_N, old_logprobs_N=-place_N - 0.5)
+def _numbered(batch: PolicyBatch) -> PolicyBatch:
+    """Every value tells its place on the N axis."""
+    place_N = np.arange(len(batch.tokens_N), dtype=np.float32)
+    return replace(batch, loss_weights_N=place_N + 0.25, advantages_N=place_N + 0.5, behaviour_logprobs_N=-place_N,
+                   old_logprobs_N=-place_N - 0.5)
 
 
-@settings(max_examples=60, deadline=None)
-@given(LENGTHS, st.integers(1, 4), st.integers(64, 200), st.sampled_from([1, 2, 4, 8]), st.integers(1, 4))
-def test_schedule_holds_every_sequence_once_and_the_same_number_of_micro_batches(
-        lengths: list[int], dp: int, budget: int, multiple: int, micro_batch_multiple: int) -> None:
-    schedule = make_schedule(np.array(lengths), dp, budget, multiple, micro_batch_multiple)
-    counts = {len(rank) for rank in schedule}
-    assert len(schedule) == dp and len(counts) == 1
-    assert counts.pop() % micro_batch_multiple == 0
-    assert sorted(i for rank in schedule for micro in rank for i in micro) == list(range(len(lengths)))
-    sizes = [sum(-(-lengths[i] // multiple) * multiple for i in micro) for rank in schedule for micro in rank]
-    assert max(sizes) <= budget
-    assert common_length(schedule, np.array(lengths), multiple) == max(max(sizes), multiple)
-    assert schedule == make_schedule(np.array(lengths), dp, budget, multiple, micro_batch_multiple)
-
-
-def test_very_unequal_lengths_are_balanced_over_ranks() -> None:
-    lengths = np.array([95] * 5 + [20] * 5)
-    schedule = make_schedule(lengths, dp=2, token_budget=200)
-    tokens = [sum(lengths[i] for micro in rank for i in micro) for rank in schedule]
-    assert max(tokens) - min(tokens) <= 95
-    # A schedule by sequence count alone puts the five long ones on one rank: 475 against 100 tokens.
-    assert max(tokens) < 350
-
-
-def test_sequence_over_the_budget_is_refused_with_its_padded_length() -> None:
-    with pytest.raises(UserError, match=r"sequence 1 of the batch has 61 tokens, 64 with padding.*= 62"):
-        make_schedule(np.array([10, 61]), 1, 62, multiple=8)
+def _whole(micro: MicroBatch, batch: PolicyBatch, predictions: dict[int, int]) -> None:
+    """`predictions`: for each place on the N axis the row that must predict it."""
+    p = micro.predictions
+    found = {int(index): int(row) for index, row in zip(p.index_P, p.rows_P) if index >= 0}
+    assert found == predictions
+    assert len(p.index_P) == max(1, len(found)), "nothing is predicted twice"
+    for i, place in enumerate(p.index_P.tolist()):
+        if place < 0:
+            assert p.weights_P[i] == 0 and p.labels_P[i] == 0 and p.advantages_P[i] == 0
+        else:
+            assert p.labels_P[i] == batch.tokens_N[place]
+            assert p.weights_P[i] == place + 0.25 and p.advantages_P[i] == place + 0.5
+            assert p.behaviour_logprobs_P[i] == -place and p.old_logprobs_P[i] == -place - 0.5
+    assert p.reference_logprobs_P is None
 
 
 @settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.sampled_from([1, 2, 4]), st.data())
-def test_packed_values_belong_to_the_next_token_of_the_same_document(lengths: list[int], multiple: int, data) -> None:
-    batch = _batch(lengths)
-    indices = tuple(sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1)))))
+def test_completion_tokens_are_predicted_from_the_token_before_them(lengths: list[int], multiple: int, data) -> None:
+    batch = _numbered(make_batch(lengths, 7))
+    indices = sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1))))
+    inputs = {i: max(int(batch.prompt_lengths_B[i]), lengths[i] - 1) for i in indices}
     extra = data.draw(st.integers(0, 3)) * multiple
-    length = sum(-(-lengths[i] // multiple) * multiple for i in indices) + extra
-    micro = pack(batch, indices, multiple, length)
+    length = sum(-(-n // multiple) * multiple for n in inputs.values()) + extra
+    micro = pack(batch, tuple((i,) for i in indices), multiple=multiple, length=length)
 
-    assert len(micro.tokens_T) == max(length, multiple) == micro.lengths.sum()
-    assert (micro.lengths % multiple == 0).all()
-    expected, completion = {}, {}
-    at = 0
-    for i in indices:
+    assert len(micro.tokens_T) == max(length, multiple) == micro.documents.lengths_D.sum()
+    assert (micro.documents.lengths_D % multiple == 0).all() and not micro.documents.prefix_lengths_D.any()
+    at, predictions = 0, {}
+    for i, n in inputs.items():
         offset = int(batch.offsets_B1[i])
-        for j in range(lengths[i] - 1):
-            expected[at + j] = offset + j + 1
-            completion[at + j] = j + 1 >= (lengths[i] + 1) // 2
-        assert micro.tokens_T[at:at + lengths[i]].tolist() == batch.tokens_N[offset:offset + lengths[i]].tolist()
-        assert micro.positions_T[at:at + lengths[i]].tolist() == list(range(lengths[i]))
-        at += -(-lengths[i] // multiple) * multiple
-    for t in range(len(micro.tokens_T)):
-        place = expected.get(t, -1)
-        assert micro.index_T[t] == place
-        assert micro.completion_T[t] == completion.get(t, False)
-        if place < 0:
-            assert micro.weights_T[t] == 0 and micro.labels_T[t] == 0 and micro.advantages_T[t] == 0
-        else:
-            assert micro.labels_T[t] == batch.tokens_N[place]
-            assert micro.weights_T[t] == place + 0.25 and micro.advantages_T[t] == place + 0.5
-            assert micro.behaviour_logprobs_T[t] == -place and micro.old_logprobs_T[t] == -place - 0.5
-    assert micro.reference_logprobs_T is None
+        assert micro.tokens_T[at:at + n].tolist() == batch.tokens_N[offset:offset + n].tolist()
+        assert micro.positions_T[at:at + n].tolist() == list(range(n))
+        predictions |= {offset + j: at + j - 1 for j in range(int(batch.prompt_lengths_B[i]), lengths[i])}
+        at += -(-n // multiple) * multiple
+    _whole(micro, batch, predictions)
+
+
+def _read(micro: MicroBatch, document: int) -> tuple[list[int], list[int]]:
+    """Tokens and positions that a document's last query sees, in order."""
+    d, start = micro.documents, int(micro.documents.lengths_D[:document].sum())
+    prefix = range(d.prefix_starts_D[document], d.prefix_starts_D[document] + d.prefix_lengths_D[document])
+    places = [*prefix, *range(start, start + d.lengths_D[document])]
+    return micro.tokens_T[places].tolist(), micro.positions_T[places].tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(GROUPS, st.integers(1, 3), st.integers(24, 80), st.booleans(), st.booleans())
+def test_with_shared_prompts_every_completion_follows_its_prompt(groups: list, dp: int, budget: int, pipelined: bool,
+                                                                 pad: bool) -> None:
+    batch = _numbered(make_groups(groups, 7))
+    schedule = make_schedule(batch, dp, budget, share_prompts=True, pipelined=pipelined)
+    predicted: list[int] = []
+    for units in (units for rank in schedule for units in rank):
+        size = InputTokens(batch).micro_batch(units)
+        micro = pack(batch, units, length=budget if pad else None)
+        assert len(micro.tokens_T) == (budget if pad else size)
+        d = micro.documents
+        ends = np.cumsum(d.lengths_D)
+        expected = []
+        for i in (i for unit in units for i in unit):
+            start, stop = batch.offsets_B1[i:i + 2]
+            inputs = batch.tokens_N[start:max(start + batch.prompt_lengths_B[i], stop - 1)].tolist()
+            if i in {unit[0] for unit in units} or len(inputs) > batch.prompt_lengths_B[i]:
+                expected.append((inputs, list(range(len(inputs)))))
+        assert [_read(micro, document) for document in range(len(d.lengths_D))][:len(expected)] == expected
+        assert not micro.tokens_T[size:].any()
+        rows = {}
+        for index, row in zip(micro.predictions.index_P.tolist(), micro.predictions.rows_P.tolist()):
+            if index < 0:
+                continue
+            sequence = int(np.searchsorted(batch.offsets_B1, index, side="right")) - 1
+            seen = batch.tokens_N[batch.offsets_B1[sequence]:index].tolist()
+            document = int(np.searchsorted(ends, row, side="right"))
+            tokens, positions = _read(micro, document)
+            position = int(micro.positions_T[row])
+            assert tokens[:position + 1] == seen and positions[:position + 1] == list(range(len(seen)))
+            rows[index] = row
+        _whole(micro, batch, rows)
+        predicted += rows
+    completion_N = np.concatenate([np.arange(n) >= p for n, p in zip(batch.lengths_B, batch.prompt_lengths_B)])
+    assert sorted(predicted) == np.flatnonzero(completion_N).tolist()
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.sampled_from([2, 4]))
 def test_cp_ranks_share_every_document_in_mirrored_chunks(lengths: list[int], cp: int) -> None:
-    micro = pack(_batch(lengths), tuple(range(len(lengths))), 2 * cp)
-    shares = [split_for_cp(micro, cp, r) for r in range(cp)]
+    batch = _numbered(make_batch(lengths, 7))
+    units = tuple((i,) for i in range(len(lengths)))
+    micro = pack(batch, units, multiple=2 * cp)
+    shares = [pack(batch, units, multiple=2 * cp, cp=cp, cp_rank=r) for r in range(cp)]
     assert {len(s.tokens_T) for s in shares} == {len(micro.tokens_T) // cp}
-    assert sorted(torch.cat([s.index_T for s in shares]).tolist()) == sorted(micro.index_T.tolist())
+    starts = np.cumsum(micro.documents.lengths_D) - micro.documents.lengths_D
+    row_of = dict(zip(micro.predictions.index_P.tolist(), micro.predictions.rows_P.tolist()))
+    predicted: list[int] = []
     for r, share in enumerate(shares):
-        assert share.positions_T.tolist() == zigzag_positions(micro.lengths, cp, r).tolist()
-        at = 0
-        for length in micro.lengths:
+        assert share.positions_T.tolist() == zigzag_positions(micro.documents.lengths_D, cp, r).tolist()
+        assert share.documents.lengths_D.tolist() == micro.documents.lengths_D.tolist()
+        at, places = 0, []
+        for start, length in zip(starts, micro.documents.lengths_D):
             chunk = length // (2 * cp)
             head, tail = share.positions_T[at:at + chunk], share.positions_T[at + chunk:at + 2 * chunk]
             assert head.tolist() == list(range(r * chunk, (r + 1) * chunk))
             assert tail.tolist() == list(range(length - (r + 1) * chunk, length - r * chunk))
+            places += [*(start + head.numpy()), *(start + tail.numpy())]
             at += length // cp
+        assert share.tokens_T.tolist() == micro.tokens_T[places].tolist()
+        mine = {int(i): int(row) for i, row in zip(share.predictions.index_P, share.predictions.rows_P) if i >= 0}
+        assert all(places[row] == row_of[index] for index, row in mine.items())
+        _whole(share, batch, mine)
+        predicted += mine
+    assert sorted(predicted) == sorted(index for index in row_of if index >= 0)
 
 
-def test_without_sequences_there_is_one_document_of_padding() -> None:
-    micro = pack(_batch([5, 3]), (), multiple=4)
-    assert micro.lengths.tolist() == [4] and not micro.weights_T.any() and (micro.index_T == -1).all()
+def test_documents_that_do_not_split_over_cp_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"documents of \[4\] tokens do not split into 2 x CP = 8 chunks"):
+        pack(make_batch([5], 7), ((0,),), multiple=4, cp=4)
+
+
+def test_without_sequences_there_is_one_document_of_padding_and_one_prediction_of_no_weight() -> None:
+    micro = pack(make_batch([5, 3], 7), (), multiple=4)
+    assert micro.documents.lengths_D.tolist() == [4]
+    assert micro.predictions.weights_P.tolist() == [0.0] and micro.predictions.index_P.tolist() == [-1]
+
+
+def test_one_prediction_a_row_where_logits_are_made_for_all_rows() -> None:
+    batch = _numbered(make_batch([9, 4], 7))
+    chosen, every = (pack(batch, ((0,), (1,)), multiple=4, predict_everywhere=x) for x in (False, True))
+    assert every.predictions.rows_P.tolist() == list(range(len(every.tokens_T)))
+    rows = chosen.predictions.rows_P
+    for name in ("index_P", "labels_P", "weights_P", "advantages_P", "behaviour_logprobs_P", "old_logprobs_P"):
+        assert torch.equal(getattr(every.predictions, name)[rows], getattr(chosen.predictions, name))
+    others = np.setdiff1d(np.arange(len(every.tokens_T)), rows)
+    assert not every.predictions.weights_P[others].any() and (every.predictions.index_P[others] == -1).all()

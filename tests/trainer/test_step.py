@@ -12,6 +12,8 @@ import torch
 
 from launch.config.schema import RunConfig
 from megatron_rl.data.batch import PolicyBatch
+from megatron_rl.data.packing import pack
+from megatron_rl.data.schedule import make_schedule
 from megatron_rl.trainer import packed_attention, step
 from tests.ranks import Rank, run_ranks
 from tests.tiny_models import make_tiny
@@ -20,6 +22,7 @@ from tests.trainer.harness import (
     assert_gradients_equal,
     hugging_face,
     make_batch,
+    make_groups,
     make_plan,
     reinforce,
     run_config,
@@ -28,6 +31,8 @@ from tests.trainer.harness import (
 VOCAB, TEMPERATURE = 320, 0.7
 MIXED = [17, 40, 9, 33, 5, 61, 1, 2, 22]
 UNEQUAL = [95] * 5 + [20] * 5
+GROUPS = [(12, [5, 9, 1, 14]), (1, [3, 1, 6, 2]), (30, [1, 1, 2, 1]), (7, [20, 17, 33, 8]), (9, [4]), (3, [0, 2])]
+"""Prompts and completions of one token, a group of one, an empty completion that comes first."""
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
@@ -59,7 +64,16 @@ class Models:
 
     @functools.cache
     def truth(self, model: tuple, lengths: tuple) -> tuple:
-        return hugging_face(self.folder(model), make_batch(list(lengths), VOCAB), TEMPERATURE)
+        return hugging_face(self.folder(model), batch_of(lengths), TEMPERATURE)
+
+
+def batch_of(lengths: tuple) -> PolicyBatch:
+    """Of sequences of these lengths, or of groups."""
+    return (make_batch if isinstance(lengths[0], int) else make_groups)(list(lengths), VOCAB)
+
+
+def _lengths(values: list) -> tuple:
+    return tuple(value if isinstance(value, int) else (value[0], tuple(value[1])) for value in values)
 
 
 def _freeze(values: dict) -> tuple:
@@ -93,6 +107,15 @@ CASES = {
     "dp2-cp2": ({}, {"dp": 2, "cp": 2}, UNEQUAL),
     "dp2-selective-recompute": ({}, {"dp": 2, "recompute": "selective"}, UNEQUAL),
     "dp2-fewer-sequences-than-ranks": ({}, {"dp": 2, "pp": 2}, [30]),
+    "shared-one-micro-batch": ({}, {"token_budget": 1000}, GROUPS),
+    "shared-groups-over-the-budget-qwen2-full-recompute": ({"family": "qwen2"},
+                                                           {"token_budget": 45, "recompute": "full"}, GROUPS),
+    "shared-tp2-pp2-qwen3-tied": (WIDE_HEADS, {"tp": 2, "pp": 2, "token_budget": 64}, GROUPS),
+    "shared-pp2-vpp2-too-unequal-to-pad": ({"num_hidden_layers": 4}, {"pp": 2, "vpp": 2},
+                                           [(40, [60, 2, 1]), (4, [3])]),
+    "shared-dp2-one-group": ({}, {"dp": 2}, [(10, [9, 13, 4, 11, 8])]),
+    "groups-tp2-sp": ({}, {"tp": 2, "sequence_parallel": True}, GROUPS),
+    "groups-cp2": ({}, {"cp": 2}, GROUPS),
 }
 
 
@@ -101,9 +124,9 @@ def test_log_probs_and_gradients_equal_hugging_face(case: str, models: Models) -
     model, trainer, lengths = CASES[case]
     model = _freeze(model)
     config = run_config(models.folder(model), **trainer)
-    batch = make_batch(lengths, VOCAB)
+    batch = batch_of(lengths)
     results = run_ranks(make_plan(config).training.world_size, _step, config, batch, timeout=60)
-    logprobs_N, loss, gradients = models.truth(model, tuple(lengths))
+    logprobs_N, loss, gradients = models.truth(model, _lengths(lengths))
 
     completion_N = batch.behaviour_logprobs_N != 0
     for found_N, metrics, _ in results:
@@ -115,12 +138,13 @@ def test_log_probs_and_gradients_equal_hugging_face(case: str, models: Models) -
     assert_gradients_equal(results[0][2], gradients)
 
 
-def test_bf16_stays_close_to_fp32(models: Models) -> None:
+@pytest.mark.parametrize("sequence_parallel, lengths", [(True, MIXED), (False, GROUPS)], ids=["sp", "shared"])
+def test_bf16_stays_close_to_fp32(models: Models, sequence_parallel: bool, lengths: list) -> None:
     model = _freeze({"tie_word_embeddings": True})
-    config = run_config(models.folder(model), tp=2, pp=2, sequence_parallel=True, dtype="bf16")
-    batch = make_batch(MIXED, VOCAB)
+    config = run_config(models.folder(model), tp=2, pp=2, sequence_parallel=sequence_parallel, dtype="bf16")
+    batch = batch_of(lengths)
     found_N, metrics, gradients = run_ranks(4, _step, config, batch)[0]
-    logprobs_N, loss, expected = models.truth(model, tuple(MIXED))
+    logprobs_N, loss, expected = models.truth(model, _lengths(lengths))
     assert np.abs(found_N - logprobs_N)[batch.behaviour_logprobs_N != 0].mean() < 0.03
     assert metrics["loss"] == pytest.approx(loss, abs=0.03)
     for name, truth in expected.items():
@@ -131,29 +155,47 @@ def test_bf16_stays_close_to_fp32(models: Models) -> None:
 def test_padding_under_a_pipeline_is_bounded(models: Models) -> None:
     plan = make_plan(run_config(models.folder(()), pp=2))
     even, uneven = make_batch([60] * 8, VOCAB), make_batch([128, 3, 128, 5], VOCAB)
-    assert step._padded_length(step.schedule_of(even, plan), even, plan) == 120
+    assert step._padded_length(step.schedule_of(even, plan), even, plan) == 2 * 59
     assert step._padded_length(step.schedule_of(uneven, plan), uneven, plan) is None
 
 
-def test_attention_never_builds_a_mask_over_the_whole_pack() -> None:
-    lengths = np.array([64, 8, 60, 8, 8, 16, 120])
-    for cp in (1, 2, 4):
-        plans = [packed_attention.plan_documents(lengths, cp, r) for r in range(cp)]
-        for plan in plans:
-            padded = sum(b.documents * b.key for b in plan.sub_batches)
-            assert padded <= 2 * lengths.sum()
-            masks = sum(b.mask.numel() for b in plan.sub_batches if b.mask is not None)
-            assert masks <= 4 * (lengths ** 2).sum() // cp
+@pytest.mark.parametrize("cp, shared", [(1, False), (2, False), (4, False), (1, True)])
+def test_attention_never_builds_a_mask_over_the_whole_pack(cp: int, shared: bool) -> None:
+    batch = make_groups([(100, [3, 20, 9, 4]), (7, [30, 1, 50])], VOCAB) if shared else \
+        make_batch([64, 8, 60, 8, 8, 16, 120], VOCAB)
+    (units,), = make_schedule(batch, 1, 1000, 2 * cp if cp > 1 else 1, share_prompts=shared)
+    for rank in range(cp):
+        micro = pack(batch, units, multiple=2 * cp if cp > 1 else 1, cp=cp, cp_rank=rank)
+        plan = packed_attention.plan_documents(micro.documents, micro.positions_T, cp, rank)
+        lengths = micro.documents.lengths_D
+        keys = lengths + micro.documents.prefix_lengths_D
+        assert sum(b.documents * b.query for b in plan.sub_batches) <= 2 * lengths.sum() // cp
+        assert sum(b.documents * b.key for b in plan.sub_batches) <= 2 * keys.sum()
+        masks = sum(b.mask.numel() for b in plan.sub_batches if b.mask is not None)
+        assert masks <= 4 * (lengths * keys).sum() // cp
+        assert all((b.mask is None) == (cp == 1 and b.key == b.query) for b in plan.sub_batches)
+        assert any(b.key > b.query for b in plan.sub_batches) == (cp > 1 or shared)
 
 
-def _logit_rows(rank: Rank, config: RunConfig, batch: PolicyBatch) -> list[int]:
-    training, rows = TrainingRank(rank, config), []
-    training.chunks[0].module.output_layer.register_forward_hook(lambda _, __, out: rows.append(out[0].shape[0]))
+def _rows_of_layers(rank: Rank, config: RunConfig, batch: PolicyBatch) -> dict[str, int]:
+    """Rows that went through the first layer and came out as logits."""
+    training, rows = TrainingRank(rank, config), {"layer": 0, "logits": 0}
+
+    def count(name: str, output: torch.Tensor) -> None:
+        rows[name] += output.shape[0]
+
+    model = training.chunks[0].module
+    model.decoder.layers[0].register_forward_hook(lambda _, __, out: count("layer", out[0]))
+    model.output_layer.register_forward_hook(lambda _, __, out: count("logits", out[0]))
     step.run_step(training.chunks, training.plan, batch, reinforce, TEMPERATURE)
     return rows
 
 
-def test_logits_are_made_for_completions_only(models: Models) -> None:
-    batch = make_batch(UNEQUAL, VOCAB)
-    config = run_config(models.folder(()), token_budget=1000)
-    assert run_ranks(1, _logit_rows, config, batch) == [[int((batch.behaviour_logprobs_N != 0).sum())]]
+@pytest.mark.parametrize("share", ["auto", "off"])
+def test_logits_are_made_for_completions_only_and_a_shared_prompt_once(models: Models, share: str) -> None:
+    batch = batch_of(GROUPS)
+    config = run_config(models.folder(()), token_budget=1000, share_prompts=share)
+    (rows,) = run_ranks(1, _rows_of_layers, config, batch)
+    prompts = sum(prompt * (1 if share == "auto" else len(completions)) for prompt, completions in GROUPS)
+    completions = [n for _, lengths in GROUPS for n in lengths]
+    assert rows == {"layer": prompts + sum(max(0, n - 1) for n in completions), "logits": sum(completions)}
