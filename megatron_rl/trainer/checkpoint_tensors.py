@@ -11,6 +11,7 @@ import io
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import IO, Any
 
@@ -154,9 +155,19 @@ def refuse_unknown_classes(folder: Path) -> None:
 
 class _KnownClassesOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if name not in _KNOWN.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return super().find_class(module, name)
+
+
+def _enum_member(owner: Any, name: Any) -> Enum:
+    """What Python 3.11 before 3.11.4 writes for a member of an enum is getattr(its class, its name): that, and no other
+    attribute of anything."""
+    if not isinstance(owner, EnumType) or name not in owner.__members__:
+        raise pickle.UnpicklingError("it names builtins.getattr")
+    return owner[name]
 
 
 def _named(chunks: list[torch.nn.Module]) -> dict[str, torch.nn.Module]:

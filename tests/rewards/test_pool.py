@@ -26,9 +26,9 @@ def config(*functions: str | dict, workers: int = 1, timeout_s: float = 30.0) ->
 
 
 def children() -> list[psutil.Process]:
-    """Processes below this one. Multiprocessing's resource tracker lives as long as its process, by design."""
+    """Processes that run below this one. Multiprocessing's resource tracker lives as long as its process, by design."""
     return [process for process in psutil.Process().children(recursive=True)
-            if "resource_tracker" not in " ".join(process.cmdline())]
+            if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline())]
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from launch.errors import UserError
 from megatron_rl.trainer import checkpoint_files as files
@@ -208,6 +209,23 @@ def test_forged_index_is_refused_before_anything_of_it_runs(written, copy) -> No
     with pytest.raises(RankError, match=r"not one that this program writes: it names \w+.mkdir"):
         run_ranks(4, _resumed, config, copy)
     assert not proof.exists()
+
+
+@pytest.mark.parametrize("owner, name, known", [
+    (_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT", True), (_MEM_FORMAT_ENCODING, "__reduce__", False),
+    (Metadata, "__init__", False)])
+def test_index_written_by_python_before_3_11_4(owner, name, known, tmp_path) -> None:
+    """Those write a member of an enum as getattr(class, name): taken for members of enums, refused for all else."""
+    class Early:
+        def __reduce__(self):
+            return getattr, (owner, name)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Early()))
+    if known:
+        checkpoint_tensors.refuse_unknown_classes(tmp_path)
+    else:
+        with pytest.raises(UserError, match="names builtins.getattr"):
+            checkpoint_tensors.refuse_unknown_classes(tmp_path)
 
 
 def test_truncated_checkpoint_is_refused_by_name(written, copy) -> None:
