@@ -155,6 +155,12 @@ def markdown(document: dict) -> str:
         parts = " | ".join(f"{ours['split_s'][word]:.2f} s ({ours['split_s'][word] / ours['seconds_per_step']:.1%})"
                            for word in words)
         lines.append(f"| {name} | {ours['seconds_per_step']:.2f} | {parts} |")
+    for name, case in document["cases"].items():
+        whole, rollout = case["trl"]["samples_per_step"] / case["trl"]["samples_per_s"], case["ours"]["split_s"]["rollout"]
+        if case["ratio"] < AIM and rollout * AIM > whole:
+            lines += ["", f"{name}: TRL's whole step takes {whole:.3f} s, and generating alone {rollout:.3f} s here: requests "
+                      "to an engine, which at this size outweigh the model. With an engine in a process of its own the aim "
+                      "is out of reach."]
     return "\n".join(lines) + "\n"
 
 
