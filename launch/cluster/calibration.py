@@ -1,0 +1,130 @@
+"""Writes measured coefficients into a cluster file. Only their own text changes: comments and layout stay."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from launch.cluster.file import parse_cluster, read_text
+from launch.cluster.spec import ClusterSpec
+from launch.config.yaml_file import CoreLoader
+from launch.errors import UserError
+
+PREFIX = "coefficients."
+
+
+def with_coefficients(path: str | os.PathLike[str], values: Mapping[str, float], run: str) -> ClusterSpec:
+    """Replace or add coefficients in a cluster file; those that `values` does not name stay.
+
+    Args:
+        path: the cluster file.
+        values: by key, as in the book: `coefficients.training.efficiency`, or without the first word.
+        run: named as the source of each value.
+
+    Returns:
+        The cluster as the new file describes it.
+
+    Raises:
+        UserError: the file does not load, a key is unknown, or its layout leaves no place for the section; the
+            file is then as it was.
+    """
+    file = os.fspath(path)
+    old = read_text(file)
+    before = parse_cluster(old, file)
+    measured = {key.removeprefix(PREFIX): value for key, value in values.items()}
+    for key, value in measured.items():
+        if not math.isfinite(value):
+            raise UserError(f"{PREFIX}{key} = {value} is not a measurement", where=run,
+                            fix="calibrate with a run that has finished several steps")
+    new = edited(old, measured, run)
+    try:
+        after = parse_cluster(new, file)
+    except UserError as error:
+        if "unknown coefficient" in str(error) or "is negative" in str(error):
+            raise
+        after = None
+    wanted = {**before.coefficients, **{PREFIX + key: float(_number(value)) for key, value in measured.items()}}
+    if after is None or after.coefficients != wanted:
+        raise UserError("the calibrated coefficients find no place in this file", where=file,
+                        fix="end the file with a section of its own, `coefficients:` at the start of a line")
+    _write(Path(file), new)
+    return after
+
+
+def edited(text: str, values: Mapping[str, float], run: str) -> str:
+    """The text of a cluster file with these coefficients. Pure."""
+    section = _section(text)
+    newline = "\r\n" if "\r\n" in text else "\n"
+    entries = {key: f"{key}: {{value: {_number(value)}, source: {_quoted(run)}}}" for key, value in values.items()}
+    edits: list[tuple[int, int, str]] = []
+    if section is None:
+        lead = "" if not text or text.endswith("\n") else newline
+        lines = ["coefficients:", *(f"  {entry}" for entry in entries.values())]
+        return text + lead + newline + newline.join(lines) + newline if entries else text
+    for key_node, node in section.value:
+        if key_node.value in entries:
+            del entries[key_node.value]
+            for inner, scalar in node.value:
+                replacement = _number(values[key_node.value]) if inner.value == "value" else _quoted(run)
+                edits.append((scalar.start_mark.index, scalar.end_mark.index, replacement))
+    if entries and section.flow_style:
+        kept = [text[key.start_mark.index:node.end_mark.index] for key, node in section.value]
+        lines = ["", *(f"  {entry}" for entry in (*kept, *entries.values()))]
+        if edits:   # both at once: first the values in place, then the rest on what comes out
+            return edited(_apply(text, edits), {key: values[key] for key in entries}, run)
+        edits.append((section.start_mark.index, section.end_mark.index, newline.join(lines)))
+    elif entries:
+        at = text.find("\n", _end(section))
+        at = len(text) if at < 0 else at - (text[at - 1] == "\r")
+        indent = " " * section.value[0][0].start_mark.column
+        edits.append((at, at, "".join(f"{newline}{indent}{entry}" for entry in entries.values())))
+    return _apply(text, edits)
+
+
+def _section(text: str) -> yaml.MappingNode | None:
+    root = yaml.compose(text, Loader=CoreLoader)
+    return next((value for key, value in root.value if key.value == "coefficients"), None)
+
+
+def _end(node: yaml.Node) -> int:
+    """Where the last character of a node stands. A block mapping's own mark lies behind the comments that follow."""
+    if isinstance(node, yaml.MappingNode) and not node.flow_style and node.value:
+        return _end(node.value[-1][1])
+    return node.end_mark.index
+
+
+def _apply(text: str, edits: list[tuple[int, int, str]]) -> str:
+    for start, end, replacement in sorted(edits, reverse=True):
+        text = text[:start] + replacement + text[end:]
+    return text
+
+
+def _number(value: float) -> str:
+    return f"{value:.6g}"
+
+
+def _quoted(text: str) -> str:
+    return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=math.inf).strip()
+
+
+def _write(path: Path, text: str) -> None:
+    """All or nothing: a full disk or a kill leaves the old file."""
+    path = path.resolve()
+    try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as stream:
+                stream.write(text)
+            os.chmod(name, path.stat().st_mode & 0o7777)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}", where=str(path),
+                        fix="make the file and its folder writable, or copy it to where they are") from error

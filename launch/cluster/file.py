@@ -1,0 +1,259 @@
+"""Reads a cluster file (`configs/clusters/*.yaml`) into a `ClusterSpec` that knows the line of every figure."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from launch.cluster import gpus, hostlist, schema, topology
+from launch.cluster.known_coefficients import known_coefficients
+from launch.cluster.spec import ClusterSpec, Gpu, Switch
+from launch.config import keys, yaml_file
+from launch.config.problems import Problems
+from launch.errors import UserError
+
+GB = 10**9
+GBIT = 10**9 / 8
+EXAMPLE = "configs/clusters/h100x32.yaml"
+
+
+def load_cluster(path: str | os.PathLike[str]) -> ClusterSpec:
+    """Read and check a cluster file.
+
+    Raises:
+        UserError: no such file, broken YAML, unknown keys (with the nearest valid one), figures that are zero or
+            negative or that contradict each other; all at once, each with its line.
+    """
+    file = os.fspath(path)
+    return parse_cluster(read_text(file), file)
+
+
+def parse_cluster(text: str, file: str) -> ClusterSpec:
+    """As `load_cluster`, for the text of a file named `file`."""
+    document = yaml_file.parse(text, file)
+    if not isinstance(document.values, dict):
+        raise UserError("a cluster file is a mapping of sections", where=f"{file}:1", fix=f"see {EXAMPLE}")
+    problems = Problems(file)
+    try:
+        content = schema.ClusterFile.model_validate(document.values)
+    except ValidationError as error:
+        _explain(error, document, file, problems)
+    problems.raise_if_any()
+    return _Builder(content, document, file, problems).build()
+
+
+class _Builder:
+    """From the typed content to a `ClusterSpec`; collects what is wrong on the way."""
+
+    def __init__(self, content: schema.ClusterFile, document: yaml_file.Document, file: str,
+                 problems: Problems) -> None:
+        self.content, self.document, self.file, self.problems = content, document, file, problems
+        self.sources: dict[str, str] = {}
+
+    def where(self, *path: str | int) -> str:
+        return _where(self.document, self.file, path)
+
+    def build(self) -> ClusterSpec:
+        content, network = self.content, self.content.network
+        nodes = self._nodes()
+        gpu = self._gpu()
+        self._check_network(nodes)
+        switches = self._switches(nodes)
+        coefficients = self._coefficients()
+        self.problems.raise_if_any()
+        spec = ClusterSpec(
+            name=content.name or Path(self.file).stem, nodes=nodes, gpus_per_node=content.gpus.per_node, gpu=gpu,
+            nics_per_node=network.nics_per_node, nic_bandwidth=network.nic_gbit_per_s * GBIT, rails=network.rails,
+            host_memory_bytes=round(content.host.memory_gb * GB), switches=switches,
+            node_mtbf_hours=content.node_mtbf_hours or 0.0, nvlink_nodes=network.nvlink_nodes,
+            coefficients=coefficients)
+        for key, path in (("nodes", ("nodes",)), ("gpus_per_node", ("gpus", "per_node")),
+                          ("nics_per_node", ("network", "nics_per_node")),
+                          ("nic_bandwidth", ("network", "nic_gbit_per_s")), ("rails", ("network", "rails")),
+                          ("host_memory_bytes", ("host", "memory_gb")), ("switches", ("network", "switches")),
+                          ("node_mtbf_hours", ("node_mtbf_hours",)), ("nvlink_nodes", ("network", "nvlink_nodes"))):
+            if path in self.document.lines:
+                self.sources[f"cluster.{key}"] = f"{self.file}:{self.document.lines[path]}"
+            else:
+                self.sources[f"cluster.{key}"] = "default"
+        return replace(spec, sources=self.sources)
+
+    def _nodes(self) -> tuple[str, ...]:
+        given, where = self.content.nodes, self.where("nodes")
+        if given.names is None:
+            if given.count is None:
+                self.problems.add("the cluster has no nodes", where=where, fix="add nodes.count, or nodes.names")
+                return ()
+            width = max(3, len(str(given.count)))
+            return tuple(f"node{number:0{width}d}" for number in range(1, given.count + 1))
+        names = self._expand(given.names, self.where("nodes", "names"))
+        if not names:
+            self.problems.add("nodes.names is empty", where=self.where("nodes", "names"),
+                              fix='list the nodes: names: "node[001-032]"')
+        elif given.count is not None and given.count != len(names):
+            self.problems.add(f"nodes.count = {given.count}, but nodes.names holds {len(names)}", where=where,
+                              fix="correct one of them, or leave count out")
+        repeated = [name for name, times in Counter(names).items() if times > 1]
+        if repeated:
+            self.problems.add(f"nodes.names holds {', '.join(repeated[:6])} more than once",
+                              where=self.where("nodes", "names"), fix="name each node once")
+        return names
+
+    def _expand(self, names: schema.Names, where: str) -> tuple[str, ...]:
+        texts = [names] if isinstance(names, str) else names
+        try:
+            return tuple(name for text in texts if text.strip() for name in hostlist.expand(text, where))
+        except UserError as error:
+            self.problems.errors.append(error)
+            return ()
+
+    def _gpu(self) -> Gpu | None:
+        given = self.content.gpus
+        try:
+            gpu = gpus.find(given.kind, self.where("gpus", "kind"))
+        except UserError as error:
+            self.problems.errors.append(error)
+            return None
+        self.sources.update({f"gpu.{name}": gpu.source for name in gpus.FIGURES})
+        for key, fields in (("memory_gb", ("hbm_bytes", "usable_bytes")), ("memory_gb_per_s", ("hbm_bandwidth",)),
+                            ("nvlink_gb_per_s", ("nvlink_bandwidth",))):
+            value = getattr(given, key)
+            if value is not None:
+                gpu = replace(gpu, **{name: round(value * GB) if name.endswith("_bytes") else value * GB
+                                      for name in fields})
+                self.sources.update({f"gpu.{name}": self.where("gpus", key) for name in fields})
+        return gpu
+
+    def _check_network(self, nodes: Sequence[str]) -> None:
+        per_node, network = self.content.gpus.per_node, self.content.network
+        nics, rails, domain = network.nics_per_node, network.rails, network.nvlink_nodes
+        if rails not in (1, nics):
+            what = ("more rails than NICs" if rails > nics else
+                    "each NIC of a node hangs on a rail of its own, or all on one")
+            self.problems.add(f"network.rails = {rails} with network.nics_per_node = {nics}: {what}",
+                              where=self.where("network", "rails"),
+                              fix=f"rails: {nics} for a rail-optimised fabric, rails: 1 for any other")
+        if per_node % nics and nics % per_node:
+            self.problems.add(f"network.nics_per_node = {nics} does not divide gpus.per_node = {per_node}: some GPUs "
+                              "would have more of a NIC than others", where=self.where("network", "nics_per_node"),
+                              fix="count the NICs that serve GPUs alone; leave out the one for storage and login")
+        if nodes and len(nodes) % domain:
+            self.problems.add(f"network.nvlink_nodes = {domain} does not divide the {len(nodes)} nodes",
+                              where=self.where("network", "nvlink_nodes"),
+                              fix="list whole NVLink domains, or write 1")
+
+    def _switches(self, nodes: Sequence[str]) -> tuple[Switch, ...]:
+        entries = self.content.network.switches
+        named: list[tuple[str, ...] | None] = []
+        for index, entry in enumerate(entries):
+            where = self.where("network", "switches", index, "nodes")
+            named.append(self._expand(entry.nodes, where) if isinstance(entry.nodes, (str, list)) else None)
+        taken = {node for names in named if names for node in names}
+        free = [node for node in nodes if node not in taken]
+        switches, at = [], 0
+        for index, (entry, names) in enumerate(zip(entries, named, strict=True)):
+            if isinstance(entry.nodes, int):
+                names = tuple(free[at:at + entry.nodes])
+                if len(names) < entry.nodes:
+                    self.problems.add(f"switch {entry.name} asks for {entry.nodes} nodes and {len(names)} are left",
+                                      where=self.where("network", "switches", index, "nodes"),
+                                      fix="let the counts of all leaf switches add up to the number of nodes")
+                    return ()
+                at += entry.nodes
+            below = () if entry.switches is None else self._expand(
+                entry.switches, self.where("network", "switches", index, "switches"))
+            switches.append(Switch(entry.name, below, names or ()))
+        if not self.problems.errors:
+            index_of = {entry.name: index for index, entry in enumerate(entries)}
+            for name, what, fix in topology.faults(switches, nodes):
+                path = ("network", "switches") + ((index_of[name],) if name else ())
+                self.problems.add(what, where=self.where(*path), fix=fix)
+        return tuple(switches)
+
+    def _coefficients(self) -> dict[str, float]:
+        given = self.content.coefficients
+        known = known_coefficients() if given else {}
+        values: dict[str, float] = {}
+        for key, coefficient in given.items():
+            full, where = f"coefficients.{key}", self.where("coefficients", key)
+            if full not in known:
+                near = difflib.get_close_matches(full, known, n=1, cutoff=0.5)
+                listed = ", ".join(sorted(name.removeprefix("coefficients.") for name in known))
+                self.problems.add(f"unknown coefficient {key}", where=where, fix=f"did you mean "
+                                  f"{near[0].removeprefix('coefficients.')}?" if near else f"known: {listed}")
+            elif coefficient.value < 0:
+                self.problems.add(f"{full} = {coefficient.value:g} is negative", where=where,
+                                  fix="0 or more; remove the entry to use the shipped value")
+            values[full] = coefficient.value
+            self.sources[full] = f"{coefficient.source} ({self.file}:{self.document.lines[('coefficients', key)]})"
+        return values
+
+
+def read_text(file: str) -> str:
+    """The text of a file, line ends as they are. Raises UserError."""
+    try:
+        with open(file, encoding="utf-8", newline="") as stream:
+            return stream.read()
+    except FileNotFoundError:
+        raise UserError(f"no cluster file {file}", where=os.path.abspath(file),
+                        fix=f"give the path of a cluster file, for instance {EXAMPLE}") from None
+    except IsADirectoryError:
+        raise UserError(f"{file} is a folder", where=os.path.abspath(file), fix="give the YAML file in it") from None
+    except (OSError, ValueError) as error:                # ValueError: not UTF-8, or a NUL in the name
+        raise UserError(f"cannot read {file}: {error}", where=os.path.abspath(file),
+                        fix="make it a readable UTF-8 text file") from error
+
+
+def _where(document: yaml_file.Document, file: str, path: yaml_file.Path) -> str:
+    """The line of a value, or of the nearest section around it that the file holds."""
+    for end in range(len(path), -1, -1):
+        if path[:end] in document.lines:
+            return f"{file}:{document.lines[path[:end]]}" + (f", {keys.dotted(path)}" if path else "")
+    return file
+
+
+def _explain(error: ValidationError, document: yaml_file.Document, file: str, problems: Problems) -> None:
+    known = {key.dotted: key for key in keys.all_keys(schema.ClusterFile)}
+    seen: set[yaml_file.Path] = set()
+    for item in error.errors(include_url=False):
+        path = tuple(item["loc"])
+        while len(path) > 1 and path[0] != "coefficients" and item["type"] != "extra_forbidden" and \
+                keys.pattern(path) not in known:
+            path = path[:-1]                              # pydantic appends which member of a union it tried
+        if path in seen:
+            continue
+        seen.add(path)
+        key, where = keys.dotted(path), _where(document, file, path)
+        field = known.get(keys.pattern(path))
+        if item["type"] == "extra_forbidden":
+            problems.add(f"unknown key {key}", where=where, fix=_nearest(path, known))
+        elif item["type"] == "missing":
+            problems.add(f"{key} is missing", where=where,
+                         fix=f"add {key}: {keys.type_in_words(field.field) if field else 'a value'}")
+        elif key in ("gpus", "gpus.kind") and isinstance(item["input"], list):
+            problems.add("a cluster file describes nodes of one kind of GPU: a partition of mixed kinds would run at "
+                         "the pace of the slowest", where=where, fix="write one file for each kind and plan for each")
+        else:
+            expected = keys.type_in_words(field.field) if field else item["msg"]
+            shown = repr(item["input"])
+            problems.add(f"{key} = {shown if len(shown) <= 60 else shown[:57] + '...'} is not valid", where=where,
+                         fix=f"expected: {expected}")
+
+
+def _nearest(path: yaml_file.Path, known: dict[str, keys.Key]) -> str:
+    parent, wanted = keys.pattern(path[:-1]), str(path[-1])
+    here = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent}
+    close = difflib.get_close_matches(wanted, here, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {keys.dotted((*path[:-1], close[0]))}?"
+    everywhere = {name.rpartition(".")[2]: name for name in sorted(known, key=len, reverse=True)}
+    close = difflib.get_close_matches(wanted, everywhere, n=1, cutoff=0.7)
+    if close:
+        return f"did you mean {everywhere[close[0]].replace('*', '0')}?"
+    return f"valid here: {', '.join(here) or 'nothing'}"

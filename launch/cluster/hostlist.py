@@ -1,0 +1,78 @@
+"""Slurm's host lists: `node[001-003,7],gpu[1-2]-ib[0-1]`. Pure, so that a login node without Slurm reads them too.
+
+`scontrol show hostnames` is no judge: it prints nothing, or half a name, and exits 0 for a list it cannot read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+
+from launch.errors import UserError
+
+LIMIT = 100_000
+"""More names than this are a slip of the pen, not a cluster."""
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
+
+
+def expand(text: str, where: str | None = None) -> tuple[str, ...]:
+    """All names of a host list, in its order. A number keeps the width of its range's low end, as in Slurm.
+
+    Raises:
+        UserError: an unclosed or empty bracket, a range that runs backwards, an empty name, a name that no host has.
+    """
+    names: list[str] = []
+    for part in _split(text, where):
+        pieces = re.split(r"\[([^\[\]]*)\]", part)          # plain text, inside of a bracket, plain text, ...
+        if any(mark in piece for piece in pieces[0::2] for mark in "[]"):
+            raise _broken(text, f"{part!r} has a bracket without its partner", where)
+        choices: list[list[str]] = []
+        total = 1
+        for index, piece in enumerate(pieces):
+            choices.append([piece] if index % 2 == 0 else _numbers(piece, text, where))
+            total *= len(choices[-1])
+            if total + len(names) > LIMIT:
+                raise _broken(text, f"it names more than {LIMIT} nodes", where)
+        for name in map("".join, itertools.product(*choices)):
+            if not _NAME.fullmatch(name):
+                raise _broken(text, f"{name!r} is not a host name" if name else "there is an empty name", where)
+            names.append(name)
+    return tuple(names)
+
+
+def _split(text: str, where: str | None) -> Iterator[str]:
+    """Parts between the commas that stand outside brackets."""
+    depth, start = 0, 0
+    for at, letter in enumerate(text):
+        depth += (letter == "[") - (letter == "]")
+        if depth not in (0, 1):
+            raise _broken(text, "its brackets do not match", where)
+        if letter == "," and depth == 0:
+            yield text[start:at].strip()
+            start = at + 1
+    if depth:
+        raise _broken(text, "a bracket is not closed", where)
+    yield text[start:].strip()
+
+
+def _numbers(inside: str, text: str, where: str | None) -> list[str]:
+    numbers: list[str] = []
+    for part in inside.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None or not part.isascii():
+            raise _broken(text, f"[{inside}] holds {part!r}, which is neither a number nor a range", where)
+        low, high = match[1], match[2] or match[1]
+        if int(high) < int(low):
+            raise _broken(text, f"the range {part} runs backwards", where)
+        if int(high) - int(low) >= LIMIT - len(numbers):
+            raise _broken(text, f"it names more than {LIMIT} nodes", where)
+        numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
+    return numbers
+
+
+def _broken(text: str, why: str, where: str | None) -> UserError:
+    shown = text if len(text) <= 80 else text[:77] + "..."
+    return UserError(f"{shown!r} is not a list of nodes: {why}", where=where,
+                     fix="write names as Slurm does: node[001-032], or a-01,a-02")

@@ -1,0 +1,213 @@
+"""The live cluster, from Slurm: nodes and GPUs from `scontrol show node`, switches from `scontrol show topology`.
+
+Slurm knows nothing of NICs and rails. They come from a cluster file (`base`), or are assumed: one NIC a GPU at the
+rate that machines of this kind are sold with, rail-optimised. `ClusterSpec.sources` says which.
+"""
+
+from __future__ import annotations
+
+import difflib
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from launch import envvars, processes
+from launch.cluster import gpus, hostlist, inventory, slurm_text, topology
+from launch.cluster.file import GBIT
+from launch.cluster.inventory import NodeFacts
+from launch.cluster.slurm_text import SHOW_NODES, SHOW_TOPOLOGY, Node
+from launch.cluster.spec import ClusterSpec, Gpu, Switch
+from launch.errors import UserError
+
+TIMEOUT_S = 60.0
+NIC_GBIT = {"A100-SXM-40GB": 200, "A100-SXM-80GB": 200}
+"""Of a DGX A100; every later machine of the table is sold with 400."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What Slurm offers: the nodes to plan for, and those left out with the reason."""
+
+    nodes: tuple[Node, ...]
+    left_out: tuple[tuple[str, str], ...]
+    """(node, why): `DRAIN (bad GPU)`, `no GPU`."""
+
+
+def read_cluster(*, partition: str | None = None, nodelist: str | None = None, gpu: str | None = None,
+                 idle_only: bool = False, base: ClusterSpec | None = None, base_file: str = "the cluster file",
+                 facts: NodeFacts | None = None, node: str | None = None) -> ClusterSpec:
+    """The cluster that Slurm describes.
+
+    Args:
+        partition: only its nodes.
+        nodelist: only these nodes (`node[001-008]`).
+        gpu: only nodes with this kind of GPU; needed where kinds are mixed.
+        idle_only: only nodes that no job uses now; otherwise all that are up.
+        base: a cluster file's content, for what Slurm does not know.
+        base_file: its path, for messages.
+        facts, node: NVML's facts and Slurm's name of the node they are from. None: those of this machine, where it is
+            a node of the cluster with a driver.
+
+    Raises:
+        UserError: Slurm does not answer, no node is left, kinds of GPUs are mixed, the topology cannot be read, or
+            Slurm, the cluster file and NVML contradict each other.
+    """
+    found = survey(slurm_text.nodes(_ask(SHOW_NODES)), partition=partition, nodelist=nodelist, idle_only=idle_only)
+    switches = slurm_text.topology(_ask(SHOW_TOPOLOGY))
+    spec = assemble(found, switches, gpu=gpu, base=base, base_file=base_file)
+    if facts is None:
+        node = envvars.get("SLURMD_NODENAME") or _this_host()
+        facts = inventory.read() if node in spec.nodes else None
+    described_by = "Slurm" if base is None else f"Slurm with {base_file}"
+    return spec if facts is None else inventory.join(spec, facts, node or _this_host(), described_by)
+
+
+def survey(nodes: Sequence[Node], *, partition: str | None = None, nodelist: str | None = None,
+           idle_only: bool = False) -> Survey:
+    """Choose among Slurm's nodes.
+
+    Raises:
+        UserError: unknown names, or nothing is left; says why nodes were left out.
+    """
+    chosen = list(nodes)
+    if partition is not None:
+        known = sorted({name for node in nodes for name in node.partitions})
+        if partition not in known:
+            raise UserError(f"Slurm has no partition {partition!r}", where="--partition",
+                            fix=_did_you_mean(partition, known))
+        chosen = [node for node in chosen if partition in node.partitions]
+    if nodelist is not None:
+        wanted = hostlist.expand(nodelist, "--nodelist") if nodelist.strip() else ()
+        names = {node.name for node in chosen}
+        for name in wanted:
+            if name not in names:
+                within = f" in partition {partition}" if partition else ""
+                raise UserError(f"Slurm has no node {name!r}{within}", where="--nodelist",
+                                fix=_did_you_mean(name, sorted(names)))
+        chosen = [node for node in chosen if node.name in set(wanted)]
+    left_out = [(node.name, _why_not(node, idle_only)) for node in chosen]
+    kept = tuple(node for node, (_, why) in zip(chosen, left_out, strict=True) if not why)
+    left_out = [(name, why) for name, why in left_out if why]
+    if not kept:
+        raise UserError("Slurm offers no node" + (f"; left out: {_listed(left_out)}" if left_out else ""),
+                        where=SHOW_NODES, fix="choose another --partition or --nodelist, or repair nodes (sinfo -R)")
+    return Survey(kept, tuple(left_out))
+
+
+def assemble(found: Survey, switches: Sequence[Switch], *, gpu: str | None = None, base: ClusterSpec | None = None,
+             base_file: str = "the cluster file") -> ClusterSpec:
+    """A `ClusterSpec` of the surveyed nodes. Pure."""
+    kind, per_node, nodes, left_out = _one_kind(found, gpu, base)
+    names = tuple(node.name for node in nodes)
+    tree = topology.restrict(switches, set(names))
+    faults = topology.faults(tree, names)
+    if faults:
+        raise UserError("Slurm's topology does not fit its nodes: " + "; ".join(what for _, what, _ in faults[:3]),
+                        where=SHOW_TOPOLOGY,
+                        fix="correct topology.conf; or plan for a part with --nodelist or --partition")
+    memory = min(node.memory_bytes for node in nodes)
+    sources = {f"gpu.{name}": kind.source for name in gpus.FIGURES}
+    sources |= {"cluster.nodes": f"{SHOW_NODES}: {len(names)} nodes" +
+                                 (f"; left out: {_listed(left_out)}" if left_out else ""),
+                "cluster.gpus_per_node": f"{SHOW_NODES}, Gres", "cluster.switches": SHOW_TOPOLOGY,
+                "cluster.host_memory_bytes": f"{SHOW_NODES}, RealMemory"}
+    if base is not None:
+        for what, ours, theirs in (("gpus.kind", kind.name, base.gpu.name),
+                                   ("gpus.per_node", per_node, base.gpus_per_node)):
+            if ours != theirs:
+                raise UserError(f"Slurm and {base_file} disagree: {what} is {ours} in Slurm and {theirs} in the file",
+                                where=f"{base_file}, {what}; {SHOW_NODES}, {names[0]}", fix="correct one of them")
+        return replace(base, name="slurm", nodes=names, host_memory_bytes=memory, switches=tree,
+                       sources={**base.sources, **{key: text for key, text in sources.items() if key[:4] != "gpu."}})
+    gbit = NIC_GBIT.get(kind.name, 400)
+    for key in ("nics_per_node", "nic_bandwidth", "rails"):
+        sources[f"cluster.{key}"] = (f"{inventory.ASSUMED}: a {gbit} Gbit/s NIC on a rail of its own for each GPU; "
+                                     "Slurm does not know the network, a cluster file does (--cluster)")
+    return ClusterSpec(name="slurm", nodes=names, gpus_per_node=per_node, gpu=kind, nics_per_node=per_node,
+                       nic_bandwidth=gbit * GBIT, rails=per_node, host_memory_bytes=memory, switches=tree,
+                       sources=sources)
+
+
+def _one_kind(found: Survey, wanted: str | None,
+              base: ClusterSpec | None) -> tuple[Gpu, int, tuple[Node, ...], list[tuple[str, str]]]:
+    """The nodes of the one kind to plan for."""
+    wish = gpus.find(wanted, "--gpu") if wanted is not None else None
+    left_out, by_kind = list(found.left_out), {}
+    for node in found.nodes:
+        if len(node.gpus) > 1:
+            mixed = " and ".join(f"{count} {kind or 'gpu'}" for kind, count in node.gpus)
+            left_out.append((node.name, f"mixes {mixed}"))
+            continue
+        label, count = node.gpus[0]
+        where = f"{SHOW_NODES}, {node.name}, Gres"
+        if label:
+            kind = _kind_of(label, where, wish)
+        elif base is not None or wish is not None:
+            kind = wish or base.gpu
+        else:
+            raise UserError(f"Slurm does not say which GPUs {node.name} has: Gres=gpu:{count} names no type",
+                            where=where,
+                            fix="name it with --gpu, for instance --gpu h100; or give a cluster file with --cluster")
+        if wish is not None and (kind is None or kind.name != wish.name):
+            left_out.append((node.name, f"has {label or kind.name}, not {wish.name}"))
+            continue
+        by_kind.setdefault((kind.name, count), []).append((node, kind))
+    if not by_kind:
+        raise UserError(f"no node is left; left out: {_listed(left_out)}", where=SHOW_NODES,
+                        fix="choose another --partition, --nodelist or --gpu")
+    if len(by_kind) > 1:
+        parts = "; ".join(f"{len(nodes)} nodes with {count} x {name} ({nodes[0][0].name}, ...)"
+                          for (name, count), nodes in by_kind.items())
+        raise UserError(f"Slurm offers several kinds of nodes, and a step runs at the pace of the slowest: {parts}",
+                        where=SHOW_NODES,
+                        fix="plan for each kind by itself: choose with --partition, --nodelist or --gpu")
+    (name, count), pairs = next(iter(by_kind.items()))
+    return pairs[0][1], count, tuple(node for node, _ in pairs), left_out
+
+
+def _kind_of(label: str, where: str, wish: Gpu | None) -> Gpu | None:
+    """The kind that a gres type names. Where the user asked for one kind, others may be unknown to the table."""
+    try:
+        return gpus.find(label, where)
+    except UserError:
+        if wish is None:
+            raise
+        return None
+
+
+def _why_not(node: Node, idle_only: bool) -> str:
+    if node.unfit:
+        return node.unfit
+    if idle_only and node.states[0] != "IDLE":
+        return f"{node.states[0]}: runs a job"
+    return "" if node.gpus else "no GPU"
+
+
+def _this_host() -> str:
+    return socket.gethostname().split(".")[0]
+
+
+def _ask(command: str) -> str:
+    done = processes.output_of(command.split(), timeout_s=TIMEOUT_S)
+    if done.returncode:
+        text = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
+        raise UserError(f"`{command}` failed with status {done.returncode}: {text[-1][:200]}",
+                        fix="see whether Slurm answers (`scontrol ping`), or plan with a cluster file: --cluster")
+    return done.stdout
+
+
+def _listed(left_out: Sequence[tuple[str, str]]) -> str:
+    """`cpu-001, cpu-002: no GPU; h100-003: DRAIN (bad GPU)`: by reason, so that a large cluster stays readable."""
+    texts = []
+    for why, count in Counter(why for _, why in left_out).items():
+        names = [name for name, other in left_out if other == why]
+        more = f" and {count - 4} more" if count > 4 else ""
+        texts.append(f"{', '.join(names[:4])}{more}: {why}")
+    return "; ".join(texts[:8]) + (f"; and {len(texts) - 8} other reasons" if len(texts) > 8 else "")
+
+
+def _did_you_mean(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    shown = ", ".join(known[:8]) + (" ..." if len(known) > 8 else "")
+    return (f"did you mean {close[0]}? " if close else "") + f"there are: {shown or 'none'}"
