@@ -50,6 +50,8 @@ TABLE: tuple[Variable, ...] = (
              ("trainer",), ("gpu",)),
     Variable("NCCL_CUMEM_ENABLE", "0", "must be equal on both ends of the weight sync, or its communicators hang",
              ("trainer", "rollout"), ("gpu",)),
+    Variable("PYTORCH_ALLOC_CONF", "expandable_segments:True", "packed micro-batches of ever new lengths fragment the "
+             "allocator: out of memory with gigabytes free", ("trainer",), ("gpu",)),
     Variable("TORCHDYNAMO_DISABLE", "1", "no compiler on the CPU path", ("trainer", "rollout"), ("cpu",)),
     Variable("VLLM_CPU_OMP_THREADS_BIND", "nobind", "binding refuses TP ranks that share cores", ("rollout",),
              ("cpu",)),

@@ -8,15 +8,18 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
 from launch import envvars
 from launch.errors import UserError
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 """Loaded here, not in the child: between fork and exec only async-signal-safe work is sound."""
@@ -99,7 +102,7 @@ def output_of(command: Sequence[str], *, timeout_s: float, environment: Mapping[
     """
     try:
         return subprocess.run(list(command), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                              timeout=timeout_s, env=None if environment is None else dict(environment), cwd=cwd,
+                              errors="replace", timeout=timeout_s, env=None if environment is None else dict(environment), cwd=cwd,
                               check=False)
     except (FileNotFoundError, PermissionError) as error:
         raise UserError(f"cannot run {command[0]}: {error.strerror}", fix="install it, or correct PATH") from error
@@ -120,6 +123,17 @@ def run(command: Sequence[str], *, environment: Mapping[str, str] | None = None,
                               check=False)
     except (FileNotFoundError, PermissionError) as error:
         raise UserError(f"cannot run {command[0]}: {error.strerror}", fix="install it, or correct PATH") from error
+
+
+def over_cores(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """`[function(item) for item in items]`, in a process for each core that this one may use. Function, items and
+    results must pickle; what a process raises is raised here."""
+    cores = min(len(os.sched_getaffinity(0)), len(items))
+    if cores <= 1:
+        return [function(item) for item in items]
+    from concurrent.futures import ProcessPoolExecutor      # multiprocessing: nobody else pays for its import
+    with ProcessPoolExecutor(cores) as pool:
+        return list(pool.map(function, items))
 
 
 def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> list[int]:

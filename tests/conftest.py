@@ -6,6 +6,7 @@ import pytest
 
 NO_GPU = "needs an NVIDIA GPU, and torch sees none"
 NO_MOUNT = "needs a small file system, and this user may not mount one"
+NO_SLURM = "needs Slurm's programs, which tests/install_slurm.sh could not install"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,6 +29,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if unmounted:
         terminalreporter.write_line(f"{len(unmounted)} tests of a disk that fills were skipped: {NO_MOUNT} (root may; "
                                     "the test that writes to /dev/full ran)")
+    slurmless = [report for report in terminalreporter.stats.get("skipped", []) if NO_SLURM in str(report.longrepr)]
+    if slurmless:
+        terminalreporter.write_line(f"{len(slurmless)} tests of a live Slurm were skipped: install slurmctld, slurmd, "
+                                    "slurm-client and munge (tests/install_slurm.sh says what kept it from doing so)")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

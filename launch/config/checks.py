@@ -5,6 +5,7 @@ Each message names the key with its value, what it collides with, where it was w
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from typing import Literal
@@ -19,7 +20,7 @@ VLLM_VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this before it divides by TP."""
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's CPU attention takes (`CPUAttentionBackend.get_supported_head_sizes`)."""
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 
 
 def check(loaded: LoadedConfig, architecture: Architecture, device: Literal["cpu", "gpu"],
@@ -46,6 +47,27 @@ def check(loaded: LoadedConfig, architecture: Architecture, device: Literal["cpu
     if device == "gpu" and gpus is not None:
         checker.gpu_count(gpus)
     checker.problems.raise_if_any()
+
+
+def check_runnable(loaded: LoadedConfig, here: bool) -> None:
+    """Refuse what can be planned and not yet run. Raises UserError showing every such key. (A mixture of experts is
+    refused when its folder is read.)
+
+    Args:
+        here: the cluster is this machine.
+    """
+    config, problems = loaded.config, Problems(loaded.path)
+    for key, planned_only, instead in (
+            ("model.lora_rank", config.model.lora_rank is not None, "null"),
+            ("rollout.dtype", config.rollout.dtype == "fp8", config.trainer.dtype),
+            ("algorithm.asynchronous", config.algorithm.asynchronous, "false"),
+            ("placement.mode", config.placement.mode != "disaggregated", "disaggregated"),
+            ("cluster", not here, "local")):
+        if planned_only:
+            value = json.dumps(loaded.value(key)).strip('"')
+            problems.add(f"{key} = {value} can be planned, and this version does not run it", where=loaded.where(key),
+                         fix=f"use {key}={instead}, or `megatron-rl plan` only")
+    problems.raise_if_any()
 
 
 def divisors(*numbers: int) -> str:
@@ -119,7 +141,7 @@ class _Checker:
         if self.device == "cpu" and a.head_dim not in VLLM_CPU_HEAD_SIZES:
             self.add(f"vLLM's CPU attention does not take the model's head size {a.head_dim}", "model.path",
                      fix=f"use a model with head size {one_of(VLLM_CPU_HEAD_SIZES)}")
-        if self.config.trainer.dtype != self.config.rollout.dtype:
+        if self.config.rollout.dtype not in (self.config.trainer.dtype, "fp8"):
             self.add(f"trainer.dtype = {self.config.trainer.dtype} and rollout.dtype = {self.config.rollout.dtype} "
                      f"differ: the synced weights are compared bit for bit", "trainer.dtype", "rollout.dtype",
                      fix="give both the same value")

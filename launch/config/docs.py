@@ -1,29 +1,43 @@
-"""Writes the generated tables of docs/config.md and the whole of docs/exit-codes.md.
+"""Writes the generated tables of docs/config.md and docs/plan.md and the whole of docs/exit-codes.md.
 
-    python -m launch.config.docs            write both files again
+    python -m launch.config.docs            write the files again
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic_core import PydanticUndefined
 
 from launch import envvars, exit_codes, ports
 from launch.config.keys import Key, all_keys, type_in_words
+from launch.planner import architectures, cautions
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def config_page(text: str) -> str:
-    """The page with every block between `<!-- begin NAME -->` and `<!-- end NAME -->` written anew."""
-    for name, table in (("keys", keys_table()), ("ports", ports_table()), ("environment", environment_table())):
+    """docs/config.md with its tables written anew."""
+    return _with_tables(text, {"keys": keys_table(), "ports": ports_table(), "environment": environment_table()})
+
+
+def plan_page(text: str) -> str:
+    """docs/plan.md with its tables written anew."""
+    rows = list(cautions.DOCUMENTED.items())
+    return _with_tables(text, {"warnings": _table(("Code", "Meaning"), rows),
+                               "models": ", ".join(f"`{name}`" for name in architectures.BUILTIN)})
+
+
+def _with_tables(text: str, tables: Mapping[str, str]) -> str:
+    """Every block between `<!-- begin NAME -->` and `<!-- end NAME -->` replaced."""
+    for name, table in tables.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
         text, count = pattern.subn(lambda _: f"{begin}\n{table}\n{end}", text)
         if count != 1:
-            raise ValueError(f"docs/config.md needs exactly one block {begin} ... {end}, it has {count}")
+            raise ValueError(f"the page needs exactly one block {begin} ... {end}, it has {count}")
     return text
 
 
@@ -90,8 +104,9 @@ def _text(key: Key) -> str:
 
 
 def main() -> None:
-    page = DOCS / "config.md"
-    page.write_text(config_page(page.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, made in (("config.md", config_page), ("plan.md", plan_page)):
+        page = DOCS / name
+        page.write_text(made(page.read_text(encoding="utf-8")), encoding="utf-8")
     (DOCS / "exit-codes.md").write_text(exit_codes_page(), encoding="utf-8")
 
 

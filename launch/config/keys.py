@@ -24,6 +24,10 @@ class Key:
     section: type[BaseModel] | None
     """The section class that the key opens, or None for a value."""
 
+    @property
+    def is_union(self) -> bool:
+        return typing.get_origin(self.field.annotation) in (typing.Union, types.UnionType)
+
 
 def all_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[Key]:
     """Every key of the schema, sections before their members, in the order of the file `schema.py`."""
@@ -51,6 +55,11 @@ def dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
+def pattern(path: Path) -> str:
+    """As `Key.dotted` writes it: `*` for a place in a list."""
+    return ".".join("*" if isinstance(part, int) else part for part in path)
+
+
 def nearest(path: Path) -> str | None:
     """The valid key that the user most likely meant by an unknown `path`, or None.
 
@@ -58,9 +67,9 @@ def nearest(path: Path) -> str | None:
     """
     wanted, parent = str(path[-1]), path[:-1]
     wanted = SYNONYMS.get(wanted, wanted)
-    pattern = ".".join("*" if isinstance(part, int) else part for part in parent)
+    section = pattern(parent)
     keys = [key.dotted for key in all_keys()]
-    siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == pattern}
+    siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
     close = difflib.get_close_matches(wanted, siblings, n=1, cutoff=0.7)
     if close:
         return dotted((*parent, close[0]))
@@ -77,8 +86,8 @@ def nearest(path: Path) -> str | None:
 
 def members(path: Path) -> list[str]:
     """Names of the keys inside the section at `path`; empty if it is no section."""
-    pattern = ".".join("*" if isinstance(part, int) else part for part in path)
-    return [key.dotted.rpartition(".")[2] for key in all_keys() if key.dotted.rpartition(".")[0] == pattern]
+    section = pattern(path)
+    return [key.dotted.rpartition(".")[2] for key in all_keys() if key.dotted.rpartition(".")[0] == section]
 
 
 def type_in_words(field: FieldInfo) -> str:
@@ -95,7 +104,7 @@ def _words(annotation: object, metadata: typing.Sequence[object] = ()) -> str:
     if origin is typing.Annotated:
         return _words(args[0], [*args[1:], *metadata])
     if origin is typing.Literal:
-        return "one of " + ", ".join(map(str, args))
+        return "one of " + ", ".join(map(str, args)) if len(args) > 1 else str(args[0])
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_words(arg, () if arg is type(None) else metadata) for arg in args)
     if origin is list:

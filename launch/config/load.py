@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from launch.config import keys, overrides, yaml_file
+from launch.config import auto, keys, overrides, yaml_file
 from launch.config.problems import Problems
 from launch.config.schema import RunConfig
 from launch.config.yaml_file import Path
@@ -18,9 +18,10 @@ from launch.errors import UserError
 
 @dataclass(frozen=True)
 class Source:
-    """Where a value came from: a line of the file, a word of the command line, or the schema's default."""
+    """Where a value came from: a line of the file, a word of the command line, the schema's default, or, for a key that
+    was `auto`, the planner or the rule for this machine (`auto`)."""
 
-    kind: Literal["file", "override", "default"]
+    kind: Literal["file", "override", "default", "auto", "planner"]
     file: str | None = None
     line: int | None = None
     word: str | None = None
@@ -28,7 +29,8 @@ class Source:
     def __str__(self) -> str:
         if self.kind == "file":
             return f"{self.file}:{self.line}"
-        return f"override {self.word!r}" if self.kind == "override" else "default"
+        names = {"override": f"override {self.word!r}", "auto": "auto (on this machine)", "planner": "planner"}
+        return names.get(self.kind, self.kind)
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,14 @@ class LoadedConfig:
         source = self.sources.get(key)
         if source is None:
             return f"{self.path}, {key}"
-        return f"{self.path}, {key} (default)" if source.kind == "default" else f"{source}, {key}"
+        if source.kind in ("file", "override"):
+            return f"{source}, {key}"
+        return f"{self.path}, {key} ({source.kind})"
+
+    def with_values(self, values: Mapping[str, Any], kind: Literal["auto", "planner"]) -> LoadedConfig:
+        """A copy in which keys that were `auto` have values."""
+        return LoadedConfig(auto.with_values(self.config, values),
+                            {**self.sources, **{key: Source(kind) for key in values}}, self.path)
 
     def value(self, dotted_key: str) -> Any:
         """The value of a dotted key."""
@@ -87,7 +96,8 @@ def load_config(path: str | os.PathLike[str], words: Sequence[str] = ()) -> Load
     except ValidationError as error:
         _explain(error, locate, problems)
     problems.raise_if_any()
-    return LoadedConfig(config, dict(_sources(config, (), locate)), file)
+    loaded = LoadedConfig(config, dict(_sources(config, (), locate)), file)
+    return loaded.with_values(auto.local_values(config), "auto") if config.cluster == "local" else loaded
 
 
 def leaves(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
@@ -159,10 +169,14 @@ class _Locator:
 
 def _explain(error: ValidationError, locate: _Locator, problems: Problems) -> None:
     fields = {key.dotted: key for key in keys.all_keys()}
+    told: set[Path] = set()
     for item in error.errors(include_url=False):
-        path = tuple(item["loc"])
+        path = _without_union_branch(tuple(item["loc"]), fields)
+        if path in told:        # each branch of `integer or auto` complains
+            continue
+        told.add(path)
         key, where = keys.dotted(path), locate.where(path)
-        known = fields.get(".".join("*" if isinstance(part, int) else part for part in path))
+        known = fields.get(keys.pattern(path))
         if item["type"] == "extra_forbidden":
             near = keys.nearest(path)
             valid = ", ".join(keys.members(path[:-1]))
@@ -178,6 +192,15 @@ def _explain(error: ValidationError, locate: _Locator, problems: Problems) -> No
             expected = keys.type_in_words(known.field) if known else item["msg"]
             problems.add(f"{key} = {_short(item['input'])} ({_type_name(item['input'])}) is not valid", where=where,
                          fix=f"expected: {expected}")
+
+
+def _without_union_branch(path: Path, fields: Mapping[str, keys.Key]) -> Path:
+    """pydantic adds the branch of a union to the place of an error: `trainer.tp.constrained-int`."""
+    for end in range(1, len(path)):
+        known = fields.get(keys.pattern(path[:end]))
+        if known is not None and known.is_union:
+            return path[:end]
+    return path
 
 
 def _short(value: Any) -> str:

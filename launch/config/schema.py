@@ -11,6 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 Dtype = Literal["fp32", "bf16"]
+Size = PositiveInt | Literal["auto"]
+"""A parallel size, or `auto`: the planner's choice on a cluster, 1 on this machine."""
 
 
 class Section(BaseModel):
@@ -43,9 +45,13 @@ class Run(Section):
 
 class Model(Section):
     path: str
-    """Hugging Face model folder: config.json, safetensors, tokenizer. Never downloaded."""
+    """Hugging Face model folder: config.json, safetensors, tokenizer. Never downloaded. `megatron-rl plan` also takes
+    the name of a built-in architecture (docs/plan.md), such as `llama3-70b`."""
     init: Literal["load", "random"] = "load"
     """`random` starts from weights drawn with `run.seed` (tiny policies, tests)."""
+    lora_rank: PositiveInt | None = None
+    """Train adapters of this rank instead of all weights; null trains all. Planned only: this version does not run
+    it."""
 
 
 class Optimizer(Section):
@@ -71,28 +77,31 @@ class Optimizer(Section):
 
 
 class Trainer(Section):
-    tp: PositiveInt = 1
+    tp: Size = "auto"
     """Tensor parallel size."""
-    pp: PositiveInt = 1
+    pp: Size = "auto"
     """Pipeline parallel size."""
-    vpp: PositiveInt = 1
+    vpp: Size = "auto"
     """Virtual pipeline stages a rank (interleaved schedule); 1 is plain 1F1B."""
-    cp: PositiveInt = 1
+    cp: Size = "auto"
     """Context parallel size."""
-    dp: PositiveInt = 1
+    dp: Size = "auto"
     """Data parallel size."""
-    sequence_parallel: bool = False
-    """Shard norms and dropout over the sequence inside a TP group."""
+    sequence_parallel: bool | Literal["auto"] = "auto"
+    """Shard norms and dropout over the sequence inside a TP group. `auto`: with TP > 1 on a cluster, not on this
+    machine."""
     dtype: Dtype = "bf16"
     """Type of parameters and activations; optimizer state and gradients are fp32."""
-    token_budget: PositiveInt = 8192
-    """Tokens packed into one micro-batch at most (a longer single sequence is refused)."""
+    token_budget: Size = "auto"
+    """Tokens packed into one micro-batch at most (a longer single sequence is refused). `auto`: 8192, or the longest
+    sequence where that is longer."""
     share_prompts: Literal["auto", "on", "off"] = "auto"
     """Pack the prompt of a GRPO group once for all its completions in a micro-batch; gradients are the same, up to
     rounding. Needs this project's attention for the CPU: Transformer Engine's on a GPU has no documents with a common
     beginning. Not with `cp` > 1 or `sequence_parallel`. `auto`: on where it works."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation: `selective` the core attention, `full` every layer."""
+    recompute: Literal["none", "selective", "full", "auto"] = "auto"
+    """Activation recomputation: `selective` the core attention, `full` every layer. `auto`: on a cluster the least that
+    fits, on this machine none."""
     distributed_optimizer: bool = True
     """Shard optimizer state over DP x CP."""
     optimizer: Optimizer
@@ -104,20 +113,21 @@ class Trainer(Section):
 
 
 class Rollout(Section):
-    replicas: PositiveInt = 1
+    replicas: Size = "auto"
     """vLLM engines, each a TP group."""
-    tp: PositiveInt = 1
+    tp: Size = "auto"
     """Tensor parallel size of one engine."""
-    dtype: Dtype = "bf16"
-    """Type of the rollout weights; it must equal `trainer.dtype` in this version."""
+    dtype: Literal["fp32", "bf16", "fp8"] = "bf16"
+    """Type of the rollout weights. `fp8` is planned only; to run, it must equal `trainer.dtype` in this version."""
     max_prompt_tokens: PositiveInt
     """Longest prompt, in tokens of the rendered chat template; a longer one is refused at start-up."""
     max_new_tokens: PositiveInt
     """Longest completion; longer ones end with finish reason `length`."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer divides its logits by the same value."""
-    max_num_seqs: PositiveInt = 256
-    """Sequences an engine decodes at once."""
+    max_num_seqs: Size = 256
+    """Sequences an engine decodes at once. `auto`: what the lengths need and the KV cache holds (256 on this
+    machine)."""
     max_num_batched_tokens: PositiveInt | None = None
     """Tokens of one engine iteration (the chunked-prefill limit); null lets vLLM choose."""
     memory_utilization: float = Field(default=0.85, gt=0, le=1)
@@ -170,6 +180,12 @@ class Algorithm(Section):
     """Truncated importance weight from behaviour to trainer policy, a token: min(ratio, cap); null is off."""
     kl: KL = KL()
     """KL term against the reference model."""
+    asynchronous: bool = False
+    """Generation goes on while the trainer updates, so that samples are some versions old. Planned only: this version
+    runs synchronously."""
+    max_staleness: NonNegativeInt | None = None
+    """Most versions that a sample may be old: the trainer waits rather than use an older one, and the plan counts that.
+    null: what the lengths demand, as the plan derives it."""
     truncated: Literal["keep", "mask"] = "keep"
     """What a completion cut at `max_new_tokens` does to the loss; its reward always stays in the baseline."""
 
@@ -255,6 +271,44 @@ class Monitor(Section):
     """Steps between completions written to samples.jsonl; 0 is off."""
 
 
+class Lengths(Section):
+    distribution: Literal["lognormal", "fixed", "histogram", "file"] = "lognormal"
+    """`lognormal`: by mean and sigma, capped at `rollout.max_new_tokens` with the mean kept. `fixed`: all of `mean`.
+    `histogram`: `values` with `counts`. `file`: measured, from a JSONL of completions."""
+    mean: PositiveFloat | None = None
+    """Mean tokens of a completion; null: a quarter of `rollout.max_new_tokens` (lognormal), all of it (fixed)."""
+    sigma: PositiveFloat = 0.9
+    """Standard deviation of the logarithm: 0.6 is a short tail, 1.1 a long one."""
+    values: list[PositiveInt] | None = None
+    """Lengths of the histogram."""
+    counts: list[NonNegativeFloat] | None = None
+    """How often each of `values` was seen."""
+    path: str | None = None
+    """JSONL of completions, such as a run's samples.jsonl."""
+
+
+class Workload(Section):
+    prompt_tokens: PositiveFloat | None = None
+    """Mean tokens of a prompt; null: half of `rollout.max_prompt_tokens`."""
+    response: Lengths = Lengths()
+    """Distribution of the completions' lengths."""
+    target_prompts_per_hour: PositiveFloat | None = None
+    """Throughput that the plan is held against."""
+
+
+class Placement(Section):
+    mode: Literal["disaggregated", "colocated", "hybrid", "auto"] = "disaggregated"
+    """`disaggregated`: some nodes train, others roll out. `colocated`: both on all GPUs, in turn, weights handed over
+    inside a GPU through full tensors. `hybrid`: the same, resharded in place. `auto` takes the fastest. Colocated and
+    hybrid are planned only: this version runs disaggregated."""
+    training_nodes: Size = "auto"
+    """Nodes that train; the others roll out."""
+    spare_nodes: NonNegativeInt = 0
+    """Nodes kept out of the plan, for when others fail."""
+    tp_across_nodes: bool = False
+    """Allow TP groups larger than a node."""
+
+
 class RunConfig(Section):
     run: Run
     """Name, length, seed, resume and deadlines."""
@@ -278,5 +332,10 @@ class RunConfig(Section):
     """Greedy answers on held-out questions."""
     monitor: Monitor = Monitor()
     """Where metrics and samples go."""
-    cluster: Literal["local"] = "local"
-    """`local`: this machine, the only one in this version."""
+    workload: Workload = Workload()
+    """What the planner assumes of the data; it changes no run."""
+    placement: Placement = Placement()
+    """How the planner divides the cluster."""
+    cluster: str = "local"
+    """`local`: this machine. Else a cluster file (configs/clusters), for which `megatron-rl plan` plans; this version
+    runs on this machine only."""

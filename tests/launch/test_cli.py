@@ -48,7 +48,7 @@ def test_every_verb_has_a_file_of_its_own(cli):
 
 
 @pytest.mark.parametrize("arguments, fragment", [
-    (["nope"], "No such command 'nope'"), (["plan"], "Missing argument 'CONFIG'"),
+    (["nope"], "No such command 'nope'"), (["plan"], "name a configuration first"),
     (["plan", "x.yaml", "--nope"], "No such option"), (["plan", "x.yaml", "--device", "tpu"], "'tpu' is not one of"),
     (["plan", "x.yaml"], "no configuration file x.yaml"), (["config", "show"], "Missing argument 'CONFIG'")])
 def test_usage_errors_are_exit_code_2(cli, arguments, fragment):

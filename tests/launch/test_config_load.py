@@ -27,7 +27,7 @@ def test_values_and_their_sources(run_yaml):
     assert sources["reward.functions.0.weight"] == "override 'reward.functions.0.weight=2'"
     assert sources["reward.functions.0.function"] == f"{run_yaml}:{line_of(run_yaml, '- function')}"
     assert sources["trainer.optimizer.lr"] == f"{run_yaml}:{line_of(run_yaml, 'lr:')}"
-    assert sources["trainer.cp"] == "default"
+    assert sources["trainer.cp"] == "auto (on this machine)" and sources["trainer.threads"] == "default"
     assert loaded.where("trainer.tp") == f"{run_yaml}:{line_of(run_yaml, 'tp: 2')}, trainer.tp"
 
 
@@ -101,7 +101,7 @@ BAD_OVERRIDES = [
     ("reward.functions.1.weight=2", ["reward.functions has no item 1", "valid: 0 to 0"]),
     ("reward.functions.first.weight=2", ["reward.functions has no item first"]),
     ("run.name.x=2", ["run.name = 'small' is a value: it has no key x", "run.name=..."]),
-    ("cluster=cluster.yaml", ["cluster = 'cluster.yaml'", "one of local"]),
+    ("trainer.tp=two", ["trainer.tp = 'two' (text)", "integer > 0 or auto"]),
 ]
 
 

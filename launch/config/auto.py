@@ -1,0 +1,49 @@
+"""Keys that may be `auto`: which they are, what they are on this machine, and how choices are put in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from launch.config.schema import RunConfig, Section
+
+LOCAL: dict[str, Any] = {
+    "trainer.tp": 1, "trainer.pp": 1, "trainer.vpp": 1, "trainer.cp": 1, "trainer.dp": 1,
+    "trainer.sequence_parallel": False, "trainer.recompute": "none", "rollout.replicas": 1, "rollout.tp": 1,
+    "rollout.max_num_seqs": 256, "placement.training_nodes": 1, "placement.mode": "disaggregated"}
+"""Dotted key -> its value on this machine. `trainer.token_budget` is not a constant: see `token_budget`."""
+KEYS = (*LOCAL, "trainer.token_budget")
+TOKEN_BUDGET = 8192
+
+
+def open_keys(config: RunConfig) -> tuple[str, ...]:
+    """The keys that are still `auto`."""
+    return tuple(key for key in KEYS if value(config, key) == "auto")
+
+
+def value(config: RunConfig, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def token_budget(config: RunConfig, multiple: int = 1) -> int:
+    """8192, or the longest sequence where that is longer, rounded up to `multiple`."""
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    return -(-max(TOKEN_BUDGET, longest) // multiple) * multiple
+
+
+def local_values(config: RunConfig) -> dict[str, Any]:
+    """What the open keys are on this machine."""
+    return {key: token_budget(config) if key == "trainer.token_budget" else LOCAL[key] for key in open_keys(config)}
+
+
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """A copy with these values, by dotted key."""
+    for key, new in values.items():
+        config = _with_value(config, key.split("."), new)
+    return config
+
+
+def _with_value(section: Section, path: Sequence[str], new: Any) -> Any:
+    name, *rest = path
+    return section.model_copy(update={name: _with_value(getattr(section, name), rest, new) if rest else new})
