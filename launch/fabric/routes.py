@@ -1,0 +1,264 @@
+"""Routes: edges with bytes, slots, hops and parents. Deterministic; every rank builds the same and compares the
+fingerprint.
+
+    direct  every receiver hears from holders of the shards. Slots as a Latin square: within a slot no NIC sends twice
+            or receives twice, so a receiver hears one stage at a time; small transfers come last
+    chain   the holders of a shard split the receivers among themselves; each sends to the first of its own, which
+            forwards chunk by chunk to the second, and so on
+    tree    the same groups, each as two binary trees that carry half the bytes; who forwards in one is a leaf of the
+            other, so nobody sends more than it receives
+
+On other leaves first, then on the sender's own. Inside a node twins pass on what came in over the NIC (NVLink).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from launch.fabric.estimate import MINOR, Kind, dealt_whole
+from launch.fabric.lanes import Fabric, NodeKind, Piece, Place, Traffic
+from launch.fabric.shards import Shard, Worker
+
+ROOT = -1
+"""Parent of an edge whose source holds the shard."""
+
+
+class Edge(NamedTuple):
+    """Bytes from one GPU to another: a range of a flow (shard -> worker)."""
+
+    source: Place
+    destination: Place
+    shard: Shard
+    worker: Worker
+    first_byte: int
+    bytes: int
+    via: Literal["nic", "nvlink"]
+    hop: int
+    """1 from a training GPU, one more for each forwarding."""
+    slot: int
+    """Order at both its NICs (`direct`); 0 elsewhere."""
+    parent: int
+    """Number of the edge that brings the source these bytes; ROOT where the source is a training GPU."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """All edges; a parent comes before its children."""
+
+    kind: Kind
+    fabric: Fabric
+    edges: tuple[Edge, ...]
+    chunk_bytes: int
+    slots: int
+    """0 where transfers are not ordered by slots."""
+
+    @property
+    def hops(self) -> int:
+        """NIC hops of the last receiver."""
+        return max((edge.hop for edge in self.edges if edge.via == "nic"), default=0)
+
+    @cached_property
+    def nic_bytes(self) -> tuple[dict[Place, int], dict[Place, int]]:
+        """(out, in): bytes through each NIC, as Place(node, NIC)."""
+        out: dict[Place, int] = defaultdict(int)
+        into: dict[Place, int] = defaultdict(int)
+        for edge in self.edges:
+            if edge.via == "nic":
+                out[self.nic(edge.source)] += edge.bytes
+                into[self.nic(edge.destination)] += edge.bytes
+        return dict(out), dict(into)
+
+    @property
+    def cross_rail_bytes(self) -> int:
+        return sum(edge.bytes for edge in self.edges if edge.via == "nic"
+                   and self.fabric.rail(edge.source.gpu) != self.fabric.rail(edge.destination.gpu))
+
+    @property
+    def cross_leaf_bytes(self) -> int:
+        return sum(edge.bytes for edge in self.edges
+                   if self.fabric.leaf(edge.source.node) != self.fabric.leaf(edge.destination.node))
+
+    @property
+    def lower_bound_s(self) -> float:
+        """Its busiest NIC at line rate."""
+        out, into = self.nic_bytes
+        return max([*out.values(), *into.values(), 0]) / self.fabric.nic_bandwidth
+
+    def nic(self, place: Place) -> Place:
+        return Place(place.node, self.fabric.nic(place.gpu))
+
+    def fingerprint(self) -> str:
+        """The same on every rank, or the ranks would not do the same."""
+        text = f"{self.kind} {self.chunk_bytes} {[tuple(edge) for edge in self.edges]}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class _Lane(NamedTuple):
+    """A piece, its senders and its receiving nodes."""
+
+    piece: Piece
+    senders: tuple[Place, ...]
+    nodes: tuple[int, ...]
+    number: int
+    """Among the lanes into the same GPU, minor ones last."""
+    lanes: int
+    """So many large ones go there."""
+    minor: bool
+    whole: bool
+    """Senders deal the receivers out (`direct`)."""
+
+
+def build(traffic: Traffic, kind: Kind, chunk_bytes: int) -> Route:
+    """The edges of a route."""
+    lanes = list(_lanes(traffic))
+    if kind == "direct":
+        edges, slots = _direct(traffic.fabric, lanes)
+    else:
+        edges, slots = _forwarded(traffic.fabric, lanes, kind), 0
+    return Route(kind, traffic.fabric, tuple(edges), chunk_bytes, slots)
+
+
+def _lanes(traffic: Traffic) -> Iterator[_Lane]:
+    for kind, demands in zip(traffic.kinds, traffic.demands):
+        into, whole = _numbered(kind, traffic.fabric), dealt_whole(kind, demands)
+        for piece in kind.pieces:
+            number, lanes, minor = into[piece]
+            rail = traffic.fabric.rail(piece.gpu)
+            yield _Lane(piece, traffic.sender_places(piece.shard, rail), kind.nodes, number, lanes, minor,
+                        whole or minor)
+
+
+def _numbered(kind: NodeKind, fabric: Fabric) -> dict[Piece, tuple[int, int, bool]]:
+    by_gpu: dict[int, list[Piece]] = defaultdict(list)
+    for piece in kind.pieces:
+        by_gpu[piece.gpu].append(piece)
+    numbered = {}
+    for gpu, pieces in by_gpu.items():
+        ingress = kind.ingress[fabric.nic(gpu)]
+        large = [piece for piece in pieces if piece.bytes * MINOR >= ingress]
+        small = [piece for piece in pieces if piece.bytes * MINOR < ingress]
+        for number, piece in enumerate(large + small):
+            numbered[piece] = number, max(1, len(large)), piece.bytes * MINOR < ingress
+    return numbered
+
+
+def _direct(fabric: Fabric, lanes: Sequence[_Lane]) -> tuple[list[Edge], int]:
+    """Edges in slot order. Offsets in the Latin square are tried in turn, each edge takes the first slot in which
+    both its NICs are free: for equal stages and receivers that is the square itself."""
+    wanted = []
+    for lane in lanes:
+        piece, count = lane.piece, len(lane.senders)
+        if lane.whole:
+            for sender, block in zip(lane.senders, _blocks(lane.nodes, count)):
+                modulus = max(len(block), lane.lanes)
+                for index, node in enumerate(block):
+                    wanted.append((lane.minor, (index - lane.number) % modulus, sender, Place(node, piece.gpu), piece,
+                                   0, piece.bytes))
+        else:
+            modulus = max(len(lane.nodes), lane.lanes * count)
+            for number, sender in enumerate(lane.senders):
+                low, high = piece.bytes * number // count, piece.bytes * (number + 1) // count
+                for index, node in enumerate(lane.nodes):
+                    offset = (index - lane.number - lane.lanes * number) % modulus
+                    wanted.append((lane.minor, offset, sender, Place(node, piece.gpu), piece, low, high))
+    wanted.sort()
+    taken_out: dict[Place, int] = defaultdict(int)      # slots in use, as a bit mask
+    taken_in: dict[Place, int] = defaultdict(int)
+    slotted = []
+    for number, (_, _, source, destination, _, low, high) in enumerate(wanted):
+        if high == low:
+            continue
+        out, into = Place(source.node, fabric.nic(source.gpu)), Place(destination.node, fabric.nic(destination.gpu))
+        free = ~(taken_out[out] | taken_in[into])
+        bit = free & -free
+        taken_out[out] |= bit
+        taken_in[into] |= bit
+        slotted.append((bit.bit_length() - 1, number))
+    edges: list[Edge] = []
+    for slot, number in sorted(slotted):
+        _, _, source, destination, piece, low, high = wanted[number]
+        _add(edges, piece, source, destination, low, high, hop=1, slot=slot, parent=ROOT)
+    return edges, max((slot for slot, _ in slotted), default=-1) + 1
+
+
+def _forwarded(fabric: Fabric, lanes: Sequence[_Lane], kind: Kind) -> list[Edge]:
+    edges: list[Edge] = []
+    for lane in lanes:
+        piece = lane.piece
+        for sender, block in zip(lane.senders, _blocks(lane.nodes, len(lane.senders))):
+            nodes = sorted(block, key=lambda node: (fabric.leaf(node) == fabric.leaf(sender.node), fabric.leaf(node),
+                                                    node))
+            for up, low, high in _shapes(kind, len(nodes), piece.bytes):
+                added: dict[int, tuple[int, int]] = {0: (ROOT, 0)}       # position -> its edge's number and hop
+                for position in up:
+                    parent, hop = added[up[position]]
+                    source = Place(nodes[up[position] - 1], piece.gpu) if up[position] else sender
+                    number = _add(edges, piece, source, Place(nodes[position - 1], piece.gpu), low, high, hop=hop + 1,
+                                  slot=0, parent=parent)
+                    added[position] = number, hop + 1
+    return edges
+
+
+def _add(edges: list[Edge], piece: Piece, source: Place, destination: Place, low: int, high: int, *, hop: int,
+         slot: int, parent: int) -> int:
+    """Append an edge and those to the twins of its destination; the edge's number."""
+    number = len(edges)
+    edges.append(Edge(source, destination, piece.shard, piece.worker, piece.first_byte + low, high - low, "nic", hop,
+                      slot, parent))
+    for gpu in piece.copies:
+        edges.append(Edge(destination, Place(destination.node, gpu), piece.shard, piece.worker,
+                          piece.first_byte + low, high - low, "nvlink", hop + 1, slot, number))
+    return number
+
+
+def _shapes(kind: Kind, receivers: int, size: int) -> list[tuple[dict[int, int], int, int]]:
+    """[(position -> position of its parent, parents first; first byte, last byte)]; 0 is the sender."""
+    if kind == "chain" or receivers < 2 or size < 2:
+        return [({position: position - 1 for position in range(1, receivers + 1)}, 0, size)]
+    first = binary_tree(receivers)
+    second = second_tree(first)
+    return [(_parents_first(first), 0, size // 2), (_parents_first(second), size // 2, size)]
+
+
+def binary_tree(receivers: int) -> dict[int, int]:
+    """Parent of each of 1..receivers: the in-order binary tree, whose odd positions are leaves. 0 has one child."""
+    parents = {}
+    for position in range(1, receivers + 1):
+        bit = position & -position
+        up = (position ^ bit) | bit << 1
+        parents[position] = up if up <= receivers else position ^ bit
+    return parents
+
+
+def second_tree(first: dict[int, int]) -> dict[int, int]:
+    """The tree on the same positions in which nobody who forwards in the first one forwards: mirrored for an even
+    number of receivers, shifted by one for an odd one."""
+    count = len(first)
+
+    def moved(position: int) -> int:
+        if position == 0:
+            return 0
+        return count + 1 - position if count % 2 == 0 else position % count + 1
+
+    return {moved(position): moved(up) for position, up in first.items()}
+
+
+def _parents_first(parents: dict[int, int]) -> dict[int, int]:
+    children: dict[int, list[int]] = defaultdict(list)
+    for position in sorted(parents):
+        children[parents[position]].append(position)
+    ordered, front = {}, [0]
+    while front:
+        front = [child for position in front for child in children[position]]
+        ordered.update((position, parents[position]) for position in front)
+    return ordered
+
+
+def _blocks(nodes: Sequence[int], count: int) -> list[Sequence[int]]:
+    """`nodes` dealt to `count` senders, contiguous, as even as they go."""
+    return [nodes[len(nodes) * block // count:len(nodes) * (block + 1) // count] for block in range(count)]

@@ -1,0 +1,264 @@
+"""Which bytes of which training shard each rollout worker needs.
+
+Every tensor is cut along one axis into units (query heads, KV heads, MLP columns, experts, vocabulary rows);
+training rank t of T and rollout rank d of D hold intervals of the same units, and what travels from t to d is the
+overlap. What is replicated over TP (norms, router) is taken from one rank. Rows that pad the vocabulary are in
+nobody's interval. All numbers are integers: a worker's bytes add up to what it needs, each once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import lru_cache
+from typing import NamedTuple
+
+from launch.planner.build import VOCAB_MULTIPLE, round_up
+from launch.planner.layouts import RolloutLayout, TrainingLayout
+from launch.planner.parameters import stage_layers
+from launch.planner.shape import ModelShape
+
+ENGINE_VOCAB_MULTIPLE = 64
+"""vLLM pads the vocabulary to a multiple of this (`vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE`)."""
+DENSE = -1
+"""In place of an EP rank: tensors that are not split over EP."""
+
+
+class Shard(NamedTuple):
+    """What the training ranks of one (PP, TP) coordinate hold of the dense tensors, or those of one (PP, EP, expert
+    TP) coordinate of the routed experts."""
+
+    pp: int
+    tp: int
+    """TP rank; of routed experts the expert TP rank."""
+    ep: int = DENSE
+    """EP rank; DENSE for the dense tensors."""
+
+    @property
+    def routed(self) -> bool:
+        """Of routed experts."""
+        return self.ep != DENSE
+
+
+class Worker(NamedTuple):
+    """A rank of an engine, whichever replica."""
+
+    pp: int
+    tp: int
+
+
+class Flow(NamedTuple):
+    """What one worker takes from one shard."""
+
+    shard: Shard
+    worker: Worker
+    bytes: int
+
+
+class _Axis(NamedTuple):
+    """Tensors of a layer that are cut alike: `units` along the cut, `bytes` a unit and layer."""
+
+    units: int
+    bytes: int
+    kv: bool = False
+    """Heads of K and V: repeated, not cut, where there are more ranks than heads."""
+
+
+def held_bytes(shape: ModelShape, rollout: RolloutLayout, element_bytes: int = 2,
+               lora_rank: int = 0) -> dict[Worker, int]:
+    """Bytes that each worker of an engine holds, padding left out: what a sync must bring it."""
+    needs: dict[Worker, int] = defaultdict(int)
+    layers = _engine_layers(shape.layers, rollout.pp)
+    for pp in range(rollout.pp):
+        for tp in range(rollout.tp):
+            worker, number = Worker(pp, tp), len(layers[pp])
+            if lora_rank:
+                needs[worker] = number * adapter_bytes(shape, lora_rank, element_bytes)
+                continue
+            dense, replicated, expert = _layer(shape, element_bytes)
+            for axis in dense:
+                low, high = _interval(axis, rollout.tp, tp)
+                needs[worker] += number * (high - low) * axis.bytes
+            low, high = _even(shape.moe_ffn, rollout.tp, tp)
+            needs[worker] += number * (replicated + shape.experts * (high - low) * expert)
+            low, high = _engine_rows(shape.vocab, rollout.tp, tp)
+            rows = (high - low) * shape.hidden * element_bytes
+            needs[worker] += rows * _embedding_copies(shape, rollout, pp)
+            needs[worker] += _position_bytes(shape, element_bytes) if pp == 0 else 0
+            needs[worker] += _final_norm_bytes(shape, element_bytes) if pp == rollout.pp - 1 else 0
+    return dict(needs)
+
+
+def flows(shape: ModelShape, training: TrainingLayout, rollout: RolloutLayout, element_bytes: int = 2,
+          lora_rank: int = 0) -> tuple[Flow, ...]:
+    """All flows of one engine, sorted by shard, then worker. The same for every replica of either side.
+
+    Args:
+        element_bytes: bytes of an element on the wire (2: bf16 travels, also where the engine quantises).
+        lora_rank: only the adapters of every linear layer travel (0: all weights). An engine takes an adapter whole,
+            so every worker gets every byte of its layers.
+    """
+    return _flows(shape, training.tp, training.ep, training.etp, training.vpp, stage_layers(shape, training),
+                  rollout.tp, rollout.pp, element_bytes, lora_rank)
+
+
+@lru_cache(maxsize=1024)
+def _flows(shape: ModelShape, tp: int, ep: int, etp: int, vpp: int, stages: tuple[int, ...], engine_tp: int,
+           engine_pp: int, element_bytes: int, lora_rank: int) -> tuple[Flow, ...]:
+    moved: dict[tuple[Shard, Worker], int] = defaultdict(int)
+    workers = [Worker(pp, each) for pp in range(engine_pp) for each in range(engine_tp)]
+    common = _common_layers(stages, vpp, _engine_layers(shape.layers, engine_pp))
+    per_layer = _adapter_layer(shape, tp, engine_tp, element_bytes, lora_rank) if lora_rank else \
+        _dense_layer(shape, tp, engine_tp, element_bytes)
+    for (stage, engine_stage), layers in common.items():
+        for (source, target), size in per_layer.items():
+            moved[Shard(stage, source), Worker(engine_stage, target)] += layers * size
+    if not lora_rank:
+        _add_experts(moved, shape, ep, etp, engine_tp, common, element_bytes)
+        _add_ends(moved, shape, tp, len(stages), engine_tp, engine_pp, element_bytes, workers)
+    return tuple(Flow(shard, worker, size) for (shard, worker), size in sorted(moved.items()) if size)
+
+
+def _layer(shape: ModelShape, element_bytes: int) -> tuple[list[_Axis], int, int]:
+    """One layer: dense tensors by axis, bytes replicated over TP, bytes of one column of one routed expert."""
+    h, d, gates = shape.hidden, shape.head_dim, shape.mlp_matrices - 1
+    bias = shape.qkv_bias or shape.all_biases
+    width = shape.shared_ffn if shape.experts else shape.ffn
+    column = shape.mlp_matrices * h + (gates if shape.all_biases else 0)
+    axes = [_Axis(shape.heads, (2 * h * d + (d if bias else 0)) * element_bytes),
+            _Axis(shape.kv_heads, (2 * h * d + (2 * d if bias else 0)) * element_bytes, kv=True),
+            _Axis(width, column * element_bytes)]
+    replicated = (6 if shape.all_biases else 2) * h + (2 * d if shape.qk_norm else 0) + shape.experts * h
+    return axes, replicated * element_bytes, shape.mlp_matrices * h * element_bytes
+
+
+def _dense_layer(shape: ModelShape, tp: int, engine_tp: int, element_bytes: int) -> dict[tuple[int, int], int]:
+    """(training TP rank, engine TP rank) -> bytes of the dense tensors of one layer."""
+    axes, replicated, _ = _layer(shape, element_bytes)
+    moved: dict[tuple[int, int], int] = defaultdict(int)
+    for target in range(engine_tp):
+        near = target * tp // engine_tp
+        moved[near, target] += replicated
+        for axis in axes:
+            low, high = _interval(axis, engine_tp, target)
+            if axis.kv and tp > axis.units:      # repeated at the source: of the ranks with this head, the nearest
+                for head in range(low, high):
+                    owners = [rank for rank in range(tp) if rank * axis.units // tp == head]
+                    moved[min(owners, key=lambda rank: abs(rank - near)), target] += axis.bytes
+                continue
+            for source in range(tp):
+                source_low, source_high = _even(axis.units, tp, source)
+                moved[source, target] += max(0, min(high, source_high) - max(low, source_low)) * axis.bytes
+    return moved
+
+
+def _add_experts(moved: dict, shape: ModelShape, ep: int, etp: int, engine_tp: int, common: dict,
+                 element_bytes: int) -> None:
+    if not shape.experts:
+        return
+    column = _layer(shape, element_bytes)[2]
+    for rank in range(ep):
+        low, high = _even(shape.experts, ep, rank)
+        for target in range(engine_tp):
+            first, last = _even(shape.moe_ffn, engine_tp, target)
+            for source in range(etp):
+                start, stop = _even(shape.moe_ffn, etp, source)
+                size = (high - low) * max(0, min(last, stop) - max(first, start)) * column
+                for (stage, engine_stage), layers in common.items():
+                    moved[Shard(stage, source, rank), Worker(engine_stage, target)] += layers * size
+
+
+def _add_ends(moved: dict, shape: ModelShape, tp: int, pp: int, engine_tp: int, engine_pp: int, element_bytes: int,
+              workers: list[Worker]) -> None:
+    """Embedding, positions, final norm and head. A tied head is sent once to an engine stage that holds one copy."""
+    row, last = shape.hidden * element_bytes, pp - 1
+    for worker in workers:
+        near = worker.tp * tp // engine_tp
+        first_stage, last_stage = worker.pp == 0, worker.pp == engine_pp - 1
+        sources = [0] if first_stage else []
+        if last_stage and (not shape.tied or not first_stage):
+            sources.append(last)
+        low, high = _engine_rows(shape.vocab, engine_tp, worker.tp)
+        for stage in sources:
+            for source in range(tp):
+                source_low, source_high = _trainer_rows(shape.vocab, tp, source)
+                rows = max(0, min(high, source_high) - max(low, source_low))
+                moved[Shard(stage, source), worker] += rows * row
+        if first_stage:
+            moved[Shard(0, near), worker] += _position_bytes(shape, element_bytes)
+        if last_stage:
+            moved[Shard(last, near), worker] += _final_norm_bytes(shape, element_bytes)
+
+
+def _embedding_copies(shape: ModelShape, rollout: RolloutLayout, pp: int) -> int:
+    """Vocabulary matrices that an engine stage holds."""
+    first, last = pp == 0, pp == rollout.pp - 1
+    return 1 if first and last and shape.tied else int(first) + int(last)
+
+
+def _position_bytes(shape: ModelShape, element_bytes: int) -> int:
+    return shape.learned_positions * shape.hidden * element_bytes
+
+
+def _final_norm_bytes(shape: ModelShape, element_bytes: int) -> int:
+    return (2 if shape.all_biases else 1) * shape.hidden * element_bytes
+
+
+def adapter_bytes(shape: ModelShape, rank: int, element_bytes: int = 2) -> int:
+    """LoRA adapters of one layer: rank x (in + out) of q, k, v, o and of the dense MLP; routed experts have none."""
+    h, q, kv = shape.hidden, shape.q_width, shape.kv_width
+    width = shape.shared_ffn if shape.experts else shape.ffn
+    ends = 2 * (h + q) + 2 * (h + kv) + (shape.mlp_matrices * (h + width) if width else 0)
+    return rank * ends * element_bytes
+
+
+def _adapter_layer(shape: ModelShape, tp: int, engine_tp: int, element_bytes: int,
+                   rank: int) -> dict[tuple[int, int], int]:
+    size = adapter_bytes(shape, rank, element_bytes)
+    cuts = [_even(size, tp, source) for source in range(tp)]
+    return {(source, target): high - low for source, (low, high) in enumerate(cuts) for target in range(engine_tp)}
+
+
+def _even(units: int, parts: int, part: int) -> tuple[int, int]:
+    return units * part // parts, units * (part + 1) // parts
+
+
+def _interval(axis: _Axis, parts: int, part: int) -> tuple[int, int]:
+    if axis.kv and parts > axis.units:
+        head = part * axis.units // parts
+        return head, head + 1
+    return _even(axis.units, parts, part)
+
+
+def _trainer_rows(vocab: int, parts: int, part: int) -> tuple[int, int]:
+    """Real rows of Megatron's vocabulary shard."""
+    return _rows(vocab, round_up(vocab, VOCAB_MULTIPLE * parts) // parts, part)
+
+
+def _engine_rows(vocab: int, parts: int, part: int) -> tuple[int, int]:
+    """Real rows of vLLM's."""
+    return _rows(vocab, -(-round_up(vocab, ENGINE_VOCAB_MULTIPLE) // parts), part)
+
+
+def _rows(vocab: int, each: int, part: int) -> tuple[int, int]:
+    return min(vocab, each * part), min(vocab, each * (part + 1))
+
+
+def _engine_layers(layers: int, pp: int) -> list[range]:
+    """Layers of each engine stage: contiguous, as even as they go."""
+    return [range(*_even(layers, pp, stage)) for stage in range(pp)]
+
+
+def _common_layers(stages: tuple[int, ...], vpp: int, engine: list[range]) -> dict[tuple[int, int], int]:
+    """(training stage, engine stage) -> layers they share. Chunk c of all stages comes before chunk c + 1 (VPP)."""
+    common: dict[tuple[int, int], int] = defaultdict(int)
+    layer = 0
+    for chunk in range(vpp):
+        for stage, number in enumerate(stages):
+            low, high = _even(number, vpp, chunk)
+            held = range(layer, layer + high - low)
+            layer = held.stop
+            for engine_stage, wanted in enumerate(engine):
+                shared = min(held.stop, wanted.stop) - max(held.start, wanted.start)
+                if shared > 0:
+                    common[stage, engine_stage] += shared
+    return common

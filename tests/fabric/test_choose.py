@@ -1,0 +1,181 @@
+"""Predictions against the figures of the field notes, and the choice."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from launch.fabric.bounds import bounds
+from launch.fabric.choose import fastest, predict
+from launch.fabric.lanes import fabric_of, traffic
+from launch.planner.book import Book
+from launch.planner.coefficients.sync import DEFAULT
+from launch.planner.layouts import RolloutLayout, TrainingLayout
+from launch.planner.shape import ModelShape
+from tests.fabric.cases import FABRIC, LLAMA_70B, cluster
+
+REFERENCE = TrainingLayout(tp=8, pp=4, dp=4), RolloutLayout(tp=8, replicas=16)
+WIDE = TrainingLayout(tp=4, pp=4, cp=2, dp=1)
+
+
+def wire_at_46(cost) -> float:
+    return cost.lower_bound_s * 50 / 46
+
+
+def test_reference_case():
+    """16 + 16 nodes: 145 GB out of a trainer node, 0.363 s at line rate and 0.395 s at 46 GB/s."""
+    found = predict(LLAMA_70B, *REFERENCE, cluster(32))
+    direct = found.routes["direct"]
+    assert found.chosen == "direct"
+    assert 8 * direct.trainer_nic_out_bytes == pytest.approx(145e9, rel=0.005)
+    assert found.floor_s == pytest.approx(0.353, abs=0.001) and found.floor_by == "ingress"
+    assert direct.lower_bound_s == pytest.approx(0.363, abs=0.001)
+    assert wire_at_46(direct) == pytest.approx(0.395, abs=0.001)
+    assert 0.36 <= direct.wire_s <= 0.45 and direct.wire_s <= 1.2 * found.floor_s
+    assert 0.5 <= found.seconds <= 0.8
+
+
+def test_two_engines_on_a_node():
+    """TP4 x 32: 0.353 s in, and about 0.06 s over NVLink, overlapped."""
+    found = predict(LLAMA_70B, TrainingLayout(tp=8, pp=4, dp=4), RolloutLayout(tp=4, replicas=32), cluster(32))
+    direct = found.routes["direct"]
+    assert direct.rollout_nic_in_bytes / 50e9 == pytest.approx(0.353, abs=0.001)
+    assert direct.nvlink_bytes / (450e9 * DEFAULT.nvlink_efficiency) == pytest.approx(0.06, abs=0.015)
+    assert direct.wire_s < 0.42
+
+
+def test_engine_over_two_nodes():
+    """TP16: 9.0 GB into each GPU, 0.18 s."""
+    found = predict(LLAMA_70B, TrainingLayout(tp=8, pp=4, dp=4), RolloutLayout(tp=16, replicas=8), cluster(32))
+    assert found.routes["direct"].rollout_nic_in_bytes == pytest.approx(9.0e9, rel=0.01)
+    assert found.floor_s == pytest.approx(0.18, abs=0.005)
+
+
+def test_the_exercise():
+    """20 + 12 nodes: 10.6 GB out of a trainer GPU on average, 17.6 GB into a rollout GPU, 0.39 to 0.44 s."""
+    training, rollout = TrainingLayout(tp=4, pp=4, cp=2, vpp=5, dp=5), RolloutLayout(tp=8, replicas=12)
+    found = predict(LLAMA_70B, training, rollout, cluster(32))
+    direct = found.routes["direct"]
+    assert 12 * found.replica_bytes == pytest.approx(1693e9, rel=0.001)
+    assert 12 * found.replica_bytes / 160 == pytest.approx(10.6e9, rel=0.005)
+    assert direct.rollout_nic_in_bytes == pytest.approx(17.6e9, rel=0.005)
+    assert 0.385 <= direct.wire_s <= 0.44
+    assert found.gpu_order == (0, 4, 1, 5, 2, 6, 3, 7)
+    assert found.cross_rail_bytes < found.natural_cross_rail_bytes / 1000
+    assert found.chosen == "direct" and "0,4,1,5,2,6,3,7" in " ".join(found.notes)
+
+
+@pytest.mark.parametrize("senders, replicas, direct_s", [(16, 32, 0.73), (16, 64, 1.45)])
+def test_more_rollout_than_training_nodes(senders, replicas, direct_s):
+    """N_R = 2 N_T: direct 0.73 s, forwarding 0.36 s and the fill; N_R = 4 N_T: a chain of at most 0.5 s."""
+    found = predict(LLAMA_70B, TrainingLayout(tp=8, pp=4, dp=4), RolloutLayout(tp=8, replicas=replicas),
+                    cluster(senders + replicas))
+    assert found.routes["direct"].lower_bound_s == pytest.approx(direct_s, rel=0.01)
+    assert found.chosen in ("chain", "tree") and found.cost.wire_s < 0.5
+
+
+def test_one_replica_sends():
+    """Four nodes send to 16: 0.40 to 0.50 s by forwarding."""
+    found = predict(LLAMA_70B, *REFERENCE, cluster(32), senders_limit=1)
+    assert 0.40 <= found.routes["tree"].wire_s <= 0.50
+    assert found.chosen != "direct"
+
+
+def test_one_gpu_sends():
+    """All of it through one NIC: 141.1 GB at 46 GB/s is 3.1 s."""
+    found = predict(LLAMA_70B, TrainingLayout(), RolloutLayout(tp=8, replicas=4), cluster(5))
+    assert found.floor_by == "source"
+    assert 2.8 <= found.routes["chain"].lower_bound_s <= found.routes["chain"].wire_s <= 3.3
+
+
+@pytest.mark.parametrize("replicas", [28, 60])
+def test_few_trainers_many_rollout_nodes_take_the_tree(replicas):
+    found = predict(LLAMA_70B, WIDE, RolloutLayout(tp=8, replicas=replicas), cluster(4 + replicas))
+    tree, chain, direct = (found.routes[kind] for kind in ("tree", "chain", "direct"))
+    assert found.chosen == "tree" and "tree" in found.reason
+    assert direct.expected_s > 4 * tree.expected_s and chain.expected_s > 1.04 * tree.expected_s
+    assert found.simulate(kind="tree").total_s < found.simulate(kind="chain").total_s
+
+
+def test_from_one_to_seven_nodes_the_tree_hardly_grows():
+    one, seven = (predict(LLAMA_70B, TrainingLayout(tp=8), RolloutLayout(tp=8, replicas=number), cluster(8))
+                  for number in (1, 7))
+    assert seven.routes["tree"].expected_s < 1.15 ** 3 * one.routes["tree"].expected_s
+    assert seven.routes["direct"].wire_s > 6 * one.routes["direct"].wire_s
+
+
+def test_a_tie_goes_to_the_simpler_route():
+    found = predict(LLAMA_70B, TrainingLayout(tp=8, dp=4), RolloutLayout(tp=8, replicas=4), cluster(8))
+    assert found.chosen == "direct"
+
+
+def test_fp8_rollout_saves_no_bytes():
+    bf16, fp8 = (predict(LLAMA_70B, *REFERENCE, cluster(32), rollout_precision=precision)
+                 for precision in ("bf16", "fp8"))
+    assert fp8.cost.rollout_nic_in_bytes == bf16.cost.rollout_nic_in_bytes
+    assert fp8.seconds > bf16.seconds and fp8.wire_precision == "bf16" and "bf16 travels" in fp8.notes[0]
+
+
+def test_lora_only():
+    found = predict(LLAMA_70B, *REFERENCE, cluster(32), lora_rank=16)
+    assert found.cost.rollout_nic_in_bytes < 1e9 and found.seconds < 0.25
+    assert "rank 16" in found.notes[0]
+
+
+def test_a_pinned_route_is_kept_and_an_unknown_one_refused():
+    found = predict(LLAMA_70B, *REFERENCE, cluster(32), route="chain")
+    assert found.chosen == "chain" and found.reason.startswith("pinned")
+    with pytest.raises(ValueError, match="direct, chain, tree"):
+        predict(LLAMA_70B, *REFERENCE, cluster(32), route="star")
+
+
+def test_the_search_sees_the_same():
+    for training, rollout in (REFERENCE, (WIDE, RolloutLayout(tp=8, replicas=28))):
+        found = predict(LLAMA_70B, training, rollout, cluster(32))
+        assert fastest(LLAMA_70B, training, rollout, fabric_of(cluster(32))) == (found.chosen, found.seconds)
+
+
+def test_a_thin_spine_bounds():
+    fabric = FABRIC.__class__(8, 8, 50e9, 450e9, 8, leaf_of_node=(0,) * 16 + (1,) * 16, spine_bandwidth=100e9)
+    limits = bounds(traffic(LLAMA_70B, *REFERENCE, fabric))
+    assert limits.spine == pytest.approx(1.411, rel=0.001) and limits.binding == "spine"
+
+
+KEYS = {
+    "model": {field.name: field for field in fields(ModelShape) if field.name != "name"},
+    "trainer": ("tp", "pp", "vpp", "cp", "dp", "ep"), "rollout": ("tp", "pp", "replicas"),
+    "cluster": ("gpus_per_node", "nics_per_node", "nic_bandwidth", "rails"), "gpu": ("nvlink_bandwidth",)}
+
+
+def _book(shape, training, rollout, hardware, coefficients) -> Book:
+    book = Book()
+    owners = {"model": shape, "trainer": training, "rollout": rollout, "cluster": hardware, "gpu": hardware.gpu}
+    for prefix, names in KEYS.items():
+        for name in names:
+            book.given(f"{prefix}.{name}", getattr(owners[prefix], name), "", "test")
+    coefficients.write(book)
+    predict(shape, training, rollout, hardware, coefficients, book=book)
+    return book
+
+
+@pytest.mark.parametrize("key, value", [
+    ("model.hidden", 8448), ("model.layers", 84), ("model.vocab", 152064), ("trainer.dp", 2), ("trainer.tp", 4),
+    ("rollout.replicas", 20), ("rollout.tp", 8), ("cluster.nic_bandwidth", 25e9), ("gpu.nvlink_bandwidth", 100e9),
+    ("coefficients.sync.pause_s", 0.5), ("coefficients.sync.chunk_latency_s", 1e-3),
+    ("coefficients.sync.nic_efficiency", 0.8), ("coefficients.sync.digest_rate", 1e11)])
+def test_the_book_names_every_input(key, value):
+    """One given number changed: nothing changes that does not rest on it."""
+    parts = {"model": LLAMA_70B, "trainer": TrainingLayout(tp=8, pp=4, dp=4),
+             "rollout": RolloutLayout(tp=4, replicas=32), "cluster": cluster(48),
+             "coefficients.sync": DEFAULT}
+    before = _book(*parts.values())
+    prefix, name = key.rsplit(".", 1)
+    if prefix == "gpu":
+        parts["cluster"] = replace(parts["cluster"], gpu=replace(parts["cluster"].gpu, **{name: value}))
+    else:
+        parts[prefix] = replace(parts[prefix], **{name: value})
+    after = _book(*parts.values())
+    changed = {entry.key for entry in before if entry.key not in after or after[entry.key].value != entry.value}
+    assert changed - {key} <= set(before.dependents(key)), changed - {key} - set(before.dependents(key))
+    assert len(changed) > 1
