@@ -35,8 +35,16 @@ def from_hf_config(folder: str | Path) -> Architecture:
         UserError: no such folder or file, not JSON, a field that is missing or of the wrong type, an architecture or
             a feature that is not supported (experts, sliding window, quantised weights, other rope types).
     """
-    file = Path(folder) / "config.json"
-    return from_hf_dict(_read(file), str(file))
+    return from_hf_dict(read_hf_config(folder), str(Path(folder) / "config.json"))
+
+
+def read_hf_config(folder: str | Path) -> dict[str, Any]:
+    """The content of `folder/config.json`.
+
+    Raises:
+        UserError: no such folder or file, not JSON.
+    """
+    return _read(Path(folder) / "config.json")
 
 
 def from_hf_dict(config: dict[str, Any], where: str = "config.json") -> Architecture:
@@ -97,9 +105,7 @@ def _layer_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj.weight": (kv, a.hidden),
         "self_attn.v_proj.weight": (kv, a.hidden),
         "self_attn.o_proj.weight": (a.hidden, q),
-        "mlp.gate_proj.weight": (a.ffn, a.hidden),
-        "mlp.up_proj.weight": (a.ffn, a.hidden),
-        "mlp.down_proj.weight": (a.hidden, a.ffn),
+        **_mlp_shapes(a),
         "input_layernorm.weight": (a.hidden,),
         "post_attention_layernorm.weight": (a.hidden,),
     }
@@ -107,6 +113,19 @@ def _layer_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
         shapes |= {f"self_attn.{p}_proj.bias": (rows,) for p, rows in zip("qkv", (q, kv, kv))}
     if a.qk_norm:
         shapes |= {f"self_attn.{p}_norm.weight": (a.head_dim,) for p in "qk"}
+    return shapes
+
+
+def _mlp_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
+    def matrices(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
+        return {f"{prefix}.gate_proj.weight": (width, a.hidden), f"{prefix}.up_proj.weight": (width, a.hidden),
+                f"{prefix}.down_proj.weight": (a.hidden, width)}
+
+    if not a.experts:
+        return matrices("mlp", a.ffn)
+    shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (a.experts, a.hidden)}
+    for expert in range(a.experts):
+        shapes |= matrices(f"mlp.experts.{expert}", a.moe_ffn)
     return shapes
 
 
@@ -171,7 +190,7 @@ def _family(fields: _Fields) -> Literal["llama", "qwen2", "qwen3"]:
     if not isinstance(names, list) or len(names) != 1:
         raise UserError(f"architectures = {names!r} does not name one architecture", where=fields.where,
                         fix=f"supported: {', '.join(FAMILIES)}")
-    if names[0] not in FAMILIES:
+    if not isinstance(names[0], str) or names[0] not in FAMILIES:
         raise UserError(f"architecture {names[0]!r} is not supported", where=fields.where,
                         fix=f"use a model of {', '.join(FAMILIES)}")
     family = FAMILIES[names[0]]

@@ -11,7 +11,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-SCHEMA_VERSION = 1
+from launch.planner.forecast import Forecast
+
+SCHEMA_VERSION = 2
 
 
 class Frozen(BaseModel):
@@ -22,7 +24,8 @@ class Architecture(Frozen):
     """What planning, Megatron and the layouts need to know of a Hugging Face config; built by
     `launch.planner.architecture.from_hf_config`."""
 
-    family: Literal["llama", "qwen2", "qwen3"]
+    family: Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
+    """`qwen3_moe` can be planned; the trainer runs dense models."""
     layers: int
     hidden: int
     ffn: int
@@ -38,6 +41,11 @@ class Architecture(Frozen):
     initializer_range: float
     rope: dict
     """Hugging Face's `rope_parameters`: rope_type, rope_theta and what the type needs."""
+    experts: int = 0
+    """Routed experts of every layer; 0: a dense model."""
+    experts_per_token: int = 0
+    moe_ffn: int = 0
+    """Width of one expert."""
 
 
 class RankCoordinates(Frozen):
@@ -99,10 +107,12 @@ class Plan(Frozen):
     training: TrainingPlan
     rollout: RolloutPlan
     batch: BatchPlan
+    forecast: Forecast | None = None
+    """What is predicted, and why the plan is as it is."""
 
     def fingerprint(self) -> str:
-        """Hash of the whole plan: equal plans, equal fingerprint."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+        """Hash of all that a run depends on: a better forecast of the same plan does not change it."""
+        return hashlib.sha256(self.model_dump_json(exclude={"forecast"}).encode()).hexdigest()[:16]
 
 
 class RankPlacement(Frozen):
@@ -113,12 +123,20 @@ class RankPlacement(Frozen):
     """Local GPU index; None on a CPU."""
     port: int
     """Port of this rank's weight-sync lane (it listens on its node's job interface)."""
+    nic: int | None = None
+    """Index of the NIC next to the GPU; None where it is not known."""
 
 
 class EnginePlacement(Frozen):
     replica: int
     node: str
+    """Node of the engine's first rank."""
     gpus: tuple[int, ...]
+    """Local GPU of each rank of the engine, in rank order."""
+    nics: tuple[int, ...] = ()
+    """The NIC next to each of `gpus`; () where they are not known."""
+    nodes: tuple[str, ...] = ()
+    """Node of each of `gpus`; () for an engine inside one node."""
 
 
 class Placement(Frozen):
@@ -131,3 +149,5 @@ class Placement(Frozen):
     rollout: tuple[EnginePlacement, ...]
     master_port: int
     """Port of the training ranks' rendezvous on rank 0's node."""
+    spares: tuple[str, ...] = ()
+    """Nodes of the allocation that no process runs on."""

@@ -8,13 +8,20 @@ from pathlib import Path
 from typing import Literal
 
 from launch.cluster import local
-from launch.config import locate
-from launch.config.checks import check
+from launch.cluster.file import load_cluster
+from launch.cluster.spec import ClusterSpec
+from launch.config import auto, locate
+from launch.config.checks import check, check_runnable
 from launch.config.load import LoadedConfig, load_config
 from launch.config.model_folder import check_model_folder
+from launch.errors import UserError
 from launch.planner.architecture import from_hf_config
+from launch.planner.architectures import architecture_for_planning, from_architecture, from_builtin, known
 from launch.planner.build import plan
+from launch.planner.here import is_here, local_forecast, this_machine
 from launch.planner.plan import Architecture, Plan
+from launch.planner.planning import Planned, plan_on_cluster
+from launch.planner.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -25,19 +32,43 @@ class Prepared:
     model_folder: Path
     architecture: Architecture
     plan: Plan
+    planned: Planned | None = None
+    """With its seats, where it was planned for a cluster."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a plan for a cluster is made from."""
+
+    loaded: LoadedConfig
+    architecture: Architecture
+    shape: ModelShape
+    cluster: ClusterSpec
 
 
 def prepare(path: str, words: Sequence[str] = (), device: Literal["auto", "cpu", "gpu"] = "auto", *,
-            to_run: bool = False) -> Prepared:
-    """Load, check against the model and this machine, and plan.
+            to_run: bool = False, cluster: ClusterSpec | None = None) -> Prepared:
+    """Load, check against the model and the machine or cluster, and plan.
 
     Args:
-        to_run: also check what only a run needs: tokenizer, complete weights, data files. A plan needs config.json.
+        to_run: also check what only a run needs: tokenizer, complete weights, data files. A plan needs config.json, or
+            the name of a built-in architecture.
+        cluster: plan for this instead of `cluster:` of the configuration.
 
     Raises:
         UserError: see the steps.
     """
     loaded = load_config(path, words)
+    named = cluster or (None if loaded.config.cluster == "local" else load_cluster(loaded.config.cluster))
+    if not is_here(named):
+        if to_run:
+            check_runnable(loaded, here=False)
+        inputs = planning_inputs(loaded, named)
+        planned = plan_on_cluster(inputs.loaded, inputs.architecture, inputs.shape, inputs.cluster)
+        return Prepared(planned.loaded, Path(loaded.config.model.path), inputs.architecture, planned.plan, planned)
+    loaded = loaded.with_values(auto.local_values(loaded.config), "auto")
+    if to_run:
+        check_runnable(loaded, here=True)
     folder = locate.model_folder(loaded)
     if to_run:
         architecture = check_model_folder(folder, weights=loaded.config.model.init == "load",
@@ -49,4 +80,26 @@ def prepare(path: str, words: Sequence[str] = (), device: Literal["auto", "cpu",
     count = len(local.gpus()) if kind == "gpu" else 0
     # A plan for GPUs can be made on a machine without any; a run cannot.
     check(loaded, architecture, kind, gpus=count if kind == "gpu" and (to_run or count) else None)
-    return Prepared(loaded, folder, architecture, plan(loaded.config, architecture, kind))
+    made = plan(loaded.config, architecture, kind)
+    shape = from_architecture(architecture, folder.name)
+    predicted = local_forecast(loaded, shape, made, this_machine(kind, made, loaded.config, named))
+    return Prepared(loaded, folder, architecture, made.model_copy(update={"forecast": predicted}))
+
+
+def planning_inputs(loaded: LoadedConfig, cluster: ClusterSpec | None = None) -> Inputs:
+    """Model and cluster of a configuration that is only planned.
+
+    Raises:
+        UserError: no such model folder or built-in model, or a cluster file that cannot be used.
+    """
+    if cluster is None and loaded.config.cluster == "local":
+        raise UserError("this is planned for a cluster, and the configuration runs on this machine", fix="add --cluster "
+                        "configs/clusters/h100x32.yaml, or another file", where=loaded.where("cluster"))
+    spec = cluster or load_cluster(loaded.config.cluster)
+    name, where = loaded.config.model.path, loaded.where("model.path")
+    if not Path(name).is_dir() and (known(name) or "/" not in name):
+        architecture, label = from_builtin(name, where), known(name) or name
+    else:
+        folder = locate.model_folder(loaded)
+        architecture, label = architecture_for_planning(folder), folder.name
+    return Inputs(loaded, architecture, from_architecture(architecture, label), spec)

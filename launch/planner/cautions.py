@@ -1,0 +1,79 @@
+"""Coded warnings of a plan. docs/plan.md explains each code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from launch.planner.forecast import Warned
+from launch.planner.joint import Candidate
+
+MAX_LOAD = 0.9
+"""Share of the engines' slots above which queues grow."""
+DOCUMENTED: dict[str, str] = {
+    "W001": "a training stage fills almost all of its GPU",
+    "W002": "the engines run near the most that they can hold",
+    "W003": "samples are several versions old",
+    "W004": "the target lies within the uncertainty of the prediction, or beyond it",
+    "W005": "one partition waits for the other a large part of the step",
+    "W006": "weights leave their rail",
+    "W007": "engine and trainer have different precisions",
+    "W008": "nodes or GPUs stay idle",
+    "W009": "old log-probs are stood in for by those of the engine",
+    "W010": "the sync takes a noticeable part of the step",
+    "W011": "the response lengths are an assumption",
+    "W012": "no coefficient was measured at this site",
+}
+"""Code -> what it means."""
+
+
+def cautions(found: Candidate, low: float, high: float) -> tuple[Warned, ...]:
+    """All warnings of a plan.
+
+    Args:
+        low, high: range of the throughput, prompts an hour.
+    """
+    return tuple(Warned(code=code, message=message) for code, message in
+                 sorted(_all(found, low, high)))
+
+
+def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]:
+    problem, training, rollout = found.problem, found.training, found.rollout
+    workload = problem.workload
+    if training.memory.verdict == "tight":
+        worst = training.worst
+        yield "W001", (f"stage {worst.stage} needs {worst.total / 1e9:.1f} GB of {training.memory.limit / 1e9:.1f} GB a "
+                       "GPU: a lower trainer.token_budget, or trainer.recompute=full, would leave room")
+    if problem.asynchronous and rollout.time.load * min(1.0, rollout.seconds / found.step_s) > MAX_LOAD:
+        yield "W002", (f"engines run at {rollout.time.load:.0%} of the {rollout.time.slots:,.0f} completions that they "
+                       "hold: a longer answer than assumed makes requests wait")
+    if found.staleness > 1:
+        yield "W003", (f"a completion of {workload.lengths.cap:,} tokens spans {found.staleness} steps: weights change "
+                       "while it is generated; keep algorithm.importance_cap, or use more prompts a step")
+    target = workload.target
+    if target is not None and low < target:
+        where = "within the uncertainty of the prediction" if high >= target else "out of reach"
+        yield "W004", f"{target:,.0f} prompts/h is {where}: {low:,.0f} to {high:,.0f} predicted"
+    if problem.asynchronous and found.mode == "disaggregated":
+        slow, fast = sorted((training.seconds, rollout.seconds), reverse=True)
+        if fast < 0.75 * slow:
+            waits = "rollout" if rollout.seconds < training.seconds else "training"
+            yield "W005", f"{waits} idles {1 - fast / slow:.0%} of the step: no other division of the nodes is faster"
+    if found.sync is not None and found.sync.cross_rail_bytes:
+        yield "W006", f"{found.sync.cross_rail_bytes / 1e9:.1f} GB of a sync change rails whatever the order of the GPUs"
+    if rollout.layout.weight_precision != training.layout.precision:
+        yield "W007", (f"engines compute in {rollout.layout.weight_precision}, the trainer in "
+                       f"{training.layout.precision}: watch mismatch/*, keep algorithm.importance_cap")
+    idle = problem.units - found.units
+    if idle > 0:
+        name = "nodes" if len(problem.cluster.nodes) > 1 else "GPUs"
+        yield "W008", f"{idle} {name} left over: no layout makes the step shorter with them"
+    if not workload.logprob_pass and workload.updates > 1:
+        yield "W009", (f"{workload.updates} updates a batch without a log-prob pass: the engine's log-probs stand in for "
+                       "the old ones (docs/old-logprobs.md)")
+    if found.sync_s > 0.05 * found.step_s:
+        yield "W010", f"the weight sync is {found.sync_s / found.step_s:.0%} of the step ({found.sync_s:.2f} s)"
+    if not workload.measured_lengths:
+        yield "W011", ("response lengths are assumed: workload.response.distribution=file with the samples of a run "
+                       "measures them")
+    if not problem.cluster.coefficients:
+        yield "W012", "efficiencies are those of published runs: `megatron-rl plan --calibrate RUN` measures yours"

@@ -1,0 +1,1 @@
+"""Calibrated coefficients of the planner's models, one file a model: see `base`."""

@@ -1,0 +1,75 @@
+"""The chosen candidate computed once more, with the book open: the same functions as in the search, so that the
+explanation is the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from launch.planner import givens
+from launch.planner.book import Book
+from launch.planner.joint import Candidate, Problem, candidate, rollout_option, training_option
+from launch.planner.parameters import count
+from launch.planner.reliability import Reliability, reliability
+
+
+def evaluate(found: Candidate, sources: Mapping[str, str]) -> tuple[Candidate, Reliability, Book]:
+    """The candidate, its reliability, and the book of every number.
+
+    Args:
+        sources: key of a given number, or a prefix of it (`model`, `trainer.tp`) -> where it came from.
+    """
+    problem, book = found.problem, Book()
+    source = _source_of(sources)
+    write_givens(problem, book, source)
+    givens.write_trainer(book, found.training.layout, source)
+    book.given("trainer.token_budget", problem.token_budget, "tokens", source("trainer.token_budget"))
+    givens.write_rollout(book, found.rollout.layout, source)
+    training = training_option(problem, found.training.layout, found.training.units, book)
+    rollout = rollout_option(problem, found.rollout.layout, found.rollout.units, book, must_fit=False)
+    again = candidate(problem, found.mode, training, rollout, book)
+    nodes = nodes_used(again)
+    book.given("plan.nodes", sum(nodes), "nodes", "planner")
+    book.given("plan.training_nodes", nodes[0], "nodes", "planner")
+    trust = reliability(count(problem.shape), again.step_s, sum(nodes), nodes[0], problem.cluster,
+                        problem.coefficients.reliability, book=book)
+    return again, trust, book
+
+
+def write_givens(problem: Problem, book: Book, source: Callable[[str], str]) -> None:
+    """What does not depend on the layouts."""
+    givens.write_model(book, problem.shape, source)
+    book.computed("model.parameters", count(problem.shape), "parameters", "L x layer + V h (twice unless tied) + h",
+                  [entry.key for entry in book])
+    if problem.lora_rank:
+        book.given("model.lora_rank", problem.lora_rank, "", source("model.lora_rank"))
+    cluster = problem.cluster
+    givens.write_gpu(book, cluster.gpu, source)
+    for key, value, unit in (("nodes", len(cluster.nodes), "nodes"), ("gpus_per_node", cluster.gpus_per_node, "GPUs"),
+                             ("nics_per_node", cluster.nics_per_node, "NICs"), ("rails", cluster.rails, "rails"),
+                             ("nic_bandwidth", cluster.nic_bandwidth, "bytes/s"),
+                             ("node_mtbf_hours", cluster.node_mtbf_hours, "h")):
+        book.given(f"cluster.{key}", value, unit, source(f"cluster.{key}"))
+    book.given("sync.bucket_bytes", problem.bucket_bytes, "bytes", source("weight_sync.bucket_mb"))
+    if problem.max_staleness is not None:
+        book.given("algorithm.max_staleness", problem.max_staleness, "versions", source("algorithm.max_staleness"))
+    problem.workload.write(book, source("workload"))
+    problem.coefficients.write(book, cluster.sources)
+
+
+def nodes_used(found: Candidate) -> tuple[int, int]:
+    """(nodes that train, nodes that only roll out); a single node that does both counts as a training node."""
+    problem = found.problem
+    if len(problem.cluster.nodes) == 1:
+        return 1, 0
+    return found.training.units, found.rollout.units if found.mode == "disaggregated" else 0
+
+
+def _source_of(sources: Mapping[str, str]) -> Callable[[str], str]:
+    def source(key: str) -> str:
+        parts = key.split(".")
+        for end in range(len(parts), 0, -1):
+            name = ".".join(parts[:end])
+            if name in sources:
+                return sources[name]
+        return "planner"
+    return source

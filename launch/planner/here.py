@@ -1,0 +1,86 @@
+"""This machine as a cluster of one node, and the forecast of a run on it: sizes are those of the configuration, nothing
+is searched."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Literal
+
+from launch.cluster import gpus, inventory
+from launch.cluster.spec import ClusterSpec, Gpu
+from launch.config.load import LoadedConfig
+from launch.config.schema import RunConfig
+from launch.planner.assemble import forecast
+from launch.planner.forecast import Forecast
+from launch.planner.joint import Candidate, Mode, candidate, rollout_option, training_option
+from launch.planner.layouts import RolloutLayout, TrainingLayout
+from launch.planner.memory_rollout import kv_bytes_per_token
+from launch.planner.plan import Plan
+from launch.planner.problem import problem_of
+from launch.planner.shape import ModelShape
+from launch.planner.space import RECOMPUTE
+
+GIB = 1 << 30
+NODE = "localhost"
+"""The only node of a cluster file that describes this machine."""
+
+
+def is_here(cluster: ClusterSpec | None) -> bool:
+    """Whether a cluster is this machine: none was named, or a file whose only node is `localhost`."""
+    return cluster is None or cluster.nodes == (NODE,)
+
+
+def this_machine(device: Literal["cpu", "gpu"], plan: Plan, config: RunConfig,
+                 described: ClusterSpec | None = None) -> ClusterSpec:
+    """The cluster that consists of this machine, with the coefficients of the file that describes it, if any. On a CPU every process is a "GPU"; where there are more than cores, each
+    has its share of a core."""
+    ranks, engines = plan.training.world_size, sum(engine.tp for engine in plan.rollout.engines)
+    if device == "gpu":
+        facts = inventory.read()
+        kind = gpus.find(facts.gpu_names[0], memory_bytes=facts.gpu_bytes[0]) if facts else gpus.H100
+        count = len(facts.gpu_names) if facts else ranks + engines
+    else:
+        cores = len(os.sched_getaffinity(0))
+        kind, count = _share(gpus.find("cpu"), cores / max(ranks * config.trainer.threads, 1)), ranks + engines
+    return ClusterSpec(
+        name="this machine", nodes=(NODE,), gpus_per_node=max(count, ranks + engines), gpu=kind, nics_per_node=1,
+        nic_bandwidth=2e9, rails=1, host_memory_bytes=0,
+        coefficients=described.coefficients if described else {}, sources=described.sources if described else {})
+
+
+def _share(core: Gpu, share: float) -> Gpu:
+    """A core that `1 / share` processes take turns on; more cores than processes help nobody."""
+    share = min(1.0, share)
+    return replace(core, bf16_flops=core.bf16_flops * share, fp8_flops=core.fp8_flops * share,
+                   fp32_flops=core.fp32_flops * share, hbm_bandwidth=core.hbm_bandwidth * share)
+
+
+def local_forecast(loaded: LoadedConfig, shape: ModelShape, plan: Plan, machine: ClusterSpec) -> Forecast:
+    """What a run on this machine is predicted to take. Memory is predicted on GPUs only."""
+    return forecast(None, pinned_candidate(loaded, shape, plan, machine), {
+        "model": loaded.where("model.path"), "gpu": machine.gpu.source, "workload": f"{loaded.path}, workload",
+        "cluster": "this machine", "trainer": loaded.path, "rollout": loaded.path, **machine.sources})
+
+
+def pinned_candidate(loaded: LoadedConfig, shape: ModelShape, plan: Plan, machine: ClusterSpec,
+                     mode: Mode = "disaggregated") -> Candidate:
+    """The candidate with exactly the sizes of a plan."""
+    config, sizes = loaded.config, plan.training
+    engine = RolloutLayout(tp=plan.rollout.tp, replicas=len(plan.rollout.engines), kv_precision=config.rollout.dtype,
+                           weight_precision=config.rollout.dtype, max_num_seqs=config.rollout.max_num_seqs,
+                           memory_utilization=config.rollout.memory_utilization,
+                           cuda_graphs=not config.rollout.enforce_eager)
+    problem = problem_of(loaded, shape, machine)
+    if plan.batch.share_prompts:
+        problem = replace(problem, workload=replace(problem.workload, prompt_copies=1 / problem.workload.group))
+    if machine.gpu.device == "cpu":
+        cache = int(config.rollout.kv_cache_gb * GIB) // kv_bytes_per_token(shape, engine)
+        problem = replace(problem, kv_tokens=cache)
+    layout = TrainingLayout(
+        tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, cp=sizes.cp, dp=sizes.dp, sequence_parallel=sizes.sequence_parallel,
+        precision=config.trainer.dtype, distributed_optimizer=config.trainer.distributed_optimizer,
+        recompute=RECOMPUTE[config.trainer.recompute],
+        layers_of_stage=tuple(sum(map(len, stage)) for stage in sizes.layers_of_stage))
+    return candidate(problem, mode, training_option(problem, layout, layout.gpus),
+                     rollout_option(problem, engine, engine.gpus, must_fit=False))

@@ -1,0 +1,83 @@
+"""Parallel layouts of the two partitions, as the planner's models take them. Sizes only: ranks, hosts and GPUs come
+later (`place`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Precision = Literal["bf16", "fp8", "fp32"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingLayout:
+    """Megatron's parallel sizes and what else decides memory and time of a training rank."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    """Model chunks a rank (1: plain 1F1B)."""
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+    """Expert parallel size, inside DP x CP."""
+    etp: int = 1
+    """TP ranks that split each expert; 1, as recipes set it, has whole experts and EP over TP x DP x CP."""
+    fsdp: int = 1
+    """Ranks that shard parameters (published FSDP runs only); 1: the distributed optimizer."""
+    sequence_parallel: bool = True
+    """Activations outside the matrices are split over TP; without effect at TP 1."""
+    recompute: tuple[str, ...] = ()
+    """() none, ("full",), or modules: core_attn, mlp, layernorm, ..."""
+    precision: Precision = "bf16"
+    grad_bytes: int = 4
+    """Bytes of an accumulated gradient element."""
+    distributed_optimizer: bool = True
+    fused_attention: bool = True
+    """False: scores are stored (Megatron before FlashAttention; published runs of 2021 and 2022 only)."""
+    layers_of_stage: tuple[int, ...] = ()
+    """Layers of each pipeline stage, all its chunks together; () splits evenly."""
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def replica_gpus(self) -> int:
+        """GPUs of one model replica (one DP index)."""
+        return self.tp * self.pp * self.cp
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutLayout:
+    """Engines of the rollout partition."""
+
+    tp: int = 1
+    pp: int = 1
+    replicas: int = 1
+    weight_precision: Precision = "bf16"
+    kv_precision: Precision = "bf16"
+    max_num_seqs: int = 256
+    memory_utilization: float = 0.85
+    cuda_graphs: bool = True
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.pp * self.replicas
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingWork:
+    """What one optimizer step computes, over all ranks."""
+
+    sequences: int
+    tokens: int
+    """Real tokens of the whole step (prompt + completion), padding not counted."""
+    attention_length: float
+    """E[t^2] / E[t] over the sequences: causal attention costs as much as if all had this length."""
+    micro_batch_tokens: int
+    """Tokens of a micro-batch on a DP rank (over its CP ranks together), padding included."""
+    micro_batches: int
+    """Of each DP rank."""
+    longest: int
+    """Tokens of the longest sequence."""

@@ -1,0 +1,51 @@
+"""How often the job fails, how often to write a checkpoint, and what share of the time is progress."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from launch.cluster.spec import ClusterSpec
+from launch.planner.book import NO_BOOK, Book
+from launch.planner.coefficients.reliability import ReliabilityCoefficients
+
+STATE_BYTES = 14
+"""A parameter in a checkpoint: bf16 weight, fp32 master weight and two moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reliability:
+    job_mtbf_hours: float
+    checkpoint_s: float
+    every_steps: int
+    effective_time_ratio: float
+
+
+def reliability(parameters: int, step_s: float, nodes: int, training_nodes: int, cluster: ClusterSpec,
+                coefficients: ReliabilityCoefficients, *, book: Book = NO_BOOK) -> Reliability:
+    """Young's interval, in whole steps (Young 1974, Daly 2006): sqrt(2 x checkpoint x MTBF); of the time, checkpoints
+    take C / (interval + C), and each failure costs half an interval and a restart.
+
+    Args:
+        parameters: of the trained model.
+        nodes: nodes whose failure ends the attempt.
+    """
+    node_mtbf = cluster.node_mtbf_hours or coefficients.node_mtbf_hours
+    job_mtbf = book.computed("reliability.job_mtbf_hours", node_mtbf / nodes, "h",
+                             "MTBF of a node (the cluster's, else the default) / nodes",
+                             ("cluster.node_mtbf_hours", "coefficients.reliability.node_mtbf_hours", "plan.nodes"))
+    checkpoint = book.computed(
+        "reliability.checkpoint_s", STATE_BYTES * parameters / (coefficients.checkpoint_bandwidth * training_nodes), "s",
+        "14 bytes x parameters / (bandwidth x training nodes)",
+        ("model.parameters", "coefficients.reliability.checkpoint_bandwidth", "plan.training_nodes"))
+    seconds = math.sqrt(2 * checkpoint * job_mtbf * 3600)
+    steps = book.computed("reliability.every_steps", max(1, round(seconds / step_s)), "steps",
+                          "sqrt(2 x checkpoint x MTBF) / step, rounded (Young 1974)",
+                          ("reliability.checkpoint_s", "reliability.job_mtbf_hours", "step.total_s"))
+    interval = steps * step_s
+    lost = checkpoint / (interval + checkpoint) + (interval / 2 + coefficients.restart_s) / (job_mtbf * 3600)
+    ratio = book.computed("reliability.effective_time_ratio", max(0.0, 1 - lost), "",
+                          "1 - C/(interval + C) - (interval/2 + restart)/MTBF",
+                          ("reliability.every_steps", "step.total_s", "reliability.checkpoint_s",
+                           "reliability.job_mtbf_hours", "coefficients.reliability.restart_s"))
+    return Reliability(job_mtbf, checkpoint, steps, ratio)

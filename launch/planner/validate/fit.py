@@ -1,0 +1,82 @@
+"""The one optimiser of all calibrations: cyclic coordinate search in log space. Deterministic, without derivatives;
+its result depends on the points, the start and the budget only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+
+def search(cost: Callable[[Mapping[str, float]], float], start: Mapping[str, float], *,
+           bounds: Mapping[str, tuple[float, float]] | None = None, step: float = 0.4, tolerance: float = 0.002,
+           evaluations: int = 400) -> dict[str, float]:
+    """Positive parameters that make `cost` small.
+
+    Each parameter in turn is multiplied and divided by e^step; what lowers the cost is kept and tried again in that
+    direction. A round in which nothing helps halves the step, until it is below `tolerance` (relative).
+
+    Args:
+        cost: a finite number for every parameter set inside the bounds.
+        start: name -> value > 0, in the order in which they are tried.
+        bounds: name -> (low, high) of those that have physical limits (an efficiency is at most 1).
+        step: first step, relative (0.4: times 1.5).
+        tolerance: last step.
+        evaluations: most calls of `cost`.
+
+    Returns:
+        Name -> value, each inside its bounds, with a cost never above the start's.
+    """
+    limits = {name: (bounds or {}).get(name, (0.0, math.inf)) for name in start}
+    best = {name: _clip(value, limits[name]) for name, value in start.items()}
+    if any(value <= 0 for value in best.values()):
+        raise ValueError(f"the search is in log space, a parameter is not positive: {best}")
+    lowest, left = cost(best), evaluations - 1
+    while step > tolerance and left > 0:
+        improved = False
+        for name in start:
+            for direction in (step, -step):
+                before = lowest
+                while left > 0:
+                    tried = {**best, name: _clip(best[name] * math.exp(direction), limits[name])}
+                    if tried[name] == best[name]:
+                        break
+                    left -= 1
+                    value = cost(tried)
+                    if value >= lowest:
+                        break
+                    best, lowest, improved = tried, value, True
+                if lowest < before:     # the other direction leads back
+                    break
+        if not improved:
+            step /= 2
+    return best
+
+
+def _clip(value: float, limits: tuple[float, float]) -> float:
+    return min(max(value, limits[0]), limits[1])
+
+
+def log_error(predicted: float, measured: float) -> float:
+    """ln(predicted / measured): symmetric between half and twice."""
+    return math.log(predicted / measured)
+
+
+def robust_mean(errors: Sequence[float], scale: float = 0.1) -> float:
+    """Mean of scale^2 (sqrt(1 + (e/scale)^2) - 1): squared near 0, linear beyond `scale`, so that one odd source does
+    not bend the fit (pseudo-Huber loss)."""
+    if not errors:
+        return 0.0
+    return sum(scale * scale * (math.sqrt(1 + (error / scale) ** 2) - 1) for error in errors) / len(errors)
+
+
+def median(values: Sequence[float]) -> float:
+    """Median; 0 of nothing."""
+    ordered, middle = sorted(values), len(values) // 2
+    if not ordered:
+        return 0.0
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def rounded(values: Mapping[str, float], digits: int = 3) -> dict[str, float]:
+    """Values to three significant digits, as the shipped defaults are written."""
+    return {name: float(f"{value:.{digits}g}") for name, value in values.items()}

@@ -1,0 +1,57 @@
+"""Small planning problems, and the whole space of a small one searched without any bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from launch.cluster.file import load_cluster
+from launch.cluster.spec import ClusterSpec
+from launch.config.load import LoadedConfig, load_config
+from launch.planner.architectures import from_architecture, from_builtin
+from launch.planner.coefficients.site import SiteCoefficients
+from launch.planner.joint import Candidate, Mode, Problem
+from launch.planner.lengths import LogNormal
+from launch.planner.remedies import with_nodes
+from launch.planner.search import Search
+from launch.planner.shape import ModelShape
+from launch.planner.space import Pins
+from launch.planner.workload import Workload
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+SMALL = ModelShape("small", layers=8, hidden=1024, ffn=2816, heads=16, kv_heads=8, head_dim=64, vocab=32000, tied=True)
+
+
+@lru_cache(maxsize=32)
+def builtin(name: str) -> ModelShape:
+    return from_architecture(from_builtin(name, "here"), name)
+
+
+@lru_cache(maxsize=32)
+def h100(nodes: int) -> ClusterSpec:
+    return with_nodes(load_cluster(CONFIGS / "clusters" / "h100x8.yaml"), nodes)
+
+
+def workload(**changes) -> Workload:
+    return replace(Workload(prompts=64, group=8, updates=1, prompt_tokens=256, max_prompt_tokens=512,
+                            lengths=LogNormal(1024, 0.9, 4096), logprob_pass=False, reference=False,
+                            reference_offload=False, target=None), **changes)
+
+
+def problem(shape: ModelShape = SMALL, nodes: int = 2, pins: Pins = Pins(), work: Workload | None = None,
+            **changes) -> Problem:
+    return replace(Problem(shape=shape, workload=work or workload(), cluster=h100(nodes), pins=pins,
+                           coefficients=SiteCoefficients()), **changes)
+
+
+def loaded(name: str, *words: str) -> LoadedConfig:
+    """A shipped configuration, such as `70b/grpo.yaml`, with overrides."""
+    return load_config(CONFIGS / name, [f"data.train={CONFIGS / 'tiny' / 'train.jsonl'}", *words])
+
+
+def best(found: Problem, mode: Mode = "disaggregated") -> Candidate:
+    candidate = Search(found, mode).best()
+    assert candidate is not None
+    return candidate

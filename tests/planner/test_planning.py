@@ -1,0 +1,112 @@
+"""From a configuration to a plan for a cluster: choices fill what was `auto`, pins stay, every GPU is used once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from launch.config import auto
+from launch.config.load import load_config
+from launch.errors import UserError
+from launch.planner.planning import Planned, best_of, plan_on_cluster
+from launch.planner.prepare import planning_inputs
+from launch.planner.problem import problem_of
+from tests.planner.problems import CONFIGS, h100
+
+
+def planned(*words: str, name: str = "7b/grpo.yaml", nodes: int = 4) -> Planned:
+    inputs = planning_inputs(load_config(CONFIGS / name, words), h100(nodes))
+    return plan_on_cluster(inputs.loaded, inputs.architecture, inputs.shape, inputs.cluster)
+
+
+def test_nothing_is_auto_any_more():
+    made = planned()
+    config, layout, engines = made.loaded.config, made.found.training.layout, made.found.rollout.layout
+    assert auto.open_keys(config) == ()
+    assert (config.trainer.tp, config.trainer.pp, config.trainer.vpp, config.trainer.cp, config.trainer.dp) == (
+        layout.tp, layout.pp, layout.vpp, layout.cp, layout.dp)
+    assert (config.rollout.tp, config.rollout.replicas, config.rollout.max_num_seqs) == (
+        engines.tp, engines.replicas, engines.max_num_seqs)
+    assert config.placement.training_nodes == made.found.training.units
+    assert len(made.plan.training.ranks) == layout.gpus and len(made.plan.rollout.engines) == engines.replicas
+    assert made.loaded.where("trainer.tp").endswith("(planner)")
+
+
+def test_pins_keep_their_source():
+    made = planned("trainer.tp=2", "rollout.tp=2")
+    assert made.loaded.config.trainer.tp == made.found.training.layout.tp == 2
+    assert made.found.rollout.layout.tp == 2
+    assert "override" in made.loaded.where("trainer.tp")
+
+
+@pytest.mark.parametrize("nodes, words", [(1, ()), (2, ()), (4, ("placement.spare_nodes=1",)), (5, ("trainer.pp=2",)),
+                                          (4, ("trainer.cp=4",)), (4, ("placement.mode=hybrid",
+                                                                       "algorithm.asynchronous=false"))])
+def test_every_gpu_is_used_once(nodes, words):
+    made = planned(*words, nodes=nodes)
+    seats = [*made.seating.training]
+    if made.found.mode == "disaggregated":
+        seats += [seat for engine in made.seating.rollout for seat in engine]
+    places = [(seat.node, seat.gpu) for seat in seats]
+    assert len(places) == len(set(places))
+    assert len(made.seating.training) == made.found.training.layout.gpus
+    assert sum(map(len, made.seating.rollout)) == made.found.rollout.layout.gpus
+    spare = made.loaded.config.placement.spare_nodes
+    assert len(made.seating.spares) >= spare == (1 if "placement.spare_nodes=1" in words else 0)
+
+
+def test_spare_nodes_are_left_alone():
+    """Of ten nodes with one spare, the plan of nine."""
+    assert planned("placement.spare_nodes=1", nodes=5).found.step_s == planned(nodes=4).found.step_s
+
+
+def test_auto_takes_the_fastest_mode():
+    found = {mode: planned(f"placement.mode={mode}", "algorithm.asynchronous=false").found
+             for mode in ("disaggregated", "colocated", "hybrid", "auto")}
+    fastest = min((found[mode] for mode in ("disaggregated", "colocated", "hybrid")), key=lambda each: each.step_s)
+    assert (found["auto"].mode, found["auto"].step_s) == (fastest.mode, fastest.step_s)
+
+
+def test_auto_of_a_mode_that_takes_turns_is_synchronous():
+    """A configuration that asks for asynchronous training and gets shared GPUs says that it is synchronous."""
+    made = planned("placement.mode=auto", "rollout.max_new_tokens=1024", "workload.response.mean=512", nodes=1,
+                   name="7b/grpo.yaml")
+    config = made.loaded.config
+    assert config.placement.mode == made.found.mode
+    assert config.algorithm.asynchronous == (made.found.mode == "disaggregated")
+    assert made.plan.forecast is not None and made.plan.forecast.asynchronous == config.algorithm.asynchronous
+
+
+def test_the_engines_share_is_written_down():
+    made = planned("placement.mode=hybrid", "algorithm.asynchronous=false", nodes=2)
+    share = made.found.rollout.layout.memory_utilization
+    assert made.loaded.config.rollout.memory_utilization == share < 0.85
+
+
+@pytest.mark.parametrize("gpus_per_node, words", [(8, ()), (6, ("trainer.cp=3",)), (4, ()), (8, ("trainer.token_budget=9216",))])
+def test_the_token_budget_suits_the_layout(gpus_per_node, words):
+    cluster = replace(h100(6), gpus_per_node=gpus_per_node, nics_per_node=gpus_per_node, rails=gpus_per_node)
+    inputs = planning_inputs(load_config(CONFIGS / "7b/grpo.yaml", words), cluster)
+    made = plan_on_cluster(inputs.loaded, inputs.architecture, inputs.shape, cluster)
+    assert made.plan.batch.token_budget % made.plan.batch.sequence_multiple == 0
+
+
+def test_a_pinned_budget_leaves_out_what_it_does_not_divide():
+    made = planned("trainer.token_budget=8193")
+    layout = made.found.training.layout
+    assert layout.cp == 1 and (layout.tp == 1 or not layout.sequence_parallel)
+
+
+def test_two_problems_at_once_are_told_at_once():
+    with pytest.raises(UserError) as error:
+        planned("trainer.tp=16", "placement.training_nodes=9")
+    assert "trainer.tp = 16" in str(error.value) and "training_nodes = 9" in str(error.value)
+
+
+def test_best_of_is_what_the_plan_holds():
+    loaded = load_config(CONFIGS / "7b/grpo.yaml")
+    inputs = planning_inputs(loaded, h100(3))
+    _, found = best_of(problem_of(loaded, inputs.shape, inputs.cluster), loaded, inputs.architecture)
+    made = planned(nodes=3)
+    assert made.plan.forecast is not None and made.plan.forecast.step_s == found.step_s

@@ -1,0 +1,197 @@
+"""The RL step: its algebra, the measured development points, and the book."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields, replace
+
+import pytest
+
+from launch.planner.book import Book
+from launch.planner.coefficients.rl import RlCoefficients
+from launch.planner.lengths import Counted, LogNormal
+from launch.planner.rl_step import (
+    Phases,
+    imbalance,
+    refit_seconds,
+    rollout_seconds,
+    step_seconds,
+    tensors,
+    training_passes,
+    write_imbalance,
+)
+from launch.planner.validate import rl_steps as validation
+from launch.planner.validate.fit import median
+from launch.planner.validate.score import development_points
+from tests.planner.engines import LLAMA_8B, MOE
+
+C = RlCoefficients()
+PLAIN = C.changed({"train_efficiency": 1.0, "update_s": 0.0, "logprob_factor": 1.0, "rollout_efficiency": 1.0,
+                   "response_s": 0.0, "other_share": 0.0})
+
+
+@pytest.fixture(scope="module")
+def points():
+    return [point for point in development_points() if point.kind == "rl_steps"]
+
+
+def errors_of(points, coefficients=C) -> dict[str, list[float]]:
+    """Quantity -> errors, and `phases` for all but the whole step."""
+    found: dict[str, list[float]] = {"phases": []}
+    for point in points:
+        for row in validation.predict(point, coefficients):
+            if row.error is not None:
+                found.setdefault(row.quantity, []).append(row.error)
+                if row.quantity != "step_time_s":
+                    found["phases"].append(row.error)
+    return found
+
+
+def test_without_losses_the_parts_stand_as_they_are():
+    """A log-prob pass is the forward third of training; synchronous phases add up, asynchronous ones overlap."""
+    passes = training_passes(30.0, 10.0, 4, coefficients=PLAIN)
+    assert (passes.train_s, passes.pass_s, passes.ratio) == (120, 40, pytest.approx(1 / 3))
+    assert rollout_seconds(50.0, 4096, PLAIN) == 50
+    phases = Phases(rollout_s=50, train_s=120, logprob_s=40, reference_s=40, refit_s=3)
+    assert step_seconds("synchronous", phases, PLAIN) == 253
+    assert step_seconds("fully_async", phases, PLAIN) == step_seconds("one_step_off", phases, PLAIN) == 203
+    assert step_seconds("fully_async", replace(phases, rollout_s=300), PLAIN) == 303
+
+
+def test_losses():
+    """eta divides the computation, not the fixed part of an update; rho is forward / training x factor."""
+    c = PLAIN.changed({"train_efficiency": 0.5, "update_s": 2.0, "mixture_efficiency": 0.5, "logprob_factor": 1.5,
+                       "rollout_efficiency": 0.8, "response_s": 0.01, "other_share": 0.1})
+    assert training_passes(30.0, 10.0, 4, coefficients=c).train_s == 4 * (60 + 2)
+    assert training_passes(30.0, 10.0, 4, coefficients=c).ratio == pytest.approx(0.5)
+    assert training_passes(30.0, 10.0, 4, coefficients=c, mixture=True).train_s == 4 * (120 + 2)
+    assert training_passes(30.0, 10.0, 4, coefficients=c, uneven=1.5).train_s == 4 * (90 + 2)
+    assert rollout_seconds(40.0, 1000, c) == 40 / 0.8 + 10
+    assert step_seconds("synchronous", Phases(50, 50), c) == pytest.approx(110)
+
+
+def test_imbalance_is_the_longest_sequence_over_a_rank_s_share():
+    even = Counted.fixed(900)
+    assert imbalance(even, 100, sequences=64, dp=8) == 1        # eight sequences a rank
+    assert imbalance(even, 100, sequences=8, dp=8) == 1
+    assert imbalance(even, 100, sequences=8, dp=16) == 2        # half of the ranks have nothing to do
+    uneven = LogNormal(900, 1.0, 30_000)
+    assert imbalance(uneven, 100, sequences=4096, dp=8) == 1
+    assert imbalance(uneven, 100, sequences=512, dp=128) == pytest.approx((100 + uneven.expected_max(512)) / 4000)
+
+
+def test_refit_counts_tensors():
+    """Experts are tensors of their own: a mixture takes longer than a dense model of its size."""
+    assert tensors(LLAMA_8B) == 32 * 9 + 3
+    assert tensors(MOE) == 48 * (6 + 3 * 128) + 3
+    assert refit_seconds(60e9, tensors(MOE)) > 1.5 * refit_seconds(60e9, tensors(LLAMA_8B))
+
+
+def test_bounds_hold_on_the_development_points(points):
+    """25 % a phase and 20 % the total in the median, colocated and disaggregated apart."""
+    colocated = errors_of([point for point in points if point.text("mode") == "colocated_sync"])
+    apart = errors_of([point for point in points if point.text("mode") != "colocated_sync"])
+    for found in (colocated, apart):
+        assert median([abs(error) for error in found["step_time_s"]]) <= 0.20
+        assert median([abs(error) for error in found["phases"]]) <= 0.25
+    for quantity in ("rollout_time_s", "train_time_s", "logprob_time_s", "refit_time_s"):
+        assert median([abs(error) for error in colocated[quantity]]) <= 0.25, quantity
+    table = errors_of([point for point in points if point.regime == "nemo_rl_step_table"])["step_time_s"]
+    assert len(table) == 8 and median([abs(error) for error in table]) <= 0.10
+
+
+def test_the_shipped_coefficients_are_the_calibration(points):
+    found = validation.calibrate(points, C)
+    assert {each.name: getattr(found, each.name) for each in fields(found)} == pytest.approx(
+        {each.name: getattr(C, each.name) for each in fields(C)}, rel=0.03)
+    for name in ("train_efficiency", "logprob_factor", "rollout_efficiency"):
+        assert getattr(C, f"{name}_low") < getattr(C, name) < getattr(C, f"{name}_high")
+
+
+@pytest.mark.parametrize("regime", ["nemo_rl_step_table", "nemo_rl_sync_split"])
+def test_a_source_that_took_no_part_is_predicted(points, regime):
+    found = validation.calibrate([point for point in points if point.regime != regime], C)
+    errors = errors_of([point for point in points if point.regime == regime], found)
+    assert median([abs(error) for error in errors["step_time_s"]]) <= 0.20
+
+
+def test_a_length_that_is_not_stated_is_assumed_and_said_so(points):
+    known = next(point for point in points if point.number("mean_generated_tokens") == 1019)
+    assert not any(row.reason for row in validation.predict(known, C))
+    unknown = replace(known, data={**known.data, "mean_generated_tokens": None, "derived": None})
+    rows = validation.predict(unknown, C)
+    assert all(row.predicted and "1050 tokens assumed" in row.reason for row in rows)
+    thinking = replace(unknown, model_name="qwen3-32b")
+    assert "tokens assumed" in validation.predict(thinking, C)[0].reason
+    assert validation.predict(thinking, C)[0].predicted > rows[0].predicted
+    # and teaches nothing
+    assert validation.calibrate([*points, unknown], C) == validation.calibrate(points, C)
+
+
+def test_measured_rates_are_no_inputs(points):
+    """Tokens a second times GPUs times the step would be the answer."""
+    for point in points:
+        data = copy.deepcopy(dict(point.data)) | {"id": "x", "regime": "x", "source": {"repo": "x"}, "notes": "x"}
+        data["measured"] = {name: value * 1.5 for name, value in data["measured"].items()}
+        other = validation.predict(replace(point, id="x", regime="x", source="x", data=data), C)
+        assert [(row.quantity, row.predicted) for row in other] == [
+            (row.quantity, row.predicted) for row in validation.predict(point, C)]
+
+
+def test_what_cannot_be_predicted_has_a_reason(points):
+    refused = {row.reason for point in points for row in validation.predict(point, C) if row.predicted is None}
+    assert len(refused) == 2 and any("not modelled" in each for each in refused)
+    assert any("responses of a step" in each for each in refused)
+    known = points[0]
+    for change, reason in (({"mode": "sideways"}, "mode"), ({"max_seq_len": 200}, "mean response length"),
+                           ({"rollout_parallelism": {"tp": 1}, "rollout_gpu_memory_utilization": 0.1},
+                            "engine layout"),
+                           ({"num_gpus_train": None, "hardware": {"gpu": "H100-SXM-80GB"}}, "number of GPUs")):
+        rows = validation.predict(replace(known, data={**known.data, **change}), C)
+        assert rows and all(row.predicted is None and reason in row.reason for row in rows), change
+
+
+def test_null_fields_are_tolerated(points):
+    for point in points:
+        for name in ("parallelism", "rollout_parallelism", "max_seq_len", "global_batch", "samples_per_prompt",
+                     "algorithm", "framework", "precision", "derived", "hardware", "measured",
+                     "optimizer_steps_per_batch"):
+            for value in (None, "not_stated"):
+                for row in validation.predict(replace(point, data={**point.data, name: value}), C):
+                    assert row.predicted is None or row.predicted > 0
+
+
+def test_the_book_names_all_inputs():
+    """Every given number, changed by itself: no entry changes but those that rest on it."""
+    lengths = LogNormal(900, 1.0, 30_000)
+
+    def written(c: RlCoefficients = C, experts: int = 8, training: float = 30.0, forward: float = 11.0,
+                updates: int = 4, dp: int = 128, prompts: int = 64, generation: float = 60.0) -> Book:
+        book = Book()
+        c.write(book)
+        for key, value in (("workload.updates", updates), ("workload.prompts", prompts), ("workload.group", 16),
+                           ("workload.prompt_tokens", 100), ("workload.response_mean", 900),
+                           ("workload.response_second_moment", lengths.second_moment),
+                           ("workload.response_cap", 30_000),
+                           ("trainer.dp", dp), ("model.experts", experts), ("training.total_s", training),
+                           ("logprob.total_s", forward), ("rollout.total_s", generation), ("phase.sync_s", 3.0)):
+            book.given(key, value, "", "test")
+        uneven = write_imbalance(imbalance(lengths, 100, prompts * 16 / updates, dp), book)
+        passes = training_passes(training, forward, updates, uneven=uneven, mixture=experts > 0, coefficients=c,
+                                 book=book)
+        rollout_s = rollout_seconds(generation, prompts * 16, c, book=book)
+        phases = Phases(rollout_s, passes.train_s, passes.pass_s, 0.0, 3.0)
+        step_seconds("synchronous", phases, c, passes=["phase.pass_s"], book=book)
+        return book
+
+    book = written()
+    changes = {"workload.updates": {"updates": 2}, "workload.prompts": {"prompts": 32}, "trainer.dp": {"dp": 64},
+               "model.experts": {"experts": 0}, "training.total_s": {"training": 40.0},
+               "logprob.total_s": {"forward": 12.0}, "rollout.total_s": {"generation": 50.0}}
+    for each in fields(C):
+        changes[f"{C.PREFIX}.{each.name}"] = {"c": C.changed({each.name: 1.1 * getattr(C, each.name)})}
+    for key, change in changes.items():
+        other = written(**change)
+        differing = {entry.key for entry in book if other[entry.key].value != entry.value}
+        assert differing <= {key, *book.dependents(key)}, key
+    assert book["phase.imbalance"].value > 1
