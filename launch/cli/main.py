@@ -19,6 +19,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "plan": ("launch.cli.plan", "Print the plan of a configuration."),
     "report": ("launch.cli.report", "Write the HTML report of a run."),
     "stop": ("launch.cli.stop", "Ask a run to write a checkpoint and end."),
+    "validate": ("launch.cli.validate", "Compare the planner's models with measured points."),
 }
 """Verb -> (module that defines `command`, one line of help)."""
 
