@@ -19,9 +19,13 @@ def command(run: str, folder: str, out: str | None) -> None:
     """
     from launch.report.history import attempt_dirs, read_history
     from launch.report.html import write_report
+    from launch.report.measured import comparison_text, of_attempt
     from launch.report.terminal import closing_summary
 
     run_dir = Path(run) if Path(run).is_dir() else Path(folder) / run
-    history = read_history(attempt_dirs(run_dir))
-    click.echo(closing_summary(run_dir, history))
+    attempts = attempt_dirs(run_dir)
+    click.echo(closing_summary(run_dir, read_history(attempts)))
+    compared = of_attempt(attempts[-1])
+    if compared is not None:
+        click.echo(comparison_text(compared))
     click.echo(f"report       {write_report(run_dir, Path(out) if out else None)}")

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from launch.report.charts import SPLIT_COLOURS, svg_charts
 from launch.report.history import Row, attempt_dirs, first_and_last, read_history, read_jsonl, series
+from launch.report.measured import FILE, comparison_html, of_attempt
 from launch.report.progress import duration, shares
 from launch.report.terminal import mean_split
 
-DOCUMENTS = ("config.yaml", "config.json", "plan.json", "placement.json", "versions.json", "environment.json")
+DOCUMENTS = ("config.yaml", "config.json", "plan.json", "placement.json", FILE, "versions.json",
+             "environment.json")
 """Files of an attempt (or of the run) that the report shows in full, those that exist."""
 SAMPLES = 12
 CSS = """
@@ -50,19 +52,23 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     warnings = [warning for attempt in attempts for warning in read_jsonl(attempt / "warnings.jsonl")]
     samples = [sample for attempt in attempts for sample in read_jsonl(attempt / "samples.jsonl")]
     page = render(run_dir.name, history, warnings=warnings, samples=samples, attempts=len(attempts),
-                  documents=_documents(run_dir, attempts[-1]))
+                  documents=_documents(run_dir, attempts[-1]), compared=comparison_html(of_attempt(attempts[-1])))
     out.write_text(page, encoding="utf-8")
     return out
 
 
 def render(name: str, history: Sequence[Row], *, warnings: Sequence[dict], samples: Sequence[dict],
-           documents: dict[str, str], attempts: int) -> str:
-    """The whole page as text."""
+           documents: dict[str, str], attempts: int, compared: str = "") -> str:
+    """The whole page as text.
+
+    Args:
+        compared: the section on plan against measured.
+    """
     body = [_head(name, history, attempts), _facts(history), _warnings(warnings)]
     if history:
         charts = "".join(f'<div class="card{" wide" if key == "split" else ""}">{svg}</div>'
                          for key, svg in svg_charts(history).items())
-        body += [f'<h2>Curves</h2><div class="charts">{charts}</div>', _split(history)]
+        body += [f'<h2>Curves</h2><div class="charts">{charts}</div>', _split(history), compared]
     else:
         body.append("<p>No step has been logged yet.</p>")
     body += [_samples(samples), _document_list(documents)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -9,16 +11,23 @@ from rich.table import Table
 from launch.planner.architecture import parameter_count
 from launch.planner.plan import Plan
 from launch.planner.prepare import Prepared
+from launch.report.plan_overview import WIDTH, print_overview, terminal
 
-WIDTH = 100
 
+def print_plan(prepared: Prepared, console: Console | None = None, *, commands: Sequence[str] = ()) -> None:
+    """Print a plan: what is predicted and why where it was planned for a cluster, else its partitions, batch and
+    pipeline stages.
 
-def print_plan(prepared: Prepared, console: Console | None = None) -> None:
-    """Print model, partitions, batch and the ranks of each pipeline stage."""
-    console = console or Console(width=WIDTH, highlight=False)
+    Args:
+        commands: what to run next, a line each (plans with a forecast only).
+    """
     plan, architecture = prepared.plan, prepared.architecture
+    if plan.forecast is not None:
+        print_overview(plan, str(prepared.loaded.path), console or terminal(), commands=commands)
+        return
+    console = console or Console(width=WIDTH, highlight=False)
     console.print(f"{prepared.loaded.path}: {architecture.family}, {parameter_count(architecture):,} parameters, "
-                  f"{architecture.layers} layers, on {plan.device.upper()}; plan {plan.fingerprint()}")
+                  f"{architecture.layers} layers, on {plan.device.upper()}; plan {plan.fingerprint()}", markup=False)
     console.print(_partitions(plan))
     console.print(_stages(plan))
     batch = plan.batch

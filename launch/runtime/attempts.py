@@ -9,7 +9,7 @@
             config.yaml plan.json placement.json environment.json      what the attempt was started with
             progress.json metrics.jsonl samples.jsonl warnings.jsonl    what it is doing
             components/ logs/ stacks/ errors/                           one file a process
-            stop outcome.json                                           how it ends
+            stop outcome.json plan-vs-measured.json                     how it ends
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a job says last: how it ended, the reward curve, where everything lies, or the first error and its log."""
+"""What a job says last: how it ended, the reward curve, where everything lies, plan against measured, or the first error
+and its log."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from pathlib import Path
 
 from launch.report.history import attempt_dirs, read_history
 from launch.report.html import write_report
+from launch.report.measured import FILE, comparison_text, of_attempt
 from launch.report.terminal import closing_summary
-from launch.runtime.attempts import Attempt
+from launch.runtime.attempts import Attempt, write_atomically
 from launch.runtime.outcome import Outcome
 
 LOG_TAIL_LINES = 15
@@ -17,9 +19,14 @@ LOG_TAIL_LINES = 15
 def print_end(attempt: Attempt, outcome: Outcome) -> None:
     """Write the report and print the end of an attempt: the summary to stdout, a failure to stderr."""
     history = read_history(attempt_dirs(attempt.run_folder))
+    compared = of_attempt(attempt.folder)
+    if compared is not None:
+        write_atomically(attempt.folder / FILE, compared.model_dump_json(indent=2) + "\n")
     if history:
         report = write_report(attempt.run_folder)
         print(closing_summary(attempt.run_folder, history, report))
+        if compared is not None:
+            print(comparison_text(compared))
     if outcome.status == "finished":
         exported = attempt.exported(outcome.step)
         if exported.exists():
