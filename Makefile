@@ -26,7 +26,7 @@ UV := .venv-lock/bin/uv
 COMPILE = cd requirements && UV_CUSTOM_COMPILE_COMMAND="make lock" ../$(UV) pip compile --quiet \
 	--python-platform x86_64-manylinux_2_28 --python-version 3.11
 
-.PHONY: help install grpo test gpu-check bench bench-learning results picture lock docs clean
+.PHONY: help install grpo test slurm gpu-check bench bench-learning bench-plan results picture exercise lock docs clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,8 +34,11 @@ help: ## Print this list
 grpo: $(INSTALLED) ## Install, then train the tiny policy from random weights (DEVICE=gpu: GPU stack, needs 2 GPUs)
 	$(VENV)/bin/megatron-rl launch configs/tiny/$(if $(filter gpu,$(DEVICE)),gpu,grpo).yaml --on local --device $(DEVICE) --fresh $(ARGS)
 
-test: $(INSTALLED) ## Install, then run all tests
+test: $(INSTALLED) slurm ## Install, then run all tests
 	$(VENV)/bin/python -m pytest $(if $(CI),--color=no) $(ARGS)
+
+slurm: ## Install the Slurm that the tests start for themselves (Debian and Ubuntu, as root or with sudo)
+	@tests/install_slurm.sh
 
 gpu-check: $(INSTALLED) ## Run the tests that need one GPU; says so when it skips them (use DEVICE=gpu)
 	$(VENV)/bin/python -m pytest -m gpu -rs $(ARGS)
@@ -51,6 +54,9 @@ results: $(INSTALLED) models/smollm2-135m ## Train the 135M model and write docs
 
 picture: $(INSTALLED) ## Run the tiny configuration and write its output into README.md
 	$(VENV)/bin/python -m benchmarks.picture
+
+exercise: $(INSTALLED) ## Plan the 70B exercise and write docs/exercise-70b.md and the plan of README.md again
+	$(VENV)/bin/python -m benchmarks.exercise
 
 models/smollm2-135m: | $(INSTALLED)
 	$(VENV)/bin/megatron-rl models get smollm2-135m
@@ -94,9 +100,10 @@ lock: $(UV) ## Resolve requirements/*.in into the lock files again (ARGS=--upgra
 	$(COMPILE) bench.in --constraints cpu.lock --overrides cpu.overrides --excludes cpu.excludes --output-file /dev/null
 	$(COMPILE) bench.in --constraints cpu.lock --no-deps --output-file bench.lock $(ARGS)
 
-docs: $(INSTALLED) ## Write the generated pages again (metrics, config, exit codes)
+docs: $(INSTALLED) ## Write the generated pages again (metrics, config, exit codes, validation)
 	$(VENV)/bin/python -m megatron_rl.monitor.metrics > docs/metrics.md
 	$(VENV)/bin/python -m launch.config.docs
+	$(VENV)/bin/python -m launch.planner.validate.page
 
 clean: ## Remove environments and caches; runs/ and models/ stay
 	rm -rf .venv .venv-gpu .venv-lock $(BENCH) build *.egg-info .pytest_cache .hypothesis

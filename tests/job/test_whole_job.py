@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+from statistics import fmean, median
 
 import pytest
 
+from launch.planner.calibrate import calibrate
+from launch.planner.prepare import prepare
 from megatron_rl.trainer.checkpoint_files import complete_checkpoints
-from tests.job.runner import Launched, evaluation, launch, listening_addresses, stop
+from tests.job.runner import CONFIG, Launched, evaluation, launch, listening_addresses, stop
 
 STEPS = 6
 DETERMINISTIC = (f"run.steps={STEPS}", "rollout.deterministic=true", "checkpoint.every=4", "eval.every=2",
@@ -62,6 +67,40 @@ def test_end_says_where_everything_is(whole):
     report = re.search(r"report +(\S+)", text)[1]
     html = open(report, encoding="utf-8").read()
     assert "<svg" in html and "http://" not in html.replace("http://www.w3.org", "")
+
+
+def test_the_end_shows_the_plan_beside_what_was_measured(whole):
+    stored = json.loads((whole.attempt.folder / "plan-vs-measured.json").read_text(encoding="utf-8"))
+    rows, forecast = whole.rows()[2:], whole.attempt.plan().forecast
+    predicted = {phase.name: phase.seconds for phase in forecast.phases} | {"step": forecast.step_s}
+    metrics = {"rollout": ("time/rollout", "time/reward"), "train": ("time/train",), "sync": ("time/sync",),
+               "step": ("time/step",)}
+    assert [phase["name"] for phase in stored["phases"]] == list(metrics)
+    for phase in stored["phases"]:
+        times = [sum(row[name] for name in metrics[phase["name"]]) for row in rows]
+        assert phase["measured"]["median"] == pytest.approx(median(times), rel=1e-12)
+        assert phase["predicted"]["seconds"] == predicted[phase["name"]]
+    response = next(each for each in stored["lengths"] if each["name"] == "response")
+    assert response["measured"] == pytest.approx(fmean(row["response/length_mean"] for row in rows))
+    tokens = next(each for each in stored["lengths"] if each["name"] == "step")["measured"]
+    assert tokens == pytest.approx(
+        256 * fmean(row["response/length_mean"] + row["prompt/length_mean"] for row in rows))
+    assert f"measured in it (median of steps 3 to {STEPS})" in whole.text()
+    assert "Predicted beside measured" in (whole.run_folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_calibrated_with_the_run_the_plan_of_its_configuration_is_what_it_measured(whole, tmp_path):
+    file = tmp_path / "site.yaml"
+    shutil.copy("configs/clusters/local-cpu.yaml", file)
+    calibrate(whole.run_folder / "attempts" / "1", str(file))
+    rows = whole.rows()[2:]
+    response = fmean(row["response/length_mean"] for row in rows)
+    words = (*DETERMINISTIC, f"cluster={file}", "workload.response.distribution=histogram",
+             "workload.response.values=[1, 2]", f"workload.response.counts=[{2 - response}, {response - 1}]")
+    phases = {phase.name: phase.seconds for phase in prepare(CONFIG, words, "cpu").plan.forecast.phases}
+    assert phases == pytest.approx({
+        "rollout": median(row["time/rollout"] + row["time/reward"] for row in rows),
+        "train": median(row["time/train"] for row in rows), "sync": median(row["time/sync"] for row in rows)}, rel=1e-3)
 
 
 def test_stop_and_resume_equal_the_uninterrupted_run_bit_for_bit(whole, runs):
