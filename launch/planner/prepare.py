@@ -18,6 +18,7 @@ from launch.errors import UserError
 from launch.planner.architecture import from_hf_config
 from launch.planner.architectures import architecture_for_planning, from_architecture, from_builtin, known
 from launch.planner.build import plan
+from launch.planner.forecast import Forecast
 from launch.planner.here import is_here, local_forecast, this_machine
 from launch.planner.plan import Architecture, Plan
 from launch.planner.planning import Planned, plan_on_cluster
@@ -82,8 +83,18 @@ def prepare(path: str, words: Sequence[str] = (), device: Literal["auto", "cpu",
     check(loaded, architecture, kind, gpus=count if kind == "gpu" and (to_run or count) else None)
     made = plan(loaded.config, architecture, kind)
     shape = from_architecture(architecture, folder.name)
-    predicted = local_forecast(loaded, shape, made, this_machine(kind, made, loaded.config, named))
-    return Prepared(loaded, folder, architecture, made.model_copy(update={"forecast": predicted}))
+    machine = this_machine(kind, made, loaded.config, named)
+    predicted = _run_forecast if to_run else local_forecast
+    return Prepared(loaded, folder, architecture,
+                    made.model_copy(update={"forecast": predicted(loaded, shape, made, machine)}))
+
+
+def _run_forecast(loaded: LoadedConfig, shape: ModelShape, made: Plan, machine: ClusterSpec) -> Forecast | None:
+    """What is assumed of the data changes no run: where it does not fit, the run has no forecast."""
+    try:
+        return local_forecast(loaded, shape, made, machine)
+    except UserError:
+        return None
 
 
 def planning_inputs(loaded: LoadedConfig, cluster: ClusterSpec | None = None) -> Inputs:
