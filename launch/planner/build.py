@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from typing import Literal
 
+from launch.config import auto
 from launch.config.schema import RunConfig, Trainer
 from launch.errors import UserError
 from launch.planner.plan import (Architecture, BatchPlan, EnginePlan, Plan, RankCoordinates, RolloutPlan,
@@ -18,11 +19,13 @@ VOCAB_MULTIPLE = 128
 
 
 def plan(config: RunConfig, architecture: Architecture, device: Literal["cpu", "gpu"]) -> Plan:
-    """The plan of a run. Run `launch.config.checks.check` first: it explains what does not fit together.
+    """The plan of a run; sizes that are still `auto` are those of one machine. Run `launch.config.checks.check` first: it
+    explains what does not fit together.
 
     Raises:
         UserError: layers that cannot be laid out over the pipeline.
     """
+    config = auto.with_values(config, auto.local_values(config))
     trainer, rollout, algorithm = config.trainer, config.rollout, config.algorithm
     training = TrainingPlan(
         tp=trainer.tp, pp=trainer.pp, vpp=trainer.vpp, cp=trainer.cp, dp=trainer.dp,
