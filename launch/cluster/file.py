@@ -241,8 +241,7 @@ def _explain(error: ValidationError, document: yaml_file.Document, file: str, pr
                          "the pace of the slowest", where=where, fix="write one file for each kind and plan for each")
         else:
             expected = keys.type_in_words(field.field) if field else item["msg"]
-            shown = repr(item["input"])
-            problems.add(f"{key} = {shown if len(shown) <= 60 else shown[:57] + '...'} is not valid", where=where,
+            problems.add(f"{key} = {keys.as_written(item['input'])} is not valid", where=where,
                          fix=f"expected: {expected}")
 
 

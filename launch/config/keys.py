@@ -8,6 +8,7 @@ import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -93,6 +94,15 @@ def members(path: Path) -> list[str]:
 def type_in_words(field: FieldInfo) -> str:
     """`integer >= 1`, `one of cpu, gpu`, `number or null`: what the docs and the messages say."""
     return _words(field.annotation, field.metadata)
+
+
+def as_written(value: object) -> str:
+    """A value as YAML has it, shortened: `null` and `true`, not None and True."""
+    words = {None: "null", True: "true", False: "false"}
+    text = words[value] if value is None or isinstance(value, bool) else repr(value)
+    if isinstance(value, (list, dict)):
+        text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False, allow_unicode=True).strip()
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null", dict: "mapping"}

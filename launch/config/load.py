@@ -190,7 +190,7 @@ def _explain(error: ValidationError, locate: _Locator, problems: Problems) -> No
                          f"advantages would be 0", where=where, fix="use 2 or more; 8 and 16 are common")
         else:
             expected = keys.type_in_words(known.field) if known else item["msg"]
-            problems.add(f"{key} = {_short(item['input'])} ({_type_name(item['input'])}) is not valid", where=where,
+            problems.add(f"{key} = {keys.as_written(item['input'])}{_type_of(item['input'])} is not valid", where=where,
                          fix=f"expected: {expected}")
 
 
@@ -203,15 +203,9 @@ def _without_union_branch(path: Path, fields: Mapping[str, keys.Key]) -> Path:
     return path
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _type_name(value: Any) -> str:
-    names = {bool: "true or false", int: "integer", float: "number", str: "text", list: "list", dict: "mapping",
-             type(None): "null"}
-    return names.get(type(value), type(value).__name__)
+def _type_of(value: Any) -> str:
+    names = {bool: "true or false", int: "integer", float: "number", str: "text", list: "list", dict: "mapping"}
+    return "" if value is None else f" ({names.get(type(value), type(value).__name__)})"
 
 
 def _sources(config: RunConfig, path: Path, locate: _Locator) -> list[tuple[str, Source]]:

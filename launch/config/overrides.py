@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from launch.config import keys
 from launch.config.problems import Problems
 from launch.config.yaml_file import Path, parse_value
 
@@ -63,7 +64,7 @@ def apply(values: Any, override: Override, problems: Problems) -> bool:
             if not last and at.get(part) is None:
                 at[part] = {}
         else:
-            problems.add(f"{here} = {at!r} is a value: it has no key {part}", where=where,
+            problems.add(f"{here} = {keys.as_written(at)} is a value: it has no key {part}", where=where,
                          fix=f"write {here}=... instead")
             return False
         if last:

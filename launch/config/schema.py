@@ -306,7 +306,7 @@ class Placement(Section):
     spare_nodes: NonNegativeInt = 0
     """Nodes kept out of the plan, for when others fail."""
     tp_across_nodes: bool = False
-    """Allow TP groups larger than a node."""
+    """Allow TP groups larger than a node: those that are pinned, and engines of two nodes."""
 
 
 class RunConfig(Section):

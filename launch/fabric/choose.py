@@ -45,6 +45,8 @@ class RouteCost:
     """Two chunks on each sending GPU."""
     rollout_staging_bytes: int
     """Two chunks for each transfer that a receiving GPU takes in at once; what it forwards leaves from there."""
+    transfers: int
+    """Large ones into the busiest rollout NIC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ def predict(shape: ModelShape, training: TrainingLayout, rollout: RolloutLayout,
         limits=limits, quantise=quantise,
         notes=_notes(quantise, lora_rank, moved, natural))
     if book.keeps:
-        write(prediction, coefficients, book)
+        write(prediction, shape, training, rollout, lora_rank, coefficients, book)
     return prediction
 
 
@@ -192,7 +194,7 @@ def _cost(moved: Traffic, kind: Kind, load: Loads, coefficients: SyncCoefficient
         trainer_nic_out_bytes=round(load.egress), rollout_nic_in_bytes=load.ingress,
         rollout_nic_out_bytes=load.relay_egress, nvlink_bytes=load.nvlink, hops=load.hops,
         chunk_bytes=found.chunk_bytes, trainer_staging_bytes=2 * found.chunk_bytes,
-        rollout_staging_bytes=2 * found.chunk_bytes * load.streams)
+        rollout_staging_bytes=2 * found.chunk_bytes * load.streams, transfers=load.transfers)
 
 
 def _pinned(route: str) -> Kind:

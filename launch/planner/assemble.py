@@ -37,8 +37,8 @@ def forecast(search: Search | None, found: Candidate, sources: Mapping[str, str]
         step_high_s=_per_step(found, throughput.low), bottleneck=_bottleneck(found), throughput=throughput,
         rollout=RolloutForecast(
             tpot_s=rollout.time.tpot_s, tokens_per_s_per_gpu=rollout.time.tokens_per_s / rollout.layout.gpus,
-            in_flight=rollout.time.in_flight * _busy(found), capacity=rollout.time.slots,
-            load=rollout.time.load * _busy(found),
+            in_flight=rollout.time.in_flight * found.rollout_busy, capacity=rollout.time.slots,
+            load=found.rollout_load,
             longest_s=rollout.time.latency_max_s, bound_by=rollout.time.limit),
         staleness=Staleness(versions=found.staleness, mean=_mean_staleness(found), limit=problem.max_staleness),
         sync=_sync(found), reliability=Reliability(
@@ -48,11 +48,6 @@ def forecast(search: Search | None, found: Candidate, sources: Mapping[str, str]
         choices=choices(search, found) if search else (), pareto=_front(search, found) if search else (),
         warnings=cautions(found, throughput.low, throughput.high),
         numbers=_numbers(book))
-
-
-def _busy(found: Candidate) -> float:
-    """Share of the step in which the engines are asked for completions: the rest they wait for the trainer."""
-    return min(1.0, found.rollout.seconds / found.step_s) if found.problem.asynchronous else 1.0
 
 
 def _cluster(found: Candidate, sources: Mapping[str, str]) -> ClusterFacts:
@@ -142,7 +137,7 @@ def _bottleneck(found: Candidate) -> str:
     time = found.training.time
     parts = {"matrix products": time.matmul_s, "attention": time.attention_s, "element-wise kernels": time.elementwise_s,
              "gaps between kernels": time.gaps_s, "TP communication": time.tp_s, "CP communication": time.cp_s,
-             "the pipeline's bubble": time.pp_bubble_s, "DP communication": time.dp_s, "the optimizer": time.optimizer_s}
+             "the pipeline's bubble": time.pp_bubble_s, "DP communication": time.dp_s, "the optimizer and what each step costs": time.optimizer_s}
     largest = max(parts, key=parts.__getitem__)
     return f"training, most of it {largest} ({parts[largest] / time.total_s:.0%})"
 

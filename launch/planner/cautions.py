@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from launch.planner.forecast import Warned
+from launch.planner.host_memory import host_bytes
 from launch.planner.joint import Candidate
 
-MAX_LOAD = 0.9
-"""Share of the engines' slots above which queues grow."""
+MIN_CROSSING = 0.01
+"""Share of a copy of the weights below which what leaves its rail (norms, vocabulary rows on a border) is not told."""
+MAX_HOST = 0.8
+"""Share of a host's memory that may be pinned; data, checkpoints in flight and page cache need the rest."""
 DOCUMENTED: dict[str, str] = {
     "W001": "a training stage fills almost all of its GPU",
-    "W002": "the engines run near the most that they can hold",
+    "W002": "an engine's cache has no room for one more completion that runs to the cap",
     "W003": "samples are several versions old",
     "W004": "the target lies within the uncertainty of the prediction, or beyond it",
     "W005": "one partition waits for the other a large part of the step",
@@ -22,6 +25,7 @@ DOCUMENTED: dict[str, str] = {
     "W010": "the sync takes a noticeable part of the step",
     "W011": "the response lengths are an assumption",
     "W012": "no coefficient was measured at this site",
+    "W013": "what lies in host memory fills a node's",
 }
 """Code -> what it means."""
 
@@ -43,9 +47,15 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
         worst = training.worst
         yield "W001", (f"stage {worst.stage} needs {worst.total / 1e9:.1f} GB of {training.memory.limit / 1e9:.1f} GB a "
                        "GPU: a lower trainer.token_budget, or trainer.recompute=full, would leave room")
-    if problem.asynchronous and rollout.time.load * min(1.0, rollout.seconds / found.step_s) > MAX_LOAD:
-        yield "W002", (f"engines run at {rollout.time.load:.0%} of the {rollout.time.slots:,.0f} completions that they "
-                       "hold: a longer answer than assumed makes requests wait")
+    if problem.asynchronous and rollout.time.limit == "KV capacity":
+        # A request starts when one has ended, so that no queue grows without end, as a service's does near full load: what
+        # counts is whether a long completion finds room or throws others out of the cache.
+        cache = problem.kv_tokens or rollout.memory.kv_tokens
+        free = cache * (1 - found.rollout_load)
+        if free < workload.longest:
+            yield "W002", (f"caches are {found.rollout_load:.0%} full: {free:,.0f} of an engine's {cache:,} tokens are free, "
+                           f"and one completion to the cap takes {workload.longest:,}; engines will recompute what they "
+                           "throw out. A larger rollout.tp, or more rollout nodes, makes room")
     if found.staleness > 1:
         yield "W003", (f"a completion of {workload.lengths.cap:,} tokens spans {found.staleness} steps: weights change "
                        "while it is generated; keep algorithm.importance_cap, or use more prompts a step")
@@ -58,7 +68,7 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
         if fast < 0.75 * slow:
             waits = "rollout" if rollout.seconds < training.seconds else "training"
             yield "W005", f"{waits} idles {1 - fast / slow:.0%} of the step: no other division of the nodes is faster"
-    if found.sync is not None and found.sync.cross_rail_bytes:
+    if found.sync is not None and found.sync.cross_rail_bytes > MIN_CROSSING * found.sync.replica_bytes:
         yield "W006", f"{found.sync.cross_rail_bytes / 1e9:.1f} GB of a sync change rails whatever the order of the GPUs"
     if rollout.layout.weight_precision != training.layout.precision:
         yield "W007", (f"engines compute in {rollout.layout.weight_precision}, the trainer in "
@@ -66,7 +76,7 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
     idle = problem.units - found.units
     if idle > 0:
         name = "nodes" if len(problem.cluster.nodes) > 1 else "GPUs"
-        yield "W008", f"{idle} {name} left over: no layout makes the step shorter with them"
+        yield "W008", f"{idle} {name if idle > 1 else name[:-1]} left over: no layout makes the step shorter with more"
     if not workload.logprob_pass and workload.updates > 1:
         yield "W009", (f"{workload.updates} updates a batch without a log-prob pass: the engine's log-probs stand in for "
                        "the old ones (docs/old-logprobs.md)")
@@ -75,5 +85,16 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
     if not workload.measured_lengths:
         yield "W011", ("response lengths are assumed: workload.response.distribution=file with the samples of a run "
                        "measures them")
+    host, installed = host_bytes(problem, found.mode, training), problem.cluster.host_memory_bytes
+    if installed and host > MAX_HOST * installed:
+        yield "W013", (f"a node's host must hold {host / 1e9:,.0f} GB of {_offloaded(found)}, of {installed / 1e9:,.0f} GB "
+                       f"that it has: more than {MAX_HOST:.0%} leaves too little for the rest")
     if not problem.cluster.coefficients:
         yield "W012", "efficiencies are those of published runs: `megatron-rl plan --calibrate RUN` measures yours"
+
+
+def _offloaded(found: Candidate) -> str:
+    work = found.problem.workload
+    what = ["the reference's weights"] if work.reference and work.reference_offload else []
+    what += ["the trainer's state while engines generate"] if found.mode == "colocated" else []
+    return " and ".join(what)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from launch.planner.forecast import Alternative, Choice
-from launch.planner.joint import Candidate, Mode, Problem
+from launch.planner.joint import Candidate, Mode, Problem, candidate, training_option
 from launch.planner.layouts import TrainingLayout
 from launch.planner.memory import TrainingMemory
 from launch.planner.search import Search
@@ -97,16 +97,28 @@ def _training_layout(search: Search, found: Candidate) -> Choice:
     mine = found.training
     fitting = [(option.layout, option.seconds) for option in search.training_options(mine.units)
                if option.layout != mine.layout]
-    alternatives = [Alternative(value=layout_name(layout), rejected_by=f"training {seconds:.1f} s against "
-                                                                       f"{mine.seconds:.1f} s")
+    alternatives = [Alternative(value=layout_name(layout), rejected_by=_slower(search, found, layout, seconds))
                     for layout, seconds in _one_of_each(fitting, besides=mine.layout)[:MOST]]
     unfit = sorted(search.unfit(mine.units), key=lambda pair: (pair[1].stages[pair[1].worst].total,
                                                                layout_name(pair[0])))
     alternatives += [_unfit(layout, memory) for layout, memory in _one_of_each(unfit)[:MOST]]
     worst = mine.worst
     return Choice(key="trainer", value=layout_name(mine.layout),
-                  reason=f"the fastest that fits: {mine.seconds:.1f} s, {worst.total / GB:.1f} GB of "
+                  reason=f"{'the fastest' if all(seconds >= mine.seconds for _, seconds in fitting) else 'the shortest step'} "
+                         f"that fits: training {mine.seconds:.1f} s, {worst.total / GB:.1f} GB of "
                          f"{mine.memory.limit / GB:.1f} GB on stage {worst.stage}", alternatives=tuple(alternatives))
+
+
+def _slower(search: Search, found: Candidate, layout: TrainingLayout, seconds: float) -> str:
+    """Why not this layout, which fits."""
+    mine = found.training
+    if seconds >= mine.seconds:
+        return f"training {seconds:.1f} s against {mine.seconds:.1f} s"
+    if search.mode != "disaggregated":
+        return f"training {seconds:.1f} s, but it leaves the engine too little memory"
+    other = candidate(search.problem, search.mode, training_option(search.problem, layout, mine.units), found.rollout)
+    return (f"training {seconds:.1f} s, but the sync {other.sync_s:.2f} s against {found.sync_s:.2f} s, and so the step "
+            f"{other.step_s:.2f} s against {found.step_s:.2f} s")
 
 
 def _one_of_each(rows: Iterable[tuple[TrainingLayout, T]], besides: TrainingLayout | None = None

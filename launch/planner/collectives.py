@@ -40,14 +40,13 @@ def group(ranks: int, stride: int, gpus_per_node: int) -> Group:
 class Fabric:
     """The links of a cluster with the coefficients of the library that drives them. All results are seconds."""
 
-    __slots__ = ("c", "nic", "nics_per_gpu", "nvlink", "switch")
+    __slots__ = ("c", "nic", "nics_per_gpu", "nvlink")
 
     def __init__(self, cluster: ClusterSpec, coefficients: CollectiveCoefficients) -> None:
         self.c = coefficients
         self.nvlink = max(cluster.gpu.nvlink_bandwidth, 1.0)
         self.nic = max(cluster.nic_bandwidth, 1.0)
         self.nics_per_gpu = cluster.nics_per_node / max(1, cluster.gpus_per_node)
-        self.switch = cluster.gpu.nvlink_bandwidth >= 400e9      # NVLink 4 and later sum in the switch
 
     def all_gather(self, size: float, group: Group) -> float:
         """`size`: bytes of the gathered buffer."""
@@ -64,13 +63,18 @@ class Fabric:
         n, nodes, c = group.ranks, group.nodes, self.c
         if n <= 1 or size <= 0:
             return 0.0
-        summed = self.switch and n >= SWITCH_RANKS and nodes <= 2 and group.per_node * nodes == n
-        bandwidth = c.switch_share * self.nvlink if summed else self._ring_bandwidth(group)
+        bandwidth = c.switch_share * self.nvlink if self.summed_in_switch(self.nvlink, group) else self._ring_bandwidth(group)
         wire_s = 2 * (n - 1) / n * size / bandwidth
         if nodes == 1:
             return self._pipeline(self._latency(group), wire_s)
         steps = (group.per_node - 1) * c.hop_s + 2 * math.ceil(math.log2(nodes)) * c.node_hop_s
         return self._pipeline(c.launch_s + steps, wire_s)
+
+    @staticmethod
+    def summed_in_switch(nvlink_bandwidth: float, group: Group) -> bool:
+        """NVLink 4 and later sum in the switch, for groups that fill one or two nodes evenly."""
+        return (nvlink_bandwidth >= 400e9 and group.ranks >= SWITCH_RANKS and group.nodes <= 2
+                and group.per_node * group.nodes == group.ranks)
 
     def broadcast(self, size: float, group: Group) -> float:
         """ncclBroadcast, which is always a ring."""

@@ -4,11 +4,13 @@ explanation is the computation."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 
 from launch.planner import givens
 from launch.planner.book import Book
 from launch.planner.joint import Candidate, Problem, candidate, rollout_option, training_option
-from launch.planner.parameters import count
+from launch.planner.parameters import count, lora_count
+from launch.planner.shape import ModelShape
 from launch.planner.reliability import Reliability, reliability
 
 
@@ -30,8 +32,12 @@ def evaluate(found: Candidate, sources: Mapping[str, str]) -> tuple[Candidate, R
     nodes = nodes_used(again)
     book.given("plan.nodes", sum(nodes), "nodes", "planner")
     book.given("plan.training_nodes", nodes[0], "nodes", "planner")
-    trust = reliability(count(problem.shape), again.step_s, sum(nodes), nodes[0], problem.cluster,
-                        problem.coefficients.reliability, book=book)
+    trained, key = count(problem.shape), "model.parameters"
+    if problem.lora_rank:
+        trained, key = lora_count(problem.shape, problem.lora_rank, book), "parameters.adapters"
+    trust = reliability(trained, again.step_s, sum(nodes), nodes[0], problem.cluster,
+                        problem.coefficients.reliability, precision=again.training.layout.precision, parameters_key=key,
+                        book=book)
     return again, trust, book
 
 
@@ -39,7 +45,7 @@ def write_givens(problem: Problem, book: Book, source: Callable[[str], str]) -> 
     """What does not depend on the layouts."""
     givens.write_model(book, problem.shape, source)
     book.computed("model.parameters", count(problem.shape), "parameters", "L x layer + V h (twice unless tied) + h",
-                  [entry.key for entry in book])
+                  _counted(problem.shape))
     if problem.lora_rank:
         book.given("model.lora_rank", problem.lora_rank, "", source("model.lora_rank"))
     cluster = problem.cluster
@@ -52,8 +58,16 @@ def write_givens(problem: Problem, book: Book, source: Callable[[str], str]) -> 
     book.given("sync.bucket_bytes", problem.bucket_bytes, "bytes", source("weight_sync.bucket_mb"))
     if problem.max_staleness is not None:
         book.given("algorithm.max_staleness", problem.max_staleness, "versions", source("algorithm.max_staleness"))
+    if problem.kv_tokens is not None:
+        book.given("rollout.kv_tokens", problem.kv_tokens, "tokens", source("rollout.kv_cache_gb"))
     problem.workload.write(book, source("workload"))
     problem.coefficients.write(book, cluster.sources)
+
+
+def _counted(shape: ModelShape) -> list[str]:
+    """Fields that the number of parameters depends on."""
+    unused = {"name", "experts_per_token", *(("ffn",) if shape.experts else ("moe_ffn", "shared_ffn"))}
+    return [f"model.{each.name}" for each in fields(shape) if each.name not in unused]
 
 
 def nodes_used(found: Candidate) -> tuple[int, int]:

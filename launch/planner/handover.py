@@ -40,12 +40,12 @@ def handover_seconds(mode: Literal["colocated", "hybrid"], shape: ModelShape, tr
     sync, c = coefficients.sync, "coefficients.sync"
     missing = size * max(0.0, 1 - cluster.gpus_per_node / training.replica_gpus)
     nics = cluster.nics_per_node * cluster.nic_bandwidth * sync.nic_efficiency
+    across = ("cluster.nics_per_node", "cluster.nic_bandwidth", f"{c}.nic_efficiency") if missing else ()
     rank = size / (rollout.tp * rollout.pp)
     seconds = (sync.pause_s + sync.barrier_s + missing / nics + rank / (cluster.gpu.nvlink_bandwidth * sync.nvlink_efficiency)
                + rank / sync.digest_rate)
     return book.computed(KEY, seconds, "s", "pause + barriers + what a node lacks / its NICs + an engine rank's weights "
                          "(1 / NVLink + 1 / digest rate)",
                          (*what, "trainer.tp", "trainer.pp", "trainer.cp", "rollout.tp", "rollout.pp",
-                          "cluster.gpus_per_node", "cluster.nics_per_node", "cluster.nic_bandwidth", "gpu.nvlink_bandwidth",
-                          *(f"{c}.{name}" for name in ("pause_s", "barrier_s", "nic_efficiency", "nvlink_efficiency",
-                                                       "digest_rate"))))
+                          "cluster.gpus_per_node", "gpu.nvlink_bandwidth", *across,
+                          *(f"{c}.{name}" for name in ("pause_s", "barrier_s", "nvlink_efficiency", "digest_rate"))))

@@ -33,20 +33,23 @@ def is_here(cluster: ClusterSpec | None) -> bool:
 
 def this_machine(device: Literal["cpu", "gpu"], plan: Plan, config: RunConfig,
                  described: ClusterSpec | None = None) -> ClusterSpec:
-    """The cluster that consists of this machine, with the coefficients of the file that describes it, if any. On a CPU every process is a "GPU"; where there are more than cores, each
-    has its share of a core."""
+    """The cluster that consists of this machine, with the coefficients of the file that describes it, if any: they are
+    those of its kind of GPU, and say nothing of another. On a CPU every process is a "GPU"; where there are more than
+    cores, each has its share of a core."""
     ranks, engines = plan.training.world_size, sum(engine.tp for engine in plan.rollout.engines)
     if device == "gpu":
         facts = inventory.read()
-        kind = gpus.find(facts.gpu_names[0], memory_bytes=facts.gpu_bytes[0]) if facts else gpus.H100
+        assumed = described.gpu if described and described.gpu.device == "gpu" else gpus.H100
+        kind = gpus.find(facts.gpu_names[0], memory_bytes=facts.gpu_bytes[0]) if facts else assumed
         count = len(facts.gpu_names) if facts else ranks + engines
     else:
         cores = len(os.sched_getaffinity(0))
         kind, count = _share(gpus.find("cpu"), cores / max(ranks * config.trainer.threads, 1)), ranks + engines
+    measured = described if described and described.gpu.name == kind.name else None
     return ClusterSpec(
         name="this machine", nodes=(NODE,), gpus_per_node=max(count, ranks + engines), gpu=kind, nics_per_node=1,
         nic_bandwidth=2e9, rails=1, host_memory_bytes=0,
-        coefficients=described.coefficients if described else {}, sources=described.sources if described else {})
+        coefficients=measured.coefficients if measured else {}, sources=measured.sources if measured else {})
 
 
 def _share(core: Gpu, share: float) -> Gpu:

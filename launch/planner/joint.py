@@ -16,6 +16,7 @@ from launch.planner import rl_step
 from launch.planner.book import NO_BOOK, Book
 from launch.planner.coefficients.site import SiteCoefficients
 from launch.planner.handover import handover_seconds
+from launch.planner.host_memory import host_bytes
 from launch.planner.layouts import RolloutLayout, TrainingLayout, TrainingWork
 from launch.planner.lengths import Lengths
 from launch.planner.memory import StageMemory, TrainingMemory, training_memory
@@ -129,6 +130,16 @@ class Candidate:
         return 3600 * self.problem.workload.prompts / self.step_s
 
     @property
+    def rollout_busy(self) -> float:
+        """Share of the step in which the engines are asked for completions: the rest they wait for the trainer."""
+        return min(1.0, self.rollout.seconds / self.step_s) if self.problem.asynchronous else 1.0
+
+    @property
+    def rollout_load(self) -> float:
+        """Completions in flight over what the engines hold, at the step's real length."""
+        return self.rollout.time.load * self.rollout_busy
+
+    @property
     def units(self) -> int:
         """In use."""
         if self.mode == "disaggregated":
@@ -231,16 +242,27 @@ def rollout_option(problem: Problem, layout: RolloutLayout, units: int, book: Bo
     memory = engine_memory(problem, layout, book)
     if memory.verdict == "no" and must_fit:
         return None
-    kv_tokens = problem.kv_tokens or max(memory.kv_tokens, workload.longest)
+    kv_tokens, kv_key = _cache(problem, memory, book)
     engine = engine_of(problem.shape, layout, problem.cluster, coefficients.rollout, book=book)
     demand = Demand(prompts=workload.prompts, group=workload.group, prompt_tokens=workload.prompt_tokens,
                     lengths=workload.lengths, replicas=layout.replicas, max_num_seqs=layout.max_num_seqs,
-                    kv_tokens=kv_tokens)
+                    kv_tokens=kv_tokens, kv_key=kv_key)
     time = asynchronous(engine, demand, book=book) if problem.asynchronous else synchronous(engine, demand, book=book)
     seconds = rl_step.rollout_seconds(time.total_s, workload.sequences, coefficients.rl, book=book)
     book.computed("rollout.longest_s", time.latency_max_s, "s", "cap x TPOT", ("workload.response_cap", "rollout.tpot_s"))
     limit = problem.max_staleness if problem.asynchronous else None
     return RolloutOption(units, layout, memory, time, seconds, time.latency_max_s / limit if limit else 0.0)
+
+
+def _cache(problem: Problem, memory: RolloutMemory, book: Book) -> tuple[int, str]:
+    """(tokens of an engine's cache, their key in the book)."""
+    if problem.kv_tokens is not None:
+        return problem.kv_tokens, "rollout.kv_tokens"
+    longest = problem.workload.longest
+    if memory.kv_tokens >= longest:
+        return memory.kv_tokens, "memory.rollout.kv_tokens"
+    return book.computed("rollout.kv_tokens", longest, "tokens", "at least one sequence of the longest",
+                         ("memory.rollout.kv_tokens", "work.longest")), "rollout.kv_tokens"
 
 
 def engine_memory(problem: Problem, layout: RolloutLayout, book: Book = NO_BOOK) -> RolloutMemory:
@@ -272,6 +294,8 @@ def candidate(problem: Problem, mode: Mode, training: TrainingOption, rollout: R
                                      trainer_offloaded=mode == "colocated", book=book)
     book.computed("phase.sync_s", sync_s, "s", "the chosen route" if sync else "hand-over inside the GPUs",
                   ("sync.seconds",) if sync else ("sync.in_place_s",))
+    if book.keeps:
+        host_bytes(problem, mode, training, book)
     found = Candidate(mode, training, rollout, sync, sync_s, colocated, problem)
     passes = [key for key in ("phase.logprob_s", "phase.reference_s") if key in book]
     step_seconds(problem, rollout.seconds, training.seconds, sync_s, rollout.pace_s, passes=passes, book=book)

@@ -108,7 +108,7 @@ def training_memory(shape: ModelShape, layout: TrainingLayout, micro_batch_token
     lost_share = coefficients.fragmentation_share if last > 0 and not expandable_segments else 0.0
     notes = None
     if book.keeps and engine != "fsdp":
-        notes = TrainingNotes(book, shape, gpu, reference, expandable_segments, last, tokens_key)
+        notes = TrainingNotes(book, shape, layout, gpu, reference, expandable_segments, last, tokens_key)
     if notes:
         notes.common(tokens, each, head, working)
     stages = []

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from launch.cluster.spec import Gpu
 from launch.planner.activations import LayerActivations
 from launch.planner.book import Book
+from launch.planner.layouts import TrainingLayout
 from launch.planner.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -22,23 +23,36 @@ ATTENTION = tuple(f"model.{name}" for name in ("hidden", "heads", "kv_heads", "h
 class TrainingNotes:
     """Writes the entries of one `training_memory`. Published FSDP runs are checked, never planned: no entries."""
 
-    def __init__(self, book: Book, shape: ModelShape, gpu: Gpu, reference: str, expandable_segments: bool, last: int,
-                 tokens_key: str) -> None:
-        self.book, self.shape, self.gpu, self.reference = book, shape, gpu, reference
+    def __init__(self, book: Book, shape: ModelShape, layout: TrainingLayout, gpu: Gpu, reference: str,
+                 expandable_segments: bool, last: int, tokens_key: str) -> None:
+        self.book, self.shape, self.layout, self.gpu, self.reference = book, shape, layout, gpu, reference
         self.expandable, self.last, self.tokens_key = expandable_segments, last, tokens_key
         self.experts = ("trainer.etp",) if shape.experts else ()
 
     def common(self, tokens: int, each: LayerActivations, head: int, working: int) -> None:
         """What all stages share."""
-        sizes = (*ATTENTION, *(name for name in _widths(self.shape) if name != "model.experts"))
-        how = ("trainer.tp", "trainer.sequence_parallel", "trainer.precision", "trainer.recompute", *self.experts)
+        kept, again = self._tensors()
         self._put("tokens", tokens, "tokens of a micro-batch on a CP rank", (self.tokens_key, "trainer.cp"), "tokens")
         self._put("layer_bytes", each.kept, "bytes a token and layer that the backward pass needs: 12 h + 4 kv + 6 "
-                  "ffn in bf16, over TP (arXiv 2205.05198 with GQA and SwiGLU)", (*sizes, *how))
+                  "ffn in bf16, over TP (arXiv 2205.05198 with GQA and SwiGLU)", kept)
         self._put("layer_working", working, "tokens x (what one layer's backward recomputes + gradient of its widest "
-                  "tensor + inputs gathered over TP)", (f"{KEY}.tokens", *sizes, *how))
+                  "tensor + inputs gathered over TP)", (f"{KEY}.tokens", *again))
         self._put("head", head, "tokens x (padded V/TP x bytes of the loss's copies + head's input and gradient)",
                   (f"{KEY}.tokens", "model.vocab", "model.hidden", "trainer.tp", "trainer.precision"))
+
+    def _tensors(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What the bytes that a layer keeps rest on, and those with which its backward works: all of its tensors are
+        among the ones or the others, as `recompute` has it."""
+        recompute, tp = self.layout.recompute, self.layout.tp
+        how = ("trainer.tp", "trainer.precision", "trainer.recompute")
+        outside = ("trainer.sequence_parallel",) if tp > 1 else ()
+        widths = tuple(name for name in _widths(self.shape) if name != "model.experts")
+        every = (*ATTENTION, *widths, *how, *outside, *self.experts)
+        if "full" in recompute:
+            return ("model.hidden", *how, *outside), every
+        gathered = ("model.hidden",) if tp > 1 or "layernorm" in recompute or self.experts and recompute else ()
+        recomputed = (*outside, *self.experts) if recompute else ()
+        return every, (*gathered, "model.mlp_matrices", *widths, *how, *recomputed)
 
     def stage(self, stage: StageMemory, chunks: int) -> None:
         """The components of one stage."""
@@ -63,7 +77,9 @@ class TrainingNotes:
     def _components(self, number: int) -> dict[str, tuple[str, Iterable[str]]]:
         """Component -> formula and inputs, an input before what rests on it."""
         counts = [f"parameters.stage{number}.dense"]
-        shards = ("trainer.dp", "trainer.cp", "trainer.distributed_optimizer")
+        shards: tuple[str, ...] = ("trainer.distributed_optimizer",)
+        if self.layout.distributed_optimizer:
+            shards += ("trainer.dp", "trainer.cp")
         expert_shards: tuple[str, ...] = ()
         if self.shape.experts:
             counts.append(f"parameters.stage{number}.experts")

@@ -98,6 +98,18 @@ def active_parameters(shape: ModelShape) -> int:
     return count(shape) - shape.layers * idle
 
 
+def lora_count(shape: ModelShape, rank: int, book: Book = NO_BOOK) -> int:
+    """LoRA parameters of the whole model: A [rank, in] and B [out, rank] of q, k, v, o and the dense MLP's matrices (Hu
+    et al., arXiv 2106.09685); routed experts have none."""
+    h, q, kv = shape.hidden, shape.q_width, shape.kv_width
+    width = shape.shared_ffn if shape.experts else shape.ffn
+    mlp = shape.mlp_matrices * (h + width) if width else 0
+    return book.computed("parameters.adapters", shape.layers * rank * (2 * (h + q) + 2 * (h + kv) + mlp), "parameters",
+                         "L r (in + out) of q, k, v, o and the MLP's matrices",
+                         ("model.lora_rank", *_keys("layers", "hidden", "heads", "kv_heads", "head_dim", *(
+                             ("mlp_matrices",) if width else ()), "shared_ffn" if shape.experts else "ffn")))
+
+
 def flops_per_token(shape: ModelShape, attention_length: float, causal: bool = True, *,
                     convention: FlopsConvention | None = None, book: Book = NO_BOOK) -> float:
     """FLOPs of training one token: 6 M + 6 L A l, with A = heads x head_dim; 12 L A l where not causal.
@@ -184,8 +196,9 @@ def _stages(shape: ModelShape, tp: int, expert_parts: int,
 
 def write(shape: ModelShape, layout: TrainingLayout, stages: tuple[StageParameters, ...], book: Book) -> None:
     """The counts, for the book."""
-    attention = ("hidden", "heads", "kv_heads", "head_dim", "mlp_matrices", "qkv_bias", "qk_norm", "all_biases")
-    sizes = _keys(*attention, *(("experts", "shared_ffn") if shape.experts else ("ffn",)))
+    attention = _keys("hidden", "heads", "kv_heads", "head_dim", "qkv_bias", "qk_norm", "all_biases")
+    sizes = attention + _keys("mlp_matrices", *(("experts", "shared_ffn") if shape.experts else ("ffn",)))
+    dense = sizes if not shape.experts or shape.shared_ffn else attention + _keys("experts", "shared_ffn")
     each, last = layer(shape), len(stages) - 1
     on_rank = (each.attention + each.mlp + each.split) // layout.tp + each.replicated
     rows = padded_vocab(shape, layout.tp) // layout.tp * shape.hidden
@@ -195,7 +208,7 @@ def write(shape: ModelShape, layout: TrainingLayout, stages: tuple[StageParamete
         "parameters.layer", *_keys("layers", "hidden", "vocab", "tied", "learned_positions", "all_biases")))
     book.computed("parameters.layer_on_rank", on_rank, "",
                   "(matrices + their biases)/TP + norms and router, of one layer on one rank, experts left out",
-                  (*sizes, "trainer.tp"))
+                  (*dense, "trainer.tp"))
     book.computed("parameters.embedding_on_rank", rows, "", "V, padded to a multiple of 128 TP, x h / TP",
                   (*_keys("vocab", "hidden"), "trainer.tp"))
     if shape.experts:
@@ -204,11 +217,13 @@ def write(shape: ModelShape, layout: TrainingLayout, stages: tuple[StageParamete
                       (*_keys("experts", "hidden", "moe_ffn", "mlp_matrices"), "trainer.ep", "trainer.etp"))
     for number, (stage, held) in enumerate(zip(stages, stage_layers(shape, layout))):
         key = f"parameters.stage{number}"
-        split = ("trainer.layers_of_stage",) if layout.layers_of_stage else ("trainer.vpp",)
-        book.computed(f"{key}.layers", held, "", "layers of this stage", ("model.layers", "trainer.pp", *split))
+        uneven = ("trainer.vpp",) if shape.layers % layout.pp else ()
+        split = ("trainer.layers_of_stage",) if layout.layers_of_stage else ("model.layers", "trainer.pp", *uneven)
+        book.computed(f"{key}.layers", held, "", "layers of this stage", split)
         ends = ["parameters.embedding_on_rank", "trainer.pp"] if number in (0, last) else ["trainer.pp"]
         ends += _keys("hidden", "learned_positions") if number == 0 else ()
-        ends += _keys("hidden", "tied", "all_biases") if number == last else ()
+        ends += _keys("hidden", "all_biases") if number == last else ()
+        ends += _keys("tied") if last == 0 else ()         # with a pipeline a tied head is a second copy
         book.computed(f"{key}.dense", stage.dense, "",
                       "layers x layer on a rank (first stage + embedding, last + head and final norm)",
                       dict.fromkeys((f"{key}.layers", "parameters.layer_on_rank", *ends)))

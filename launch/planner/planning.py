@@ -48,7 +48,7 @@ def plan_on_cluster(loaded: LoadedConfig, architecture: Architecture, shape: Mod
     resolved = loaded.with_values(chosen_values(found, loaded.config), "planner")
     check(resolved, architecture, device)
     logical = plan(resolved.config, architecture, device)
-    predicted = forecast(search, found, sources_of(loaded, cluster))
+    predicted = forecast(search, found, sources_of(resolved, cluster))
     seating = place(found.training.layout, found.rollout.layout, cluster, mode=found.mode,
                     spares=problem.spare_nodes, gpu_order=found.sync.gpu_order if found.sync else (),
                     tp_across_nodes=loaded.config.placement.tp_across_nodes)
@@ -65,6 +65,7 @@ def best_of(problem: Problem, loaded: LoadedConfig, architecture: Architecture) 
     searches = [Search(problem, mode) for mode in modes(loaded)]
     for search in searches:
         found = search.best()
+        found = found and search.with_slack(found)
         if found is not None and (best is None or found.step_s < best[1].step_s):
             best = search, found
     if best is None:
@@ -107,7 +108,8 @@ def _why(search: Search) -> str:
         rooms = {each.value.split(" x ")[0]: each.rejected_by for units in most
                  for each in search.engines_without_room(units)}
         if rooms:
-            return "; ".join(f"engines of {tp}: {why}" for tp, why in rooms.items())
+            tp, why = max(rooms.items(), key=lambda each: int(each[0].removeprefix("TP")))      # the nearest miss
+            return f"engines of {tp}: {why}"
         reasons = [f"{what}: {why}" for what, why in search.space.rejected.items() if what.startswith("rollout")]
         return f"no engine layout divides ({'; '.join(reasons[:3]) or 'the GPUs are no whole number of engines'})"
     return "training and rollout each fit alone, not together"

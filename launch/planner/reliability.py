@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from launch.cluster.spec import ClusterSpec
 from launch.planner.book import NO_BOOK, Book
 from launch.planner.coefficients.reliability import ReliabilityCoefficients
+from launch.planner.layouts import Precision
 
-STATE_BYTES = 14
-"""A parameter in a checkpoint: bf16 weight, fp32 master weight and two moments."""
+STATE_BYTES = {"bf16": 14, "fp8": 14, "fp32": 12}
+"""A trained parameter in a checkpoint: the weight, its fp32 master copy where it is not fp32 itself, two fp32 moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +23,27 @@ class Reliability:
 
 
 def reliability(parameters: int, step_s: float, nodes: int, training_nodes: int, cluster: ClusterSpec,
-                coefficients: ReliabilityCoefficients, *, book: Book = NO_BOOK) -> Reliability:
+                coefficients: ReliabilityCoefficients, *, precision: Precision = "bf16",
+                parameters_key: str = "model.parameters", book: Book = NO_BOOK) -> Reliability:
     """Young's interval, in whole steps (Young 1974, Daly 2006): sqrt(2 x checkpoint x MTBF); of the time, checkpoints
     take C / (interval + C), and each failure costs half an interval and a restart.
 
     Args:
-        parameters: of the trained model.
+        parameters: those that a checkpoint holds: of the model, or with LoRA of the adapters.
+        precision: of the trained weights.
+        parameters_key: where the book has `parameters`.
         nodes: nodes whose failure ends the attempt.
     """
     node_mtbf = cluster.node_mtbf_hours or coefficients.node_mtbf_hours
+    default = () if cluster.node_mtbf_hours else ("coefficients.reliability.node_mtbf_hours",)
     job_mtbf = book.computed("reliability.job_mtbf_hours", node_mtbf / nodes, "h",
                              "MTBF of a node (the cluster's, else the default) / nodes",
-                             ("cluster.node_mtbf_hours", "coefficients.reliability.node_mtbf_hours", "plan.nodes"))
+                             ("cluster.node_mtbf_hours", *default, "plan.nodes"))
+    state = STATE_BYTES[precision] * parameters
     checkpoint = book.computed(
-        "reliability.checkpoint_s", STATE_BYTES * parameters / (coefficients.checkpoint_bandwidth * training_nodes), "s",
-        "14 bytes x parameters / (bandwidth x training nodes)",
-        ("model.parameters", "coefficients.reliability.checkpoint_bandwidth", "plan.training_nodes"))
+        "reliability.checkpoint_s", state / (coefficients.checkpoint_bandwidth * training_nodes), "s",
+        f"{STATE_BYTES[precision]} bytes x trained parameters / (bandwidth x training nodes)",
+        (parameters_key, "trainer.precision", "coefficients.reliability.checkpoint_bandwidth", "plan.training_nodes"))
     seconds = math.sqrt(2 * checkpoint * job_mtbf * 3600)
     steps = book.computed("reliability.every_steps", max(1, round(seconds / step_s)), "steps",
                           "sqrt(2 x checkpoint x MTBF) / step, rounded (Young 1974)",

@@ -110,6 +110,8 @@ def _changes(loaded: LoadedConfig) -> Iterator[tuple[float, dict[str, Any]]]:
         yield 1.5, {"algorithm.kl.reference_offload": True}
     for divisor in (2, 4):
         yield 1.5 + divisor / 4, {"rollout.max_new_tokens": max(1, rollout.max_new_tokens // divisor)}
+    if not config.placement.tp_across_nodes:
+        yield 2.6, {"placement.tp_across_nodes": True}
     if rollout.dtype == "bf16":
         yield 2.7, {"rollout.dtype": "fp8"}
     yield 4.0, {}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from launch.cluster.spec import ClusterSpec
+from launch.cluster.spec import ClusterSpec, Gpu
 from launch.planner.book import NO_BOOK, Book
 from launch.planner.coefficients.rollout import RolloutCoefficients
 from launch.planner.layouts import RolloutLayout
@@ -116,7 +116,7 @@ def engine_of(shape: ModelShape, layout: RolloutLayout, cluster: ClusterSpec,
         prefill_token_s=2 * sizes.active / body_rate / tp / c.gemm + reduce_token_s,
         prefill_pair_s=4 * shape.layers * shape.q_width / tp / (gpu.bf16_flops * c.gemm))
     if book.keeps:
-        _write(result, engine, book)
+        _write(result, engine, shape, layout, cluster, book)
     return result
 
 
@@ -160,42 +160,73 @@ def _all_reduce(cluster: ClusterSpec, tp: int, c: RolloutCoefficients) -> tuple[
     return c.allreduce_s + 2 * (nodes - 1) * c.node_hop_s, min(inside, nics)
 
 
-_PRECISION = ("rollout.weight_bytes", "gpu.bf16_flops", "gpu.fp8_flops", "gpu.fp32_flops")
-_DENSE = tuple(f"model.{name}" for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn",
-                                            "mlp_matrices", "experts", "shared_ffn"))
-_EXPERTS = tuple(f"model.{name}" for name in ("layers", "hidden", "experts", "moe_ffn", "mlp_matrices"))
-_ACTIVE = tuple(dict.fromkeys((*_DENSE, *_EXPERTS, "model.experts_per_token")))
-_REDUCE = ("model.layers", "model.hidden", "rollout.tp", "gpu.nvlink_bandwidth", "cluster.gpus_per_node",
-           "cluster.nics_per_node", "cluster.nic_bandwidth")
 _HOST = {"vllm": ("vllm_step_s", "vllm_sequence_s"), "trtllm": ("trtllm_step_s", "trtllm_step_s"),
          "vllm_2024": ("vllm2024_step_s", "vllm2024_sequence_s")}
 
 
-def _write(e: Engine, engine: EngineClass, book: Book) -> None:
+def _write(e: Engine, engine: EngineClass, shape: ModelShape, layout: RolloutLayout, cluster: ClusterSpec,
+           book: Book) -> None:
     """The engine's numbers, for the book."""
     c = RolloutCoefficients.PREFIX
     step, sequence = (f"{c}.{name}" for name in _HOST[engine])
     hbm = ("gpu.hbm_bandwidth", f"{c}.hbm")
-    bus = (*_REDUCE, f"{c}.nvlink", f"{c}.nic_share")
+    mlp = _keys("mlp_matrices", "shared_ffn") if shape.shared_ffn else _keys("shared_ffn")
+    dense = (*_keys("layers", "hidden", "heads", "kv_heads", "head_dim"),
+             *((*mlp, "model.experts") if shape.experts else _keys("mlp_matrices", "ffn", "experts")))
+    experts = _keys("layers", "hidden", "experts", "moe_ffn", "mlp_matrices")
+    active = (*dense, *_keys("mlp_matrices", "moe_ffn", "experts_per_token")) if shape.experts else dense
+    held = (*experts, "rollout.weight_bytes", "rollout.tp", *hbm) if shape.experts else _keys("experts")
+    body = ("rollout.weight_bytes", *_body_rate(layout, cluster.gpu), f"{c}.gemm")
+    faster = (f"{c}.decode_gemm_fp8",) if layout.weight_precision == "fp8" else ()
+    latency, bus = _reduce_keys(layout, cluster)
+    hops = (f"{c}.node_hop_s",) if layout.pp > 1 else ()
     for name, value, formula, inputs in (
             ("fixed_s", e.fixed_s, "t0 + L t_layer", (step, "model.layers", f"{c}.layer_s")),
             ("weights_s", e.weights_s, "bytes of the weights that every step reads / (TP HBM)",
-             (*_DENSE, "model.vocab", "rollout.weight_bytes", "rollout.tp", *hbm)),
-            ("experts_s", e.experts_s, "bytes of all routed experts / (TP HBM)",
-             (*_EXPERTS, "rollout.weight_bytes", "rollout.tp", *hbm)),
-            ("picked", e.picked, "k / E", ("model.experts", "model.experts_per_token")),
+             (*dense, "model.vocab", "rollout.weight_bytes", "rollout.tp", *hbm)),
+            ("experts_s", e.experts_s, "bytes of all routed experts / (TP HBM)", held),
+            ("picked", e.picked, "k / E", _keys("experts", *(["experts_per_token"] if shape.experts else []))),
             ("compute_s", e.compute_s, "2 M / (TP FLOP/s), one sequence",
-             (*_ACTIVE, "model.vocab", *_PRECISION, "rollout.tp", f"{c}.gemm", f"{c}.decode_gemm_fp8")),
+             (*active, "model.vocab", *body, *faster, *_head_rate(layout, cluster.gpu), "rollout.tp")),
             ("kv_s", e.kv_s, "2 L n_kv d bytes / (min(TP, n_kv) HBM), one token of cache",
              ("model.layers", "model.kv_heads", "model.head_dim", "rollout.kv_bytes", "rollout.tp", *hbm)),
-            ("sequence_s", e.sequence_s, "c, one sequence", (sequence,) if e.sequence_s else ()),
+            ("sequence_s", e.sequence_s, "c, one sequence", (sequence,) if e.sequence_s else (step,)),
             ("reduce_s", e.reduce_s, "2 L t_allreduce, and (PP - 1) hops",
-             ("model.layers", "rollout.tp", "rollout.pp", "cluster.gpus_per_node", f"{c}.allreduce_s",
-              f"{c}.node_hop_s")),
-            ("reduce_token_s", e.reduce_token_s, "2 L x 2 h x 2 (TP - 1)/TP / bus bandwidth, one token", bus),
+             ("rollout.tp", "rollout.pp", *hops, *latency)),
+            ("reduce_token_s", e.reduce_token_s, "2 L x 2 h x 2 (TP - 1)/TP / bus bandwidth, one token",
+             ("rollout.tp", *bus)),
             ("prefill_token_s", e.prefill_token_s, "2 M / (TP FLOP/s) and its all-reduce, one token of a prompt",
-             (*_ACTIVE, *_PRECISION, f"{c}.gemm", *bus)),
+             (*active, *body, "rollout.tp", *bus)),
             ("prefill_pair_s", e.prefill_pair_s, "4 L n_h d / (TP FLOP/s), a (query, key) pair; s^2 / 2 of a prompt",
              ("model.layers", "model.heads", "model.head_dim", "rollout.tp", "gpu.bf16_flops", f"{c}.gemm"))):
         unit = "" if name == "picked" else "s"
         book.computed(f"rollout.engine.{name}", value, unit, formula, dict.fromkeys(inputs))
+
+
+def _keys(*names: str) -> tuple[str, ...]:
+    """Book keys of fields of the shape."""
+    return tuple(f"model.{name}" for name in names)
+
+
+def _body_rate(layout: RolloutLayout, gpu: Gpu) -> tuple[str, ...]:
+    """The rate of the layers' products: its datasheet figure."""
+    if layout.weight_precision == "fp32":
+        return _head_rate(layout, gpu)
+    return ("gpu.fp8_flops",) if layout.weight_precision == "fp8" else ("gpu.bf16_flops",)
+
+
+def _head_rate(layout: RolloutLayout, gpu: Gpu) -> tuple[str, ...]:
+    if layout.weight_precision == "fp32":
+        return ("gpu.fp32_flops",) if gpu.fp32_flops else ("gpu.fp32_flops", "gpu.bf16_flops")
+    return ("gpu.bf16_flops",)
+
+
+def _reduce_keys(layout: RolloutLayout, cluster: ClusterSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the latency of the all-reduces rests on, and their bandwidth; nothing at TP 1."""
+    if layout.tp == 1:
+        return (), ()
+    c, inside = RolloutCoefficients.PREFIX, layout.tp <= cluster.gpus_per_node
+    latency = ("model.layers", "cluster.gpus_per_node", f"{c}.allreduce_s", *(() if inside else (f"{c}.node_hop_s",)))
+    bus = ("model.layers", "model.hidden", "gpu.nvlink_bandwidth", "cluster.gpus_per_node", f"{c}.nvlink")
+    nics = ("cluster.nics_per_node", "cluster.nic_bandwidth", f"{c}.nic_share")
+    return latency, bus if inside else (*bus, *nics)

@@ -39,6 +39,8 @@ class Demand:
     """Of one engine."""
     kv_tokens: float
     """Cache of one engine, in tokens (`memory`)."""
+    kv_key: str = "memory.rollout.kv_tokens"
+    """Where the book has it."""
 
     @property
     def responses(self) -> int:
@@ -192,7 +194,7 @@ _PREFILL = ("rollout.engine.prefill_token_s", "rollout.engine.prefill_pair_s", "
 def _write_slots(demand: Demand, book: Book, held: float) -> None:
     book.computed("rollout.slots", held, "responses an engine",
                   "min(max_num_seqs, KV tokens / (prompt/G + E[l^2]/2E[l]))",
-                  ("rollout.max_num_seqs", "memory.rollout.kv_tokens", "workload.prompt_tokens", "workload.group",
+                  ("rollout.max_num_seqs", demand.kv_key, "workload.prompt_tokens", "workload.group",
                    *_LENGTHS))
 
 
@@ -225,14 +227,15 @@ def _write_sync(demand: Demand, book: Book, n: int, held: float, prefill_s: floa
 def _write_async(demand: Demand, book: Book, held: float, batch: float, tpot_s: float, total_s: float,
                  paced: bool) -> None:
     _write_slots(demand, book, held)
-    inputs = ("rollout.slots", "workload.prompts", "workload.group", "rollout.replicas", "workload.prompt_tokens",
-              "rollout.pp", *_LENGTHS, *_ENGINE, *_PREFILL)
+    token = ("workload.group", "workload.prompt_tokens", "rollout.pp", *_LENGTHS, *_ENGINE, *_PREFILL)
+    inputs = ("rollout.slots",)
     if paced:
-        inputs += ("step.total_s",)
+        inputs += ("workload.prompts", "rollout.replicas", "step.total_s", *token)
     book.computed("rollout.batch", batch, "responses an engine",
-                  "smallest whose rate is what the trainer takes (Little), at most the slots", dict.fromkeys(inputs))
+                  "smallest whose rate is what the trainer takes (Little), at most the slots" if paced else
+                  "the slots: engines run full", dict.fromkeys(inputs))
     book.computed("rollout.tpot_s", tpot_s, "s", "TPOT(batch, active context) + prefill of others a token",
-                  dict.fromkeys(("rollout.batch", *inputs)))
+                  dict.fromkeys(("rollout.batch", *token)))
     book.computed("rollout.in_flight", demand.replicas * batch, "responses", "batch x replicas",
                   ("rollout.batch", "rollout.replicas"))
     book.computed("rollout.total_s", total_s, "s", "responses x mean length x TPOT / in flight",

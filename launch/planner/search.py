@@ -19,10 +19,14 @@ from launch.planner.joint import (Candidate, Mode, Problem, RolloutOption, Train
                                   training_memory_of, training_option, training_seconds)
 from launch.planner.layouts import RolloutLayout, TrainingLayout
 from launch.planner.memory import TrainingMemory
+from launch.planner.memory_rollout import RolloutMemory
 from launch.planner.parameters import matrix_parameters
 from launch.planner.rl_step import combined_seconds
 from launch.planner.space import Space
 from launch.planner.workload import training_work
+
+TIE = 1e-4
+"""Relative difference of steps that no prediction tells apart."""
 
 
 class _Timed(NamedTuple):
@@ -30,7 +34,6 @@ class _Timed(NamedTuple):
 
     seconds: float
     layout: TrainingLayout
-
 
 @dataclass
 class Search:
@@ -70,6 +73,20 @@ class Search:
         found: Candidate | None = None
         for training in self._divisions(units, training_units):
             found = self._best_of_division(training, units - training, found)
+        return found
+
+    def with_slack(self, found: Candidate) -> Candidate:
+        """`found`, or the same with the layout that trains fastest among those whose step is as long to a ten-thousandth:
+        where rollout sets the pace, microseconds of the sync would decide, and the trainer's slack is worth more."""
+        if self.mode != "disaggregated":
+            return found
+        for seconds, layout in self._timed(found.training.units):
+            if seconds >= found.training.seconds:
+                break
+            option = training_option(self.problem, layout, found.training.units)
+            other = candidate(self.problem, self.mode, option, found.rollout)
+            if other.step_s <= found.step_s * (1 + TIE):
+                return other
         return found
 
     def feasible(self, units: int | None = None) -> bool:
@@ -122,8 +139,7 @@ class Search:
             if memory.verdict == "no":
                 found.append(Alternative(
                     value=f"TP{layout.tp} x {placed.replicas}",
-                    rejected_by=f"no room: the cache of an engine holds {memory.kv_tokens:,} tokens, the longest sequence "
-                                f"has {problem.workload.longest:,}"))
+                    rejected_by=_no_room(memory, problem.workload.longest)))
         return found
 
     def _divisions(self, units: int, training_units: int | None) -> Iterator[int]:
@@ -323,3 +339,12 @@ class Search:
         an engine with stages of its own."""
         return (training.tp, training.pp, training.vpp if rollout.pp > 1 else 1, training.ep, training.etp,
                 training.layers_of_stage, rollout.tp, rollout.pp)
+
+
+def _no_room(memory: RolloutMemory, longest: int) -> str:
+    """Why an engine cannot run, in numbers."""
+    fixed = sum(size for name, size in memory.components.items() if name != "kv_cache")
+    if not memory.kv_tokens:
+        return (f"no room: {memory.components['weights'] / 1e9:.1f} GB of weights, {fixed / 1e9:.1f} GB with all else, and an "
+                f"engine may take {memory.limit / 1e9:.1f} GB of a GPU")
+    return f"no room: the cache of an engine holds {memory.kv_tokens:,} tokens, the longest sequence has {longest:,}"

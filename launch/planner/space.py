@@ -108,7 +108,8 @@ class Space:
                 yield tp
 
     def _sizes(self, pinned: int | None, what: str) -> Iterator[int]:
-        for size in (pinned,) if pinned else _divisors(self.gpus_per_node):
+        across = (2 * self.gpus_per_node,) if self.pins.tp_across_nodes and what == "rollout TP" else ()
+        for size in (pinned,) if pinned else (*_divisors(self.gpus_per_node), *across):
             if self.gpus_per_node % size and not (self.pins.tp_across_nodes and size % self.gpus_per_node == 0):
                 self._reject(f"{what} {size}", f"a node has {self.gpus_per_node} GPUs: TP groups stay inside a node "
                                                "(placement.tp_across_nodes allows whole nodes)")

@@ -59,7 +59,7 @@ def _searches(inputs: Inputs, nodes: int) -> list[Search]:
 def _point(searches: list[Search], nodes: int) -> SweepPoint:
     problem = searches[0].problem
     units = problem.units - (len(problem.cluster.nodes) - nodes)
-    found = [best for best in (search.best(units) for search in searches) if best is not None]
+    found = [search.with_slack(best) for search in searches if (best := search.best(units)) is not None]
     if not found:
         return _none(nodes)
     best = min(found, key=lambda candidate: candidate.step_s)

@@ -137,7 +137,7 @@ class _Step:
             optimizer_s=optimizer, slowest_stage=slowest, layer_s=layer_s, head_s=head_s)
         if book.keeps:
             training_book.write(book, "training" if trains else "logprob", self.shape, self.layout, self.work,
-                                self.lora_rank, layer, head, result)
+                                self.cluster, self.lora_rank, layer, head, result)
         return result
 
     def _sends(self, passes: int) -> float:

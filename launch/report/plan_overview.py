@@ -72,7 +72,9 @@ def layout(plan: Plan, role: str) -> str:
     if role == "rollout":
         return f"{plural(len(plan.rollout.engines), 'engine')} of TP{plan.rollout.tp}"
     training = plan.training
-    return (f"TP{training.tp} CP{training.cp} DP{training.dp} PP{training.pp}"
+    numbers = plan.forecast.numbers if plan.forecast else ()
+    ep = next((f" EP{int(each.value)}" for each in numbers if each.key == "trainer.ep" and each.value > 1), "")
+    return (f"TP{training.tp}{ep} CP{training.cp} DP{training.dp} PP{training.pp}"
             + (f" VPP{training.vpp}" if training.vpp > 1 else ""))
 
 
@@ -194,8 +196,8 @@ def _rollout(forecast: Forecast, console: Console) -> None:
         console,
         "rollout",
         f"{seconds(rollout.tpot_s)} an output token, {_rate(rollout.tokens_per_s_per_gpu)} "
-        f"tokens/s/GPU; {_rate(rollout.in_flight)} sequences in flight of {_rate(rollout.capacity)} that the KV "
-        f"cache holds (load {rollout.load:.0%}); longest completion {seconds(rollout.longest_s)}; bound by "
+        f"tokens/s/GPU; {_rate(rollout.in_flight)} sequences in flight of {_rate(rollout.capacity)} that the "
+        f"engines take at once (load {rollout.load:.0%}); longest completion {seconds(rollout.longest_s)}; bound by "
         f"{plain(rollout.bound_by)}",
     )
     if not forecast.asynchronous:

@@ -144,7 +144,9 @@ def test_components_sum_and_more_never_takes_less(shape, layout, tokens, referen
     assert total(tokens=tokens + 500).total >= memory.total
     assert total(micro_batches=micro_batches + 1).total >= memory.total
     assert total(layout=replace(layout, dp=layout.dp + 1)).total <= memory.total
-    assert total(layout=replace(layout, recompute=())).total >= memory.total or "full" in layout.recompute
+    # (beside an offloaded reference the activations that are kept are not the peak, but what a layer recomputes may be)
+    assert (total(layout=replace(layout, recompute=())).total >= memory.total or "full" in layout.recompute
+            or reference == "offloaded")
     assert total(expandable_segments=False).total > memory.total
 
 

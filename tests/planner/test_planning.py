@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,12 @@ import pytest
 from launch.config import auto
 from launch.config.load import load_config
 from launch.errors import UserError
+from launch.planner.choices import choices
 from launch.planner.planning import Planned, best_of, plan_on_cluster
 from launch.planner.prepare import planning_inputs
 from launch.planner.problem import problem_of
-from tests.planner.problems import CONFIGS, h100
+from launch.planner.search import Search
+from tests.planner.problems import CONFIGS, h100, loaded
 
 
 def planned(*words: str, name: str = "7b/grpo.yaml", nodes: int = 4) -> Planned:
@@ -110,3 +113,33 @@ def test_best_of_is_what_the_plan_holds():
     _, found = best_of(problem_of(loaded, inputs.shape, inputs.cluster), loaded, inputs.architecture)
     made = planned(nodes=3)
     assert made.plan.forecast is not None and made.plan.forecast.step_s == found.step_s
+
+
+def test_where_rollout_sets_the_pace_the_trainer_gets_the_slack():
+    """The sync of one layout is microseconds shorter; a trainer that is done a second earlier is worth more."""
+    inputs = planning_inputs(loaded("7b/grpo.yaml"))
+    problem = problem_of(inputs.loaded, inputs.shape, inputs.cluster)
+    search = Search(problem)
+    shortest, chosen = search.best(), best_of(problem, inputs.loaded, inputs.architecture)[1]
+    assert chosen.training.seconds == min(option.seconds for option in search.training_options(chosen.training.units))
+    assert chosen.step_s == pytest.approx(shortest.step_s, rel=1e-4)
+    choice = next(each for each in choices(search, chosen) if each.key == "trainer")
+    assert choice.reason.startswith("the fastest")
+
+
+@pytest.mark.parametrize("name", ["7b/grpo.yaml", "70b/grpo_lora.yaml"])
+def test_no_rejected_layout_beats_the_chosen_one(name):
+    inputs = planning_inputs(loaded(name))
+    found = plan_on_cluster(inputs.loaded, inputs.architecture, inputs.shape, inputs.cluster)
+    choice = next(each for each in found.plan.forecast.choices if each.key == "trainer")
+    for each in choice.alternatives:
+        if seconds := re.match(r"training ([\d.]+) s against ([\d.]+) s", each.rejected_by):
+            assert float(seconds[1]) >= float(seconds[2]), each
+
+
+def test_what_the_planner_chose_is_not_given_by_the_file():
+    """`rollout.max_num_seqs: auto` stands in a line of the file; its value does not."""
+    inputs = planning_inputs(loaded("7b/grpo.yaml"))
+    found = plan_on_cluster(inputs.loaded, inputs.architecture, inputs.shape, inputs.cluster)
+    sources = {number.key: number.source for number in found.plan.forecast.numbers}
+    assert sources["rollout.max_num_seqs"] == "planner" and "grpo.yaml:" in sources["rollout.memory_utilization"]

@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 
 from launch.planner.coefficients.reliability import ReliabilityCoefficients
+from launch.planner.evaluate import evaluate
+from launch.planner.parameters import lora_count
 from launch.planner.reliability import reliability
-from tests.planner.problems import h100
+from tests.planner.problems import best, builtin, h100, problem
 
 C = ReliabilityCoefficients()
 LLAMA_70B = 70_553_706_496
@@ -54,3 +56,19 @@ def test_the_share_of_progress_is_what_a_simulation_gives():
         clock += life + C.restart_s
         progress += life // (interval + made.checkpoint_s) * interval
     assert made.effective_time_ratio == pytest.approx(progress / clock, abs=0.02)
+
+
+def test_a_lora_checkpoint_holds_the_adapters_only():
+    """Adapters of rank 16 on Llama-3 8B: 41,943,040 parameters (q, k, v, o, gate, up, down of 32 layers)."""
+    shape = builtin("llama3-8b")
+    assert lora_count(shape, 16) == 41_943_040
+    found = best(problem(shape, nodes=2, lora_rank=16))
+    _, made, book = evaluate(found, {})
+    assert book["parameters.adapters"].value == 41_943_040
+    assert made.checkpoint_s == pytest.approx(14 * 41_943_040 / C.checkpoint_bandwidth)
+    assert "model.parameters" not in book["reliability.checkpoint_s"].inputs
+
+
+def test_fp32_weights_need_no_master_copy():
+    whole = reliability(LLAMA_70B, 60.0, 32, 16, h100(8), C, precision="fp32").checkpoint_s
+    assert whole == pytest.approx(12 * LLAMA_70B / (16 * C.checkpoint_bandwidth))

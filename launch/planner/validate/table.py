@@ -62,7 +62,7 @@ Cells = Sequence[Sequence[str]]
 def _points(kind: str, rows: Sequence[Row], units: Mapping[str, str]) -> Table:
     """Regime by regime, each in the file's order."""
     table = Table(box=SIMPLE_HEAD, title=kind, title_justify="left", pad_edge=False)
-    table.add_column("point", overflow="fold", min_width=44)
+    table.add_column("point", overflow="fold", min_width=36)
     table.add_column("quantity", overflow="fold", max_width=20)
     for name in ("predicted", "measured", "error"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -1,0 +1,61 @@
+"""Warnings whose threshold is a number of the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from launch.planner.cautions import MAX_HOST, cautions
+from launch.planner.evaluate import evaluate
+from launch.planner.joint import Candidate
+from launch.planner.lengths import LogNormal
+from launch.planner.parameters import count
+from launch.planner.space import Pins
+from tests.planner.problems import best, builtin, h100, problem, workload
+
+
+def _messages(found: Candidate) -> dict[str, str]:
+    return {each.code: each.message for each in cautions(found, 1.0, 2.0)}
+
+
+def test_a_full_cache_without_room_for_a_long_completion():
+    """At the real length of the step: what is free of an engine's cache against the longest prompt and completion."""
+    work = workload(prompts=512, group=16, lengths=LogNormal(2000, 0.9, 7000))
+    pins = Pins(training_nodes=3, rollout_tp=1, max_num_seqs=1024)
+    found = best(problem(builtin("llama3-8b"), nodes=4, pins=pins, asynchronous=True, work=work))
+    assert found.rollout.time.limit == "KV capacity" and found.rollout_load > 0.9
+    free = found.rollout.memory.kv_tokens * (1 - found.rollout_load)
+    assert free > work.longest and "W002" not in _messages(found)
+    memory = replace(found.rollout.memory, kv_tokens=int(0.9 * work.longest / (1 - found.rollout_load)))
+    small = replace(found, rollout=replace(found.rollout, memory=memory))
+    assert f"{work.longest:,}" in _messages(small)["W002"]
+    waiting = replace(small, training=replace(small.training, train_s=10 * small.rollout.seconds))
+    assert "W002" not in _messages(waiting)          # engines that wait for the trainer are not full
+
+
+def test_an_offloaded_reference_needs_a_host_that_holds_it():
+    """Each GPU's host copy of its weights: one copy of the model for each TP x PP ranks of a node."""
+    shape = builtin("llama3-8b")
+    work = workload(reference=True, reference_offload=True)
+    found = best(problem(shape, nodes=2, work=work))
+    layout = found.training.layout
+    copies = 8 / (layout.tp * layout.pp)
+    book = evaluate(found, {})[2]
+    assert book["memory.host.needed"].value == pytest.approx(copies * 2 * count(shape), rel=0.05)
+    assert "W013" not in _messages(found)
+    small = replace(h100(2), host_memory_bytes=int(book["memory.host.needed"].value / MAX_HOST) - 1)
+    message = _messages(replace(found, problem=replace(found.problem, cluster=small)))["W013"]
+    assert "the reference's weights" in message and f"{small.host_memory_bytes / 1e9:,.0f} GB" in message
+
+
+def test_a_colocated_trainer_sleeps_in_host_memory():
+    found = best(problem(builtin("llama3-8b"), nodes=2), "colocated")
+    stage = max(each.resident for each in found.training.memory.stages)
+    assert evaluate(found, {})[2]["memory.host.needed"].value == 8 * stage
+    tight = replace(h100(2), host_memory_bytes=8 * stage)
+    assert "the trainer's state" in _messages(replace(found, problem=replace(found.problem, cluster=tight)))["W013"]
+
+
+def test_nothing_lies_in_the_host_where_nothing_is_offloaded():
+    assert "memory.host.needed" not in evaluate(best(problem(nodes=2)), {})[2]
