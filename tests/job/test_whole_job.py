@@ -11,11 +11,12 @@ import pytest
 
 from launch.planner.calibrate import calibrate
 from launch.planner.prepare import prepare
+from launch.runtime.stop_file import STOP_FILE
 from megatron_rl.trainer.checkpoint_files import complete_checkpoints
 from tests.job.runner import CONFIG, Launched, evaluation, launch, listening_addresses, stop
 
-STEPS = 6
-DETERMINISTIC = (f"run.steps={STEPS}", "rollout.deterministic=true", "checkpoint.every=4", "eval.every=2",
+STEPS = 12
+DETERMINISTIC = (f"run.steps={STEPS}", "rollout.deterministic=true", "checkpoint.every=4", "eval.every=4",
                  "trainer.optimizer.schedule=linear", "trainer.optimizer.warmup_steps=2")
 TIMES = ("time/", "throughput/", "timestamp", "memory/", "sync/")
 
@@ -106,7 +107,7 @@ def test_calibrated_with_the_run_the_plan_of_its_configuration_is_what_it_measur
 def test_stop_and_resume_equal_the_uninterrupted_run_bit_for_bit(whole, runs):
     first = launch(runs, "broken", *DETERMINISTIC)
     first.at_step(2)
-    assert listening_addresses(first.attempt.mark) <= {"127.0.0.1", "::ffff:127.0.0.1"}
+    (first.attempt.folder / STOP_FILE).touch()      # at once: a step takes less time than a command to start
     stop(first)
     assert first.end() == 0, first.text()
     assert first.outcome().status == "stopped"
@@ -115,6 +116,8 @@ def test_stop_and_resume_equal_the_uninterrupted_run_bit_for_bit(whole, runs):
     assert [folder.name for folder in complete_checkpoints(first.attempt.checkpoints)][-1] == f"step-{done:06d}"
 
     second = launch(runs, "broken", *DETERMINISTIC, attempt=2)
+    second.at_step(1)
+    assert listening_addresses(second.attempt.mark) <= {"127.0.0.1", "::ffff:127.0.0.1"}
     assert second.end() == 0, second.text()
     joined = first.rows() + second.rows()
     assert [row["step"] for row in joined] == list(range(1, STEPS + 1))
@@ -123,12 +126,12 @@ def test_stop_and_resume_equal_the_uninterrupted_run_bit_for_bit(whole, runs):
             assert ours[name] == reference[name], f"step {reference['step']}, {name}"
     evaluated = [(job.number, path.name) for job in (first, second)
                  for path in job.attempt.folder.glob("eval-*.jsonl")]
-    assert sorted(evaluated) == [(1 if step <= done else 2, f"eval-{step:06d}.jsonl") for step in (2, 4, 6)]
+    assert sorted(evaluated) == [(1 if step <= done else 2, f"eval-{step:06d}.jsonl") for step in (4, 8, 12)]
     assert evaluation(second, STEPS) == evaluation(whole, STEPS)
 
 
 def test_a_finished_run_says_so(whole, runs):
     again = launch(runs, "whole", *DETERMINISTIC, attempt=2)
     assert again.end() == 2
-    assert "already made its 6 steps" in again.text() and "--fresh" in again.text()
+    assert f"already made its {STEPS} steps" in again.text() and "--fresh" in again.text()
     assert "Traceback" not in again.text()
