@@ -13,6 +13,7 @@ under a second. `function` must be a module-level function; it, its arguments an
 from __future__ import annotations
 
 import faulthandler
+import functools
 import itertools
 import multiprocessing
 import os
@@ -27,6 +28,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Callable
 
+from launch.ports import BLOCK, Ports, allocate
+
 PRELOAD = (
     "numpy", "torch", "torch.distributed", "torch.distributed.checkpoint", "safetensors.torch",
     "megatron.core", "megatron.core.parallel_state", "megatron.core.pipeline_parallel",
@@ -35,8 +38,7 @@ PRELOAD = (
     "transformers.modeling_rope_utils", "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen3.modeling_qwen3", "pydantic",
 )
-# Below Linux's ephemeral range, so that no outgoing connection takes a port between the probe and its use.
-_PORTS = itertools.count(20_000 + os.getpid() * 37 % 9_000)
+_NEXT = itertools.count()
 
 
 class RankError(AssertionError):
@@ -61,16 +63,23 @@ class Rank:
                                 world_size=self.world, timeout=timedelta(seconds=self.timeout_s))
 
 
+@functools.cache
+def _block() -> Ports:
+    """A block of ports that no job and no other run of the tests takes while this process lives."""
+    return allocate(address="127.0.0.1")
+
+
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on."""
-    for port in _PORTS:
+    """A TCP port of the loopback interface that nothing listens on, out of this process's block."""
+    for _ in range(BLOCK - 1):
+        port = _block().base + 1 + next(_NEXT) % (BLOCK - 1)
         with socket.socket() as probe:
             try:
-                probe.bind(("127.0.0.1", 20_000 + port % 10_000))
+                probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-            return probe.getsockname()[1]
-    raise AssertionError("unreachable")
+            return port
+    raise AssertionError(f"all {BLOCK} ports from {_block().base} on are in use")
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
@@ -81,7 +90,8 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
             stack of every rank that has not answered. No process is left behind in any case.
     """
     context = multiprocessing.get_context("forkserver")
-    os.environ["OMP_NUM_THREADS"] = "1"
+    # The server of all ranks starts with these; gloo's own guess is the interface of the host's name.
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     context.set_forkserver_preload(list(PRELOAD))
     payload = pickle.dumps((function, args))
     port = free_port()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from launch.config.arithmetic import round_up, sequence_multiple
 from launch.config.schema import RunConfig, Section
 
 LOCAL: dict[str, Any] = {
@@ -29,12 +30,17 @@ def value(config: RunConfig, key: str) -> Any:
 def token_budget(config: RunConfig, multiple: int = 1) -> int:
     """8192, or the longest sequence where that is longer, rounded up to `multiple`."""
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    return -(-max(TOKEN_BUDGET, longest) // multiple) * multiple
+    return round_up(max(TOKEN_BUDGET, longest), multiple)
 
 
 def local_values(config: RunConfig) -> dict[str, Any]:
     """What the open keys are on this machine."""
-    return {key: token_budget(config) if key == "trainer.token_budget" else LOCAL[key] for key in open_keys(config)}
+    values = {key: LOCAL[key] for key in open_keys(config) if key in LOCAL}
+    if value(config, "trainer.token_budget") == "auto":
+        sizes = with_values(config, values).trainer
+        values["trainer.token_budget"] = token_budget(
+            config, sequence_multiple(sizes.tp, sizes.cp, sizes.sequence_parallel))
+    return values
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:

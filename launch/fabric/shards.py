@@ -12,7 +12,8 @@ from collections import defaultdict
 from functools import lru_cache
 from typing import NamedTuple
 
-from launch.planner.build import VOCAB_MULTIPLE, round_up
+from launch.config.arithmetic import round_up
+from launch.planner.build import VOCAB_MULTIPLE
 from launch.planner.layouts import RolloutLayout, TrainingLayout
 from launch.planner.parameters import stage_layers
 from launch.planner.shape import ModelShape

@@ -9,6 +9,7 @@ import hashlib
 from typing import Literal
 
 from launch.config import auto
+from launch.config.arithmetic import round_up, sequence_multiple
 from launch.config.schema import RunConfig, Trainer
 from launch.errors import UserError
 from launch.planner.plan import (Architecture, BatchPlan, EnginePlan, Plan, RankCoordinates, RolloutPlan,
@@ -90,18 +91,7 @@ def _layer_counts(layers: int, pp: int) -> list[int]:
     return [base + (stage in takers) for stage in range(pp)]
 
 
-def sequence_multiple(tp: int, cp: int, sequence_parallel: bool) -> int:
-    """What each sequence's length is padded to a multiple of: 2 CP for the zig-zag split over CP > 1 ranks, times TP
-    when sequence parallelism splits each of those parts over TP."""
-    return (2 * cp if cp > 1 else 1) * (tp if sequence_parallel else 1)
-
-
 def can_share_prompts(trainer: Trainer, device: Literal["cpu", "gpu"]) -> bool:
     """Whether a micro-batch may hold a prompt once for several completions: the attention must know documents with a
     common beginning, and each prediction must be free to choose its row of the logits (`trainer.share_prompts`)."""
     return device == "cpu" and trainer.cp == 1 and not trainer.sequence_parallel
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `value`."""
-    return -(-value // multiple) * multiple

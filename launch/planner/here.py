@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from typing import Literal
 
-from launch.cluster import gpus, inventory
+from launch.cluster import gpus, inventory, local
 from launch.cluster.spec import ClusterSpec, Gpu
 from launch.config.load import LoadedConfig
 from launch.config.schema import RunConfig
@@ -35,13 +35,19 @@ def this_machine(device: Literal["cpu", "gpu"], plan: Plan, config: RunConfig,
                  described: ClusterSpec | None = None) -> ClusterSpec:
     """The cluster that consists of this machine, with the coefficients of the file that describes it, if any: they are
     those of its kind of GPU, and say nothing of another. On a CPU every process is a "GPU"; where there are more than
-    cores, each has its share of a core."""
+    cores, each has its share of a core.
+
+    Raises:
+        UserError: GPUs for which there are no figures.
+    """
     ranks, engines = plan.training.world_size, sum(engine.tp for engine in plan.rollout.engines)
     if device == "gpu":
         facts = inventory.read()
         assumed = described.gpu if described and described.gpu.device == "gpu" else gpus.H100
-        kind = gpus.find(facts.gpu_names[0], memory_bytes=facts.gpu_bytes[0]) if facts else assumed
-        count = len(facts.gpu_names) if facts else ranks + engines
+        usable = local.gpus() if facts else ()
+        kind = (gpus.find(facts.gpu_names[usable[0]], memory_bytes=facts.gpu_bytes[usable[0]]) if facts and usable
+                else assumed)
+        count = len(usable) or ranks + engines
     else:
         cores = len(os.sched_getaffinity(0))
         kind, count = _share(gpus.find("cpu"), cores / max(ranks * config.trainer.threads, 1)), ranks + engines

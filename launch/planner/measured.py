@@ -116,11 +116,15 @@ def seconds(rows: Sequence[Row], metrics: Iterable[str]) -> list[float]:
     return [sum(row.get(name, 0.0) for name in names) for row in rows if any(name in row for name in names)]
 
 
-def compare(forecast: Forecast | None, rows: Sequence[Row]) -> PlanVsMeasured:
-    """Plan against measured, for the metrics of one attempt. Pure."""
+def compare(forecast: Forecast | None, rows: Sequence[Row], no_forecast: str = "") -> PlanVsMeasured:
+    """Plan against measured, for the metrics of one attempt. Pure.
+
+    Args:
+        no_forecast: why there is none.
+    """
     measured = steady(rows)
     if forecast is None:
-        return _nothing("the plan of this attempt has no forecast")
+        return _nothing("the plan of this attempt has no forecast" + (f": {no_forecast}" if no_forecast else ""))
     if len(measured) < FEWEST:
         made = len([row for row in rows if "time/step" in row])
         return _nothing(f"{made} step{'s' * (made != 1)}: plan and measurement are compared from {WARM_UP + FEWEST} "

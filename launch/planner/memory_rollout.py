@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from launch.cluster.spec import Gpu
 from launch.planner import parameters
 from launch.planner.book import NO_BOOK, Book
-from launch.planner.build import round_up
+from launch.config.arithmetic import round_up
 from launch.planner.coefficients.memory import DEFAULT, MemoryCoefficients
 from launch.planner.layouts import RolloutLayout
 from launch.planner.memory import TrainingMemory, Verdict, verdict

@@ -95,7 +95,7 @@ class BatchPlan(Frozen):
     """Most tokens of a packed micro-batch."""
     sequence_multiple: int
     """Each sequence is padded to a multiple of this: 2 CP when CP > 1, times TP with sequence parallelism."""
-    share_prompts: bool
+    share_prompts: bool = False
     """Whether the completions of a group share one copy of their prompt in a micro-batch."""
 
 
@@ -109,10 +109,12 @@ class Plan(Frozen):
     batch: BatchPlan
     forecast: Forecast | None = None
     """What is predicted, and why the plan is as it is."""
+    no_forecast: str = ""
+    """Why nothing is predicted, where nothing is."""
 
     def fingerprint(self) -> str:
         """Hash of all that a run depends on: a better forecast of the same plan does not change it."""
-        return hashlib.sha256(self.model_dump_json(exclude={"forecast"}).encode()).hexdigest()[:16]
+        return hashlib.sha256(self.model_dump_json(exclude={"forecast", "no_forecast"}).encode()).hexdigest()[:16]
 
 
 class RankPlacement(Frozen):

@@ -18,11 +18,11 @@ from launch.errors import UserError
 from launch.planner.architecture import from_hf_config
 from launch.planner.architectures import architecture_for_planning, from_architecture, from_builtin, known
 from launch.planner.build import plan
-from launch.planner.forecast import Forecast
 from launch.planner.here import is_here, local_forecast, this_machine
 from launch.planner.plan import Architecture, Plan
 from launch.planner.planning import Planned, plan_on_cluster
 from launch.planner.shape import ModelShape
+from launch.planner.workload import workload_of
 
 
 @dataclass(frozen=True)
@@ -83,18 +83,25 @@ def prepare(path: str, words: Sequence[str] = (), device: Literal["auto", "cpu",
     check(loaded, architecture, kind, gpus=count if kind == "gpu" and (to_run or count) else None)
     made = plan(loaded.config, architecture, kind)
     shape = from_architecture(architecture, folder.name)
-    machine = this_machine(kind, made, loaded.config, named)
-    predicted = _run_forecast if to_run else local_forecast
-    return Prepared(loaded, folder, architecture,
-                    made.model_copy(update={"forecast": predicted(loaded, shape, made, machine)}))
-
-
-def _run_forecast(loaded: LoadedConfig, shape: ModelShape, made: Plan, machine: ClusterSpec) -> Forecast | None:
-    """What is assumed of the data changes no run: where it does not fit, the run has no forecast."""
     try:
-        return local_forecast(loaded, shape, made, machine)
-    except UserError:
-        return None
+        machine = this_machine(kind, made, loaded.config, named)
+        missing = check_workload(loaded) if to_run else ""
+    except UserError as error:              # a GPU without figures
+        missing = error.what
+    if missing:
+        return Prepared(loaded, folder, architecture, made.model_copy(update={"no_forecast": missing}))
+    predicted = local_forecast(loaded, shape, made, machine)
+    return Prepared(loaded, folder, architecture, made.model_copy(update={"forecast": predicted}))
+
+
+def check_workload(loaded: LoadedConfig) -> str:
+    """What the configuration assumes of its data changes no run: what is wrong with it, for a run that goes on without a
+    forecast; empty if nothing is."""
+    try:
+        workload_of(loaded)
+    except UserError as error:
+        return error.what
+    return ""
 
 
 def planning_inputs(loaded: LoadedConfig, cluster: ClusterSpec | None = None) -> Inputs:

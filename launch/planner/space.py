@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from launch.planner.build import layers_of_stage, round_up
+from launch.config.arithmetic import round_up
+from launch.planner.build import layers_of_stage
 from launch.planner.layouts import Precision, RolloutLayout, TrainingLayout
 from launch.planner.shape import ModelShape
 

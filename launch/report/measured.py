@@ -27,7 +27,7 @@ def of_attempt(attempt: Path) -> PlanVsMeasured | None:
         plan = Plan.model_validate_json((attempt / "plan.json").read_text(encoding="utf-8"))
     except (OSError, ValidationError):
         return None
-    return compare(plan.forecast, metric_rows(attempt / "metrics.jsonl"))
+    return compare(plan.forecast, metric_rows(attempt / "metrics.jsonl"), plan.no_forecast)
 
 
 def comparison_text(found: PlanVsMeasured) -> str:

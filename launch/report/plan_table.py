@@ -37,6 +37,8 @@ def print_plan(prepared: Prepared, console: Console | None = None, *, commands: 
     console.print(f"step: {batch.prompts_per_step} prompts x {batch.group_size} completions = "
                   f"{batch.samples_per_step} sequences, {updates}; micro-batches of at most {batch.token_budget} "
                   f"tokens{padding}{sharing}")
+    if plan.no_forecast:
+        console.print(f"nothing is predicted: {plan.no_forecast}", markup=False)
 
 
 def _partitions(plan: Plan) -> Table:

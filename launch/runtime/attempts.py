@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -23,6 +24,7 @@ from typing import IO
 
 import yaml
 
+from launch.config import auto
 from launch.config.schema import Run, RunConfig
 from launch.errors import UserError
 from launch.planner.plan import Placement, Plan
@@ -72,6 +74,7 @@ class Attempt:
 
     def write(self, config: RunConfig, plan: Plan, placement: Placement, environment: dict[str, str]) -> None:
         """Record what the attempt is started with. `environment` is what may be recorded (`envvars.recordable`)."""
+        assert not auto.open_keys(config), f"the planner left open: {auto.open_keys(config)}"
         write_atomically(self.folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         write_atomically(self.folder / "plan.json", plan.model_dump_json(indent=2))
         write_atomically(self.folder / "placement.json", placement.model_dump_json(indent=2))
@@ -96,6 +99,10 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise UserError(f"the file system of {self.folder} takes no lock: {error.strerror}", where="run.dir",
+                                fix="mount it with flock (NFS: local_lock=none, Lustre: flock), or use another run.dir"
+                                ) from error
             raise UserError(f"another job is working in {self.folder}", where="run.name",
                             fix="wait for it, stop it with `megatron-rl stop`, or use another run.name") from error
         return self

@@ -52,6 +52,8 @@ def run_local(prepared: Prepared, *, quiet: bool = False) -> tuple[Attempt, Outc
             attempt.write(config, prepared.plan, placement, envvars.recordable())
             job = LocalJob(attempt, config, prepared.plan.device, ports)
             with make_progress(config.run.name, config.run.steps, quiet=quiet) as display:
+                if prepared.plan.no_forecast:
+                    display.message(f"nothing is predicted for this run: {prepared.plan.no_forecast}")
                 return attempt, job.run(display)
         finally:
             ports.release()

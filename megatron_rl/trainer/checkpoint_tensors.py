@@ -11,7 +11,7 @@ import io
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum, EnumType
+from enum import Enum
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,13 +29,15 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from launch.errors import UserError
 from megatron_rl.trainer.optimizer import PolicyOptimizer
 
 METADATA = ".metadata"
 
-# Everything that torch's distributed checkpoint puts into `.metadata`; none of it runs code when it is built.
+# Everything that torch's distributed checkpoint puts into `.metadata`; none of it runs code when it is built, and what a
+# forged file may set on these classes or call with what it has is again one of them, or data.
 _KNOWN = {
     "torch": {"Size", "float32", "bfloat16"},
     "torch.serialization": {"_get_layout"},
@@ -162,12 +164,16 @@ class _KnownClassesOnly(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+# Taken before any file is read: a pickle can change the class, and with it what the class says of its members.
+_MEMORY_FORMATS = dict(_MEM_FORMAT_ENCODING.__members__)
+
+
 def _enum_member(owner: Any, name: Any) -> Enum:
-    """What Python 3.11 before 3.11.4 writes for a member of an enum is getattr(its class, its name): that, and no other
-    attribute of anything."""
-    if not isinstance(owner, EnumType) or name not in owner.__members__:
+    """What Python 3.11 before 3.11.4 writes for a member of an enum is getattr(its class, its name): that, of the one enum
+    of an index, and no other attribute of anything."""
+    if owner is not _MEM_FORMAT_ENCODING or name not in _MEMORY_FORMATS:
         raise pickle.UnpicklingError("it names builtins.getattr")
-    return owner[name]
+    return _MEMORY_FORMATS[name]
 
 
 def _named(chunks: list[torch.nn.Module]) -> dict[str, torch.nn.Module]:

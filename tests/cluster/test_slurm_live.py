@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
 import pytest
 
+from launch.cli.main import main
 from launch.cluster.inventory import NodeFacts
 from launch.cluster.slurm import read_cluster
 from launch.errors import UserError
@@ -43,6 +45,17 @@ def test_a_whole_partition_with_its_tree(slurm):
     assert sorted(tree) == ["core", "leaf1", "leaf2", "leaf3", "leaf4", "spine1", "spine2"]     # leaf5 has no H100
     assert tree["leaf2"].nodes == tuple(H100.names[8:16]) and tree["spine2"].switches == ("leaf3", "leaf4")
     assert tree["core"].switches == ("spine1", "spine2") and tree["core"].nodes == ()
+
+
+def test_the_command_plans_for_the_nodes_that_slurm_names(slurm, capsys):
+    words = ["plan", "configs/7b/grpo.yaml", "--from-slurm", "--partition", "batch", "--nodelist", "h100-[007-010]"]
+    assert main([*words, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    facts, split = plan["forecast"]["cluster"], plan["forecast"]["split"]
+    assert (facts["nodes"], facts["gpus_per_node"], facts["leaves"]) == (4, 8, [2, 2])
+    assert split["training"] + split["rollout"] + split["spare"] == 4
+    assert main([*words[:3], "--nodelist", "h100-040"]) == 2
+    assert "h100-040" in capsys.readouterr().err
 
 
 def test_mixed_kinds(slurm):

@@ -15,8 +15,8 @@ from launch.runtime.stop_file import STOP_FILE
 from megatron_rl.trainer.checkpoint_files import complete_checkpoints
 from tests.job.runner import CONFIG, Launched, evaluation, launch, listening_addresses, stop
 
-STEPS = 12
-DETERMINISTIC = (f"run.steps={STEPS}", "rollout.deterministic=true", "checkpoint.every=4", "eval.every=4",
+STEPS = 24
+DETERMINISTIC = (f"run.steps={STEPS}", "rollout.deterministic=true", "checkpoint.every=4", "eval.every=8",
                  "trainer.optimizer.schedule=linear", "trainer.optimizer.warmup_steps=2")
 TIMES = ("time/", "throughput/", "timestamp", "memory/", "sync/")
 
@@ -126,7 +126,7 @@ def test_stop_and_resume_equal_the_uninterrupted_run_bit_for_bit(whole, runs):
             assert ours[name] == reference[name], f"step {reference['step']}, {name}"
     evaluated = [(job.number, path.name) for job in (first, second)
                  for path in job.attempt.folder.glob("eval-*.jsonl")]
-    assert sorted(evaluated) == [(1 if step <= done else 2, f"eval-{step:06d}.jsonl") for step in (4, 8, 12)]
+    assert sorted(evaluated) == [(1 if step <= done else 2, f"eval-{step:06d}.jsonl") for step in (8, 16, 24)]
     assert evaluation(second, STEPS) == evaluation(whole, STEPS)
 
 

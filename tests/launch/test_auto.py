@@ -41,6 +41,15 @@ def test_token_budget(multiple, expected):
     assert auto.token_budget(load_config(TINY).config) == 8192
 
 
+@pytest.mark.parametrize("words, expected", [
+    (["trainer.tp=1", "trainer.pp=1", "trainer.cp=3"], 8196), (["trainer.tp=1", "trainer.pp=1", "trainer.cp=2",
+                                                               "rollout.max_new_tokens=9001"], 9008),
+    (["trainer.sequence_parallel=true", "rollout.max_new_tokens=9001"], 9006)])
+def test_the_token_budget_of_this_machine_suits_the_layout(words, expected):
+    config = load_config(TINY, ["cluster=local", "trainer.token_budget=auto", *words]).config
+    assert config.trainer.token_budget == expected
+
+
 def test_with_values_changes_a_copy():
     config = load_config(SEVENTY).config
     changed = auto.with_values(config, {"trainer.tp": 4, "algorithm.kl.reference_offload": True, "rollout.tp": 2})

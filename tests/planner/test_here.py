@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from launch.cluster import gpus, inventory
+import pytest
+
+from launch.cluster import gpus, inventory, local
 from launch.cluster.file import load_cluster
 from launch.config.load import load_config
+from launch.errors import UserError
 from launch.planner.architectures import from_builtin
 from launch.planner.build import plan
 from launch.planner.here import this_machine
+from launch.planner.measured import compare
+from launch.planner.prepare import prepare
 from tests.planner.problems import CONFIGS
+
+TINY = str(CONFIGS / "tiny" / "grpo.yaml")
 
 
 def test_coefficients_of_a_cpu_are_not_those_of_a_gpu(monkeypatch):
@@ -20,3 +27,30 @@ def test_coefficients_of_a_cpu_are_not_those_of_a_gpu(monkeypatch):
     on_cpu, on_gpu = (this_machine(device, made, config, described) for device in ("cpu", "gpu"))
     assert on_cpu.coefficients == described.coefficients and on_cpu.sources == described.sources
     assert on_gpu.coefficients == {} and on_gpu.sources == {} and on_gpu.gpu == gpus.H100
+
+
+def test_a_gpu_without_figures_gets_no_forecast_and_is_no_obstacle(monkeypatch):
+    monkeypatch.setattr(inventory, "read", lambda: inventory.NodeFacts(("NVIDIA L40S", "NVIDIA L40S"), (48 << 30,) * 2))
+    monkeypatch.setattr(local, "gpus", lambda: (0, 1))
+    for to_run in (False, True):
+        made = prepare(str(CONFIGS / "tiny" / "gpu.yaml"), (), "gpu", to_run=to_run).plan
+        assert made.forecast is None and "no figures for a GPU named 'NVIDIA L40S'" in made.no_forecast
+
+
+def test_the_gpu_is_the_first_that_may_be_used(monkeypatch):
+    names, sizes = ("NVIDIA L40S", "NVIDIA H200", "NVIDIA H200"), (48 << 30, 140 << 30, 140 << 30)
+    monkeypatch.setattr(inventory, "read", lambda: inventory.NodeFacts(names, sizes))
+    monkeypatch.setattr(local, "gpus", lambda: (1, 2))
+    assert prepare(str(CONFIGS / "tiny" / "gpu.yaml"), (), "gpu").plan.forecast.cluster.gpu == "H200-SXM-141GB"
+
+
+def test_a_run_goes_on_without_a_forecast_where_its_workload_does_not_fit():
+    words = ["rollout.max_prompt_tokens=3", "workload.prompt_tokens=4"]
+    made = prepare(TINY, words, "cpu", to_run=True).plan
+    assert made.forecast is None and "workload.prompt_tokens = 4" in made.no_forecast
+    assert made.fingerprint() == prepare(TINY, ["rollout.max_prompt_tokens=3", "workload.prompt_tokens=2"], "cpu").plan \
+        .model_copy(update={"config_hash": made.config_hash}).fingerprint()
+    nothing = compare(made.forecast, [], made.no_forecast)
+    assert "workload.prompt_tokens = 4" in nothing.nothing
+    with pytest.raises(UserError, match="workload.prompt_tokens = 4"):
+        prepare(TINY, words, "cpu")

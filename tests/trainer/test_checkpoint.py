@@ -228,6 +228,22 @@ def test_index_written_by_python_before_3_11_4(owner, name, known, tmp_path) -> 
             checkpoint_tensors.refuse_unknown_classes(tmp_path)
 
 
+def test_index_that_rewrites_the_enum_before_it_asks_for_a_member_is_refused(tmp_path) -> None:
+    """BUILD with slot state sets attributes of a class: here the map in which an enum looks its members up."""
+    enum = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+    rewritten = pickle.dumps({"__init__": 1}, protocol=2)[2:-1]
+    forged = (b"\x80\x02" + enum + b"(N" + b"}X\x0c\x00\x00\x00_member_map_" + rewritten + b"s" + b"tb0"
+              + b"cbuiltins\ngetattr\n(" + enum + b"X\x08\x00\x00\x00__init__tR.")
+    (tmp_path / ".metadata").write_bytes(forged)
+    before = dict(_MEM_FORMAT_ENCODING.__dict__)["_member_map_"]
+    try:
+        with pytest.raises(UserError, match="names builtins.getattr"):
+            checkpoint_tensors.refuse_unknown_classes(tmp_path)
+        assert _MEM_FORMAT_ENCODING.__members__.keys() == {"__init__"}, "the forgery did not get as far as it should"
+    finally:
+        type.__setattr__(_MEM_FORMAT_ENCODING, "_member_map_", before)
+
+
 def test_truncated_checkpoint_is_refused_by_name(written, copy) -> None:
     config, _, _ = written
     os.truncate(copy / "__1_0.distcp", 1000)

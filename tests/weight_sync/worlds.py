@@ -12,7 +12,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from launch.planner.build import layers_of_stage, rank_coordinates, round_up
+from launch.config.arithmetic import round_up
+from launch.planner.build import layers_of_stage, rank_coordinates
 from launch.planner.plan import Architecture, TrainingPlan
 from megatron_rl.weight_sync.buckets import Copy
 from megatron_rl.weight_sync.manifest import Destination, Source, SyncManifest
