@@ -85,7 +85,11 @@ def _spread(found: Candidate, name: str) -> tuple[float, float]:
         return (rl.rollout_efficiency / rl.rollout_efficiency_high, rl.rollout_efficiency / rl.rollout_efficiency_low)
     if name == "sync":
         return 0.5, 2.0
-    return rl.train_efficiency / rl.train_efficiency_high, rl.train_efficiency / rl.train_efficiency_low
+    fast, slow = rl.train_efficiency / rl.train_efficiency_high, rl.train_efficiency / rl.train_efficiency_low
+    if name == "train":
+        return fast, slow
+    # A pass without gradients is predicted from the training's time.
+    return fast * rl.logprob_factor_low / rl.logprob_factor, slow * rl.logprob_factor_high / rl.logprob_factor
 
 
 def _phases(found: Candidate) -> tuple[Phase, ...]:
@@ -115,7 +119,9 @@ def throughput_of(found: Candidate) -> Throughput:
     rates = []
     for end in (1, 0):      # all phases at their slow end, then all at their fast end
         rollout = found.rollout.seconds * _spread(found, "rollout")[end]
-        training = found.training.seconds * _spread(found, "train")[end]
+        training = sum(seconds * _spread(found, name)[end] for name, seconds in (
+            ("train", found.training.train_s), ("logprob", found.training.logprob_s),
+            ("reference", found.training.reference_s)))
         rates.append(3600 * problem.workload.prompts
                      / step_seconds(problem, rollout, training, found.sync_s * _spread(found, "sync")[end],
                                     found.rollout.pace_s * _spread(found, "rollout")[end]))

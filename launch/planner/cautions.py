@@ -12,6 +12,8 @@ MIN_CROSSING = 0.01
 """Share of a copy of the weights below which what leaves its rail (norms, vocabulary rows on a border) is not told."""
 MAX_HOST = 0.8
 """Share of a host's memory that may be pinned; data, checkpoints in flight and page cache need the rest."""
+MAX_CAPPED_GROUPS = 0.5
+"""Share of the groups with a completion that was cut off, above which the reward of the cap teaches more than the task."""
 DOCUMENTED: dict[str, str] = {
     "W001": "a training stage fills almost all of its GPU",
     "W002": "an engine's cache has no room for one more completion that runs to the cap",
@@ -26,6 +28,7 @@ DOCUMENTED: dict[str, str] = {
     "W011": "the response lengths are an assumption",
     "W012": "no coefficient was measured at this site",
     "W013": "what lies in host memory fills a node's",
+    "W014": "most groups hold a completion that is cut off",
 }
 """Code -> what it means."""
 
@@ -89,6 +92,11 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
     if installed and host > MAX_HOST * installed:
         yield "W013", (f"a node's host must hold {host / 1e9:,.0f} GB of {_offloaded(found)}, of {installed / 1e9:,.0f} GB "
                        f"that it has: more than {MAX_HOST:.0%} leaves too little for the rest")
+    capped = workload.lengths.group_capped(workload.group)
+    if capped > MAX_CAPPED_GROUPS:
+        yield "W014", (f"{workload.lengths.capped_share:.0%} of the completions run into the cap of {workload.lengths.cap:,} "
+                       f"tokens, and with them {capped:.0%} of the groups of {workload.group}: a larger "
+                       "rollout.max_new_tokens, or a reward that does not punish what was cut off")
     if not problem.cluster.coefficients:
         yield "W012", "efficiencies are those of published runs: `megatron-rl plan --calibrate RUN` measures yours"
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from launch.planner.forecast import Alternative, Choice
-from launch.planner.joint import Candidate, Mode, Problem, candidate, training_option
+from launch.planner.joint import Candidate, Mode, Problem, RolloutOption, candidate, training_option
 from launch.planner.layouts import TrainingLayout
 from launch.planner.memory import TrainingMemory
 from launch.planner.search import Search
@@ -20,7 +20,7 @@ GB = 1e9
 
 def choices(search: Search, found: Candidate) -> tuple[Choice, ...]:
     """All choices of a plan."""
-    made = [_mode(search, found), _training_layout(search, found), _engines(search, found)]
+    made = [_mode(search, found), _training_layout(search, found), _engines(search, found), _sequences(search, found)]
     if found.mode == "disaggregated":
         made.insert(1, _split(search, found))
     if found.sync is not None:
@@ -149,7 +149,7 @@ def _engines(search: Search, found: Candidate) -> Choice:
     alternatives = [
         Alternative(value=f"TP{option.layout.tp} x {option.layout.replicas}",
                     rejected_by=f"rollout {option.seconds:.1f} s against {mine.seconds:.1f} s ({option.time.limit})")
-        for option in search.rollout_options(mine.units) if option.layout.tp != mine.layout.tp]
+        for option in _fastest_of_each_tp(search.rollout_options(mine.units)) if option.layout.tp != mine.layout.tp]
     alternatives += [Alternative(value=what.removeprefix("rollout "), rejected_by=why)
                      for what, why in sorted(search.space.rejected.items()) if what.startswith("rollout")]
     alternatives += search.engines_without_room(mine.units)
@@ -157,6 +157,31 @@ def _engines(search: Search, found: Candidate) -> Choice:
     return Choice(key="rollout", value=f"TP{mine.layout.tp} x {mine.layout.replicas}",
                   reason=f"{mine.seconds:.1f} s; an engine's cache holds {kv:,} tokens; {mine.time.limit} binds it",
                   alternatives=tuple(alternatives))
+
+
+def _fastest_of_each_tp(options: Iterable[RolloutOption]) -> list[RolloutOption]:
+    first: dict[int, RolloutOption] = {}
+    for option in options:
+        first.setdefault(option.layout.tp, option)
+    return list(first.values())
+
+
+def _sequences(search: Search, found: Candidate) -> Choice:
+    """How many sequences an engine runs at once."""
+    problem, mine = search.problem, found.rollout
+    others = [option for option in search.engine_options(mine.layout, mine.units)
+              if option.layout.max_num_seqs != mine.layout.max_num_seqs]
+    pinned = "rollout.max_num_seqs pins it: " if problem.pins.max_num_seqs else ""
+    return Choice(key="rollout.max_num_seqs", value=str(mine.layout.max_num_seqs),
+                  reason=f"{pinned}rollout {_pace(mine)}", alternatives=tuple(
+                      Alternative(value=str(option.layout.max_num_seqs),
+                                  rejected_by=f"rollout {_pace(option)} against {_pace(mine)}") for option in others))
+
+
+def _pace(option: RolloutOption) -> str:
+    """The seconds that tell two engines apart: of a step's rollout and, where staleness is bounded, of its longest response."""
+    longest = f", {option.pace_s:.1f} s for max_staleness" if option.pace_s else ""
+    return f"{option.seconds:.2f} s{longest}"
 
 
 def _route(found: Candidate) -> Choice:

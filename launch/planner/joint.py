@@ -5,6 +5,7 @@ A *unit* is what the search divides between the partitions: a node, or a GPU whe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -31,6 +32,11 @@ from launch.planner.workload import Workload, training_work
 TRAINER_BUCKETS, ENGINE_BUCKETS = 2, 6
 """Buckets that stay allocated for the weight sync: two of each transfer that a GPU takes part in at once, of which a
 receiver that forwards in both halves of a tree has three."""
+FEWEST_SEQUENCES, MOST_SEQUENCES = 16, 1024
+"""Of an engine at once, where the number is searched."""
+SYNC_TICK_S = 1e-3
+"""A predicted sync over the network is no finer than this: plans that differ by less are equal in it, so that microseconds
+decide nothing."""
 Mode = Literal["disaggregated", "colocated", "hybrid"]
 
 
@@ -270,12 +276,14 @@ def engine_memory(problem: Problem, layout: RolloutLayout, book: Book = NO_BOOK)
                           max_tokens=problem.workload.longest, sync_bytes=ENGINE_BUCKETS * problem.bucket_bytes, book=book)
 
 
-def max_num_seqs(problem: Problem, replicas: int) -> int:
-    """Of an engine: the pinned limit; else what a step asks of it, at most 1,024, in powers of two."""
+def sequence_limits(problem: Problem, replicas: int) -> tuple[int, ...]:
+    """Values of an engine's `max_num_seqs` to try: the pinned one; else powers of two, synchronous up to what a step asks of
+    an engine (asynchronous, completions of several steps are in flight)."""
     if problem.pins.max_num_seqs:
-        return problem.pins.max_num_seqs
-    asked = -(-problem.workload.sequences // replicas)
-    return min(1024, max(16, 1 << (asked - 1).bit_length()))
+        return (problem.pins.max_num_seqs,)
+    asked = MOST_SEQUENCES if problem.asynchronous else -(-problem.workload.sequences // replicas)
+    return tuple(limit for limit in (FEWEST_SEQUENCES << power for power in range(7))
+                 if limit == FEWEST_SEQUENCES or limit < 2 * asked)
 
 
 def candidate(problem: Problem, mode: Mode, training: TrainingOption, rollout: RolloutOption,
@@ -285,14 +293,15 @@ def candidate(problem: Problem, mode: Mode, training: TrainingOption, rollout: R
     if mode == "disaggregated":
         sync = predict(problem.shape, training.layout, rollout.layout, problem.cluster, coefficients.sync,
                        route=problem.route, book=book, **sync_arguments(problem, training.layout, rollout.layout))
-        sync_s, colocated = sync.seconds, None
+        sync_s, colocated = in_ticks(problem, sync.seconds), None
     else:
         sync = None
         sync_s = handover_seconds(mode, problem.shape, training.layout, rollout.layout, problem.cluster, coefficients,
                                   lora_rank=problem.lora_rank, book=book)
         colocated = colocated_memory(training.memory, rollout.memory, problem.cluster.gpu, coefficients.memory,
                                      trainer_offloaded=mode == "colocated", book=book)
-    book.computed("phase.sync_s", sync_s, "s", "the chosen route" if sync else "hand-over inside the GPUs",
+    whole = ", in whole milliseconds" if sync_s != (sync.seconds if sync else sync_s) else ""
+    book.computed("phase.sync_s", sync_s, "s", f"the chosen route{whole}" if sync else "hand-over inside the GPUs",
                   ("sync.seconds",) if sync else ("sync.in_place_s",))
     if book.keeps:
         host_bytes(problem, mode, training, book)
@@ -302,6 +311,13 @@ def candidate(problem: Problem, mode: Mode, training: TrainingOption, rollout: R
     book.computed("step.prompts_per_hour", found.prompts_per_hour, "prompts/h", "3600 x prompts / step",
                   ("workload.prompts", "step.total_s"))
     return found
+
+
+def in_ticks(problem: Problem, seconds: float) -> float:
+    """Rounded up to `SYNC_TICK_S` between nodes; as it is on one machine."""
+    if len(problem.cluster.nodes) == 1:
+        return seconds
+    return math.ceil(seconds / SYNC_TICK_S - 1e-9) * SYNC_TICK_S
 
 
 def sync_arguments(problem: Problem, training: TrainingLayout, rollout: RolloutLayout) -> dict[str, Any]:

@@ -7,6 +7,7 @@ A cap ends a response: what would have been longer counts as exactly `cap` token
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ LONGEST = 10_000_000
 """Tokens; a longer response is taken for a mistake in the input."""
 
 
-class Lengths:
+class Lengths(ABC):
     """A distribution of response lengths in tokens. Subclasses give `mean`, `second_moment`, `cap`, `capped_share`,
     `survival` and `quantile`; all else follows."""
 
@@ -34,17 +35,17 @@ class Lengths:
     capped_share: float
     """Part of the responses that reach `cap`."""
 
+    @abstractmethod
     def survival(self, length: float) -> float:
         """P(l > length): the part of the responses still being generated after `length` tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def quantile(self, share: float) -> float:
         """The smallest length that `share` of the responses do not exceed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def expected_max(self, count: float) -> float:
         """E[longest of `count` responses] = integral over [0, cap] of 1 - F(l)^count."""
-        raise NotImplementedError
 
     @property
     def size_biased_mean(self) -> float:
@@ -69,9 +70,9 @@ class Lengths:
         """P(a group of `group` responses holds one that reaches the cap)."""
         return 1 - (1 - self.capped_share) ** group
 
+    @abstractmethod
     def residual_survival(self, length: float) -> float:
         """P(an active response has more than `length` tokens still before it), in steady state (renewal theory)."""
-        raise NotImplementedError
 
     @cached_property
     def profile(self) -> tuple[tuple[float, float, float, float], ...]:

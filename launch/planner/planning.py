@@ -65,7 +65,6 @@ def best_of(problem: Problem, loaded: LoadedConfig, architecture: Architecture) 
     searches = [Search(problem, mode) for mode in modes(loaded)]
     for search in searches:
         found = search.best()
-        found = found and search.with_slack(found)
         if found is not None and (best is None or found.step_s < best[1].step_s):
             best = search, found
     if best is None:

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from launch.config.arithmetic import round_up, sequence_multiple
 from launch.fabric.choose import fastest, least_seconds
 from launch.fabric.lanes import fabric_of
-from launch.planner.build import round_up, sequence_multiple
 from launch.planner.forecast import Alternative
 from launch.planner.joint import (Candidate, Mode, Problem, RolloutOption, TrainingOption, candidate, engine_memory,
-                                  in_mode, max_num_seqs, rollout_option, share_left, shares, sync_arguments,
+                                  in_mode, in_ticks, rollout_option, sequence_limits, share_left, shares, sync_arguments,
                                   training_memory_of, training_option, training_seconds)
 from launch.planner.layouts import RolloutLayout, TrainingLayout
 from launch.planner.memory import TrainingMemory
@@ -25,15 +25,13 @@ from launch.planner.rl_step import combined_seconds
 from launch.planner.space import Space
 from launch.planner.workload import training_work
 
-TIE = 1e-4
-"""Relative difference of steps that no prediction tells apart."""
-
 
 class _Timed(NamedTuple):
     """A training layout that fits, before all else about it is computed."""
 
     seconds: float
     layout: TrainingLayout
+
 
 @dataclass
 class Search:
@@ -62,7 +60,7 @@ class Search:
 
     def best(self, units: int | None = None, training_units: int | None = None) -> Candidate | None:
         """The candidate with the shortest step on at most `units` units (default: all); of equals, the one on fewer
-        units, then the first in the order of the space. None: nothing fits.
+        units, then the one that trains faster. None: nothing fits.
 
         Args:
             training_units: only this division.
@@ -73,20 +71,6 @@ class Search:
         found: Candidate | None = None
         for training in self._divisions(units, training_units):
             found = self._best_of_division(training, units - training, found)
-        return found
-
-    def with_slack(self, found: Candidate) -> Candidate:
-        """`found`, or the same with the layout that trains fastest among those whose step is as long to a ten-thousandth:
-        where rollout sets the pace, microseconds of the sync would decide, and the trainer's slack is worth more."""
-        if self.mode != "disaggregated":
-            return found
-        for seconds, layout in self._timed(found.training.units):
-            if seconds >= found.training.seconds:
-                break
-            option = training_option(self.problem, layout, found.training.units)
-            other = candidate(self.problem, self.mode, option, found.rollout)
-            if other.step_s <= found.step_s * (1 + TIE):
-                return other
         return found
 
     def feasible(self, units: int | None = None) -> bool:
@@ -113,8 +97,8 @@ class Search:
         """
         share = self.problem.pins.memory_utilization if share is None else share
         if (units, share) not in self._rollout:
-            options = filter(None, (self._rollout_option(replace(layout, memory_utilization=share), units)
-                                    for layout in self._engines))
+            options = [option for layout in self._engines
+                       for option in self._undominated(replace(layout, memory_utilization=share), units)]
             self._rollout[units, share] = sorted(options, key=lambda option: option.seconds)
         return self._rollout[units, share]
 
@@ -132,7 +116,7 @@ class Search:
         """Engines whose cache does not hold the longest sequence."""
         problem, found = self.problem, []
         for layout in self._engines:
-            placed = self._with_replicas(layout, units)
+            placed = next(iter(self._placed(layout, units)), None)
             if placed is None:
                 continue
             memory = engine_memory(problem, placed)
@@ -177,7 +161,9 @@ class Search:
                 break               # fewer units train no faster
             fastest_s = min((option.seconds for share in shares(self.problem)
                              for option in self.rollout_options(number, share)[:1]), default=None)
-            for seconds, layout in self._timed(number) if fastest_s is not None else ():
+            if fastest_s is None or self._loses(found, fastest_s, self._least_training_s(number), 0.0):
+                continue
+            for seconds, layout in self._timed(number):
                 if self._loses(found, fastest_s, seconds, 0.0):
                     break
                 share = share_left(self.problem, self.mode, self._memory(layout))
@@ -303,15 +289,26 @@ class Search:
         work = training_work(self.problem.workload, layout, self.problem.token_budget)
         return training_memory_of(self.problem, layout, work)
 
-    def _rollout_option(self, layout: RolloutLayout, units: int) -> RolloutOption | None:
-        placed = self._with_replicas(layout, units)
-        return None if placed is None else rollout_option(self.problem, placed, units)
+    def engine_options(self, layout: RolloutLayout, units: int) -> list[RolloutOption]:
+        """Engines of one layout on these units with each number of sequences at once, the fastest first."""
+        options = filter(None, (rollout_option(self.problem, placed, units) for placed in self._placed(layout, units)))
+        return sorted(options, key=lambda option: (option.seconds, option.layout.max_num_seqs))
 
-    def _with_replicas(self, layout: RolloutLayout, units: int) -> RolloutLayout | None:
+    def _undominated(self, layout: RolloutLayout, units: int) -> Iterator[RolloutOption]:
+        """Without those that are slower than another and let the trainer go no faster."""
+        pace_s = float("inf")
+        for option in self.engine_options(layout, units):
+            if option.pace_s < pace_s:
+                pace_s = option.pace_s
+                yield option
+
+    def _placed(self, layout: RolloutLayout, units: int) -> list[RolloutLayout]:
+        """The layout on these units with each number of sequences at once, the fewest first; [] where it cannot be."""
         replicas = self._whole(units, layout.tp * layout.pp, self.problem.pins.replicas)
         if not replicas or replicas > self.problem.workload.prompts:
-            return None
-        return replace(layout, replicas=replicas, max_num_seqs=max_num_seqs(self.problem, replicas))
+            return []
+        return [replace(layout, replicas=replicas, max_num_seqs=limit)
+                for limit in sequence_limits(self.problem, replicas)]
 
     def _seconds_of_sync(self, training: TrainingLayout, rollout: RolloutLayout) -> float:
         problem = self.problem
@@ -319,8 +316,9 @@ class Search:
             return 0.0                      # `candidate` computes it
         key = (*self._moved(training, rollout), training.cp * training.dp, rollout.replicas)
         if key not in self._sync_s:
-            self._sync_s[key] = fastest(problem.shape, training, rollout, self._fabric, problem.coefficients.sync,
-                                        **sync_arguments(problem, training, rollout))[1]
+            seconds = fastest(problem.shape, training, rollout, self._fabric, problem.coefficients.sync,
+                              **sync_arguments(problem, training, rollout))[1]
+            self._sync_s[key] = in_ticks(problem, seconds)
         return self._sync_s[key]
 
     def _least_sync_s(self, training: TrainingLayout, rollout: RolloutLayout) -> float:
@@ -329,8 +327,9 @@ class Search:
         full = min(rollout.replicas, max(1, self._fabric.gpus_per_node // (rollout.tp * rollout.pp)))
         key = (*self._moved(training, rollout), full)
         if key not in self._sync_s:
-            self._sync_s[key] = least_seconds(problem.shape, training, rollout, self._fabric, problem.coefficients.sync,
-                                              **sync_arguments(problem, training, rollout))
+            seconds = least_seconds(problem.shape, training, rollout, self._fabric, problem.coefficients.sync,
+                                    **sync_arguments(problem, training, rollout))
+            self._sync_s[key] = in_ticks(problem, seconds)
         return self._sync_s[key]
 
     @staticmethod

@@ -59,3 +59,13 @@ def test_a_colocated_trainer_sleeps_in_host_memory():
 
 def test_nothing_lies_in_the_host_where_nothing_is_offloaded():
     assert "memory.host.needed" not in evaluate(best(problem(nodes=2)), {})[2]
+
+
+def test_a_cap_that_cuts_most_groups_is_told():
+    """The share of the notes' worked table: of 16 log-normal completions, one or more at the cap."""
+    found = best(problem(nodes=2, work=workload(group=16, lengths=LogNormal(2048, 1.0, 4096))))
+    capped = found.problem.workload.lengths.capped_share
+    message = _messages(found)["W014"]
+    assert 1 - (1 - capped) ** 16 > 0.5 and f"{capped:.0%} of the completions" in message
+    alone = replace(found, problem=replace(found.problem, workload=replace(found.problem.workload, group=1)))
+    assert "W014" not in _messages(alone)

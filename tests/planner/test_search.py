@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from launch.planner.joint import (Candidate, Mode, Problem, TrainingOption, candidate, max_num_seqs, rollout_option,
-                                  training_memory_of, training_option)
+from launch.planner.joint import (Candidate, Mode, Problem, TrainingOption, candidate, rollout_option,
+                                  sequence_limits, training_memory_of, training_option)
 from launch.planner.layouts import RolloutLayout, TrainingLayout
 from launch.planner.search import Search
 from launch.planner.space import Pins
@@ -64,9 +64,9 @@ def _engines(found: Problem, units: int) -> Iterator[RolloutLayout]:
         if (shape.kv_heads % tp and tp % shape.kv_heads) or (shape.moe_ffn or shape.ffn) % tp:
             continue
         if _obeys(pins, rollout_tp=tp, replicas=replicas):
-            yield RolloutLayout(tp=tp, replicas=replicas, weight_precision=pins.rollout_precision,
-                                max_num_seqs=max_num_seqs(found, replicas),
-                                memory_utilization=pins.memory_utilization, cuda_graphs=pins.cuda_graphs)
+            for limit in sequence_limits(found, replicas):
+                yield RolloutLayout(tp=tp, replicas=replicas, weight_precision=pins.rollout_precision, max_num_seqs=limit,
+                                    memory_utilization=pins.memory_utilization, cuda_graphs=pins.cuda_graphs)
 
 
 def _all(found: Problem, mode: Mode) -> Iterator[Candidate]:
