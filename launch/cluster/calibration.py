@@ -11,11 +11,10 @@ from pathlib import Path
 import yaml
 
 from launch.cluster.file import parse_cluster, read_text
+from launch.cluster.known_coefficients import PREFIX, faults
 from launch.cluster.spec import ClusterSpec
 from launch.config.yaml_file import CoreLoader
 from launch.errors import UserError
-
-PREFIX = "coefficients."
 
 
 def with_coefficients(path: str | os.PathLike[str], values: Mapping[str, float], run: str) -> ClusterSpec:
@@ -30,23 +29,20 @@ def with_coefficients(path: str | os.PathLike[str], values: Mapping[str, float],
         The cluster as the new file describes it.
 
     Raises:
-        UserError: the file does not load, a key is unknown, or its layout leaves no place for the section; the
-            file is then as it was.
+        UserError: the file does not load, a key is unknown, a value is out of range, or the layout leaves no place for the
+            section; the file is then as it was.
     """
     file = os.fspath(path)
     old = read_text(file)
     before = parse_cluster(old, file)
     measured = {key.removeprefix(PREFIX): value for key, value in values.items()}
-    for key, value in measured.items():
-        if not math.isfinite(value):
-            raise UserError(f"{PREFIX}{key} = {value} is not a measurement", where=run,
-                            fix="calibrate with a run that has finished several steps")
+    for fault in faults({**before.coefficients, **{PREFIX + key: value for key, value in measured.items()}}):
+        raise UserError(fault.what, where=run,
+                        fix="calibrate with runs that have finished several steps, planned with this cluster file")
     new = edited(old, measured, run)
     try:
         after = parse_cluster(new, file)
-    except UserError as error:
-        if "unknown coefficient" in str(error) or "is negative" in str(error):
-            raise
+    except UserError:
         after = None
     wanted = {**before.coefficients, **{PREFIX + key: float(_number(value)) for key, value in measured.items()}}
     if after is None or after.coefficients != wanted:

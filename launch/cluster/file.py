@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from launch.cluster import gpus, hostlist, schema, topology
-from launch.cluster.known_coefficients import known_coefficients
+from launch.cluster.known_coefficients import PREFIX, faults
 from launch.cluster.spec import ClusterSpec, Gpu, Switch
 from launch.config import keys, yaml_file
 from launch.config.problems import Problems
@@ -178,20 +178,13 @@ class _Builder:
 
     def _coefficients(self) -> dict[str, float]:
         given = self.content.coefficients
-        known = known_coefficients() if given else {}
-        values: dict[str, float] = {}
-        for key, coefficient in given.items():
-            full, where = f"coefficients.{key}", self.where("coefficients", key)
-            if full not in known:
-                near = difflib.get_close_matches(full, known, n=1, cutoff=0.5)
-                listed = ", ".join(sorted(name.removeprefix("coefficients.") for name in known))
-                self.problems.add(f"unknown coefficient {key}", where=where, fix=f"did you mean "
-                                  f"{near[0].removeprefix('coefficients.')}?" if near else f"known: {listed}")
-            elif coefficient.value < 0:
-                self.problems.add(f"{full} = {coefficient.value:g} is negative", where=where,
-                                  fix="0 or more; remove the entry to use the shipped value")
-            values[full] = coefficient.value
-            self.sources[full] = f"{coefficient.source} ({self.file}:{self.document.lines[('coefficients', key)]})"
+        values = {f"{PREFIX}{key}": coefficient.value for key, coefficient in given.items()}
+        for fault in faults(values):
+            where = self.where("coefficients", fault.key.removeprefix(PREFIX))
+            self.problems.add(fault.what, where=where, fix=fault.fix)
+        self.sources.update({
+            f"{PREFIX}{key}": f"{coefficient.source} ({self.file}:{self.document.lines[('coefficients', key)]})"
+            for key, coefficient in given.items()})
         return values
 
 

@@ -1,21 +1,85 @@
-"""Which coefficients there are, for a cluster file that replaces some of them."""
+"""Which coefficients there are, for a cluster file that replaces some of them, and what they may be."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import pkgutil
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from functools import cache
+from typing import NamedTuple
 
 from launch.planner import coefficients as package
-from launch.planner.coefficients.base import Coefficients
+from launch.planner.coefficients.base import ENDS, Coefficients, Range
+
+PREFIX = "coefficients."
 
 
-def known_coefficients() -> dict[str, str]:
-    """Key (`coefficients.<model>.<name>`) -> unit, of every coefficient of the planner's models."""
+class Known(NamedTuple):
+    """What a cluster file may say of a coefficient."""
+
+    shipped: float
+    unit: str
+    allowed: Range
+
+
+class Fault(NamedTuple):
+    """What is wrong with a coefficient."""
+
+    key: str
+    what: str
+    fix: str
+
+
+@cache
+def known_coefficients() -> Mapping[str, Known]:
+    """By key (`coefficients.<model>.<name>`), every coefficient of the planner's models."""
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)
-    found: dict[str, str] = {}
+    found: dict[str, Known] = {}
     for kind in sorted(Coefficients.__subclasses__(), key=lambda each: each.PREFIX):
         if kind.__module__.startswith(package.__name__):
-            found |= {f"{kind.PREFIX}.{each.name}": each.metadata.get("unit", "") for each in fields(kind)}
+            found |= {f"{kind.PREFIX}.{each.name}":
+                      Known(each.default, each.metadata["unit"], each.metadata["allowed"]) for each in fields(kind)}
     return found
+
+
+def faults(values: Mapping[str, float]) -> Iterator[Fault]:
+    """What is wrong with these coefficients, by key, those that they leave out being the shipped ones."""
+    if not values:
+        return
+    known = known_coefficients()
+    sound = True
+    for key, value in values.items():
+        if key not in known:
+            sound = False
+            yield Fault(key, f"unknown coefficient {key.removeprefix(PREFIX)}", _nearest(key, known))
+        elif value not in known[key].allowed:
+            sound = False
+            unit = f" {known[key].unit}" if known[key].unit else ""
+            yield Fault(key, f"{key} = {value:g}{unit} is out of range: {known[key].allowed}{unit}",
+                        f"write what was measured, or remove the entry: {known[key].shipped:g} is shipped")
+    if sound:
+        yield from _disorders(values, known)
+
+
+def _disorders(values: Mapping[str, float], known: Mapping[str, Known]) -> Iterator[Fault]:
+    """Coefficients that do not lie between the ends of their own uncertainty."""
+    for key in known:
+        low_key, high_key = (key + end for end in ENDS)
+        if low_key not in known:
+            continue
+        low, value, high = (values.get(each, known[each].shipped) for each in (low_key, key, high_key))
+        if not low <= value <= high:
+            given = next(each for each in (key, low_key, high_key) if each in values)
+            name = key.rpartition(".")[2]
+            yield Fault(given, f"{key} = {value:g} is not between {name}_low = {low:g} and {name}_high = {high:g}",
+                        f"give all three, {name}, {name}_low and {name}_high: what is left out has the shipped value")
+
+
+def _nearest(key: str, known: Mapping[str, Known]) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {near[0].removeprefix(PREFIX)}?"
+    return f"known: {', '.join(sorted(name.removeprefix(PREFIX) for name in known))}"

@@ -14,8 +14,8 @@ from launch.fabric.shards import adapter_bytes
 from launch.planner.book import NO_BOOK, Book
 from launch.planner.coefficients.site import SiteCoefficients
 from launch.planner.layouts import RolloutLayout, TrainingLayout
-from launch.planner.parameters import count
-from launch.planner.rl_step import refit_seconds, tensors
+from launch.planner.parameters import count, tensor_count
+from launch.planner.rl_step import refit_seconds
 from launch.planner.shape import ModelShape
 
 KEY = "sync.in_place_s"
@@ -34,7 +34,7 @@ def handover_seconds(mode: Literal["colocated", "hybrid"], shape: ModelShape, tr
     what = ["model.parameters", "trainer.precision", *(["model.lora_rank"] if lora_rank else [])]
     if mode == "colocated":
         c = "coefficients.rl"
-        return book.computed(KEY, refit_seconds(size, tensors(shape), coefficients.rl), "s",
+        return book.computed(KEY, refit_seconds(size, tensor_count(shape), coefficients.rl), "s",
                              "fixed + tensors x time of one + bytes / rate, as in published colocated systems",
                              (*what, f"{c}.refit_s", f"{c}.refit_tensor_s", f"{c}.refit_bandwidth"))
     sync, c = coefficients.sync, "coefficients.sync"

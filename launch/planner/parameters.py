@@ -12,7 +12,8 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from launch.planner.book import NO_BOOK, Book
-from launch.planner.build import VOCAB_MULTIPLE, round_up
+from launch.config.arithmetic import round_up
+from launch.planner.build import VOCAB_MULTIPLE
 from launch.planner.layouts import TrainingLayout
 from launch.planner.shape import ModelShape
 
@@ -96,6 +97,20 @@ def active_parameters(shape: ModelShape) -> int:
     """Parameters of the model less the experts that a token does not visit."""
     idle = layer(shape).experts // shape.experts * (shape.experts - shape.experts_per_token) if shape.experts else 0
     return count(shape) - shape.layers * idle
+
+
+@lru_cache(maxsize=256)
+def tensor_count(shape: ModelShape) -> int:
+    """Tensors of the Hugging Face checkpoint, which a per-tensor path loops over: q, k, v and o apart, each expert's
+    matrices apart, a tied head not stored."""
+    biases = 1 if shape.all_biases else 0
+    attention = 4 * (1 + biases) + (3 if shape.qkv_bias and not biases else 0) + (2 if shape.qk_norm else 0)
+    dense_width = shape.shared_ffn if shape.experts else shape.ffn
+    mlp = shape.mlp_matrices * (1 + biases) if dense_width else 0
+    routed = shape.experts * shape.mlp_matrices + 1 if shape.experts else 0         # and the router
+    norm = 1 + biases
+    ends = 1 + (0 if shape.tied else 1) + (1 if shape.learned_positions else 0) + norm
+    return shape.layers * (attention + mlp + routed + 2 * norm) + ends
 
 
 def lora_count(shape: ModelShape, rank: int, book: Book = NO_BOOK) -> int:

@@ -18,7 +18,6 @@ from typing import Literal
 from launch.planner.book import NO_BOOK, Book
 from launch.planner.coefficients.rl import RlCoefficients
 from launch.planner.lengths import Lengths
-from launch.planner.shape import ModelShape
 
 StepMode = Literal["synchronous", "one_step_off", "fully_async"]
 _C = RlCoefficients.PREFIX
@@ -109,15 +108,14 @@ def rollout_seconds(generation_s: float, responses: int, coefficients: RlCoeffic
                           f"{_C}.response_s"))
 
 
-def tensors(shape: ModelShape) -> int:
-    """Tensors of the model's checkpoint, about: four of attention and the MLP's in each layer, experts apart."""
-    mlps = shape.experts + (1 if shape.shared_ffn else 0) if shape.experts else 1
-    return shape.layers * (6 + shape.mlp_matrices * mlps) + 3
-
-
 def refit_seconds(model_bytes: float, tensors: int, coefficients: RlCoefficients | None = None) -> float:
     """Hand-over of weights in published colocated systems: gathered from the trainer and loaded by the engine,
-    tensor by tensor."""
+    tensor by tensor.
+
+    Args:
+        model_bytes: of all weights.
+        tensors: of the checkpoint (`parameters.tensor_count`).
+    """
     c = coefficients or RlCoefficients()
     return c.refit_s + tensors * c.refit_tensor_s + model_bytes / c.refit_bandwidth
 

@@ -98,7 +98,7 @@ def test_nodes_by_count_alone_get_names():
     ("kind: h100", "kind: h101", ["c.yaml:5, gpus.kind", "nearest: H100-SXM-80GB", "B200"]),
     ("kind: h100", "kind: [h100, a100]", ["one kind", "one file for each kind"]),
     ("  per_node: 8", "  per_node: -8", ["gpus.per_node = -8", "c.yaml:6"]),
-    ("  per_node: 8", "  per_node: true", ["gpus.per_node = True"]),
+    ("  per_node: 8", "  per_node: true", ["gpus.per_node = true"]),
     ("  per_node: 8", "  per_nodes: 8", ["unknown key gpus.per_nodes", "did you mean gpus.per_node?",
                                      "gpus.per_node is missing", "2 errors"]),
     ("  rails: 8", "  rails: 9", ["rails = 9", "more rails than NICs", "c.yaml:10"]),
@@ -117,7 +117,11 @@ def test_nodes_by_count_alone_get_names():
     ("host:\n", "coefficients:\n  training.gemm_bf16: 0.5\nhost:\n", ["coefficients.training.gemm_bf16 = 0.5"]),
     ("host:\n", "coefficients:\n  training.gemm_bf16: {value: 0.5}\nhost:\n",
      ["coefficients.training.gemm_bf16.source is missing"]),
-    ("host:\n", "coefficients:\n  training.gemm_bf16: {value: -0.5, source: x}\nhost:\n", ["is negative"])])
+    ("host:\n", "coefficients:\n  training.gemm_bf16: {value: -0.5, source: x}\nhost:\n",
+     ["c.yaml:12, coefficients.training.gemm_bf16", "-0.5 is out of range: 0.001 to 1", "0.877 is shipped"]),
+    ("host:\n", "coefficients:\n  training.gemm_bf16: {value: 85, source: x}\nhost:\n", ["85 is out of range"]),
+    ("host:\n", "coefficients:\n  rl.train_efficiency: {value: 0.4, source: x}\nhost:\n",
+     ["c.yaml:12", "0.4 is not between train_efficiency_low = 0.71", "give all three"])])
 def test_one_fault_in_a_file_is_told_with_its_line_and_remedy(old, new, words):
     text = refusal(changed(old, new))
     assert all(word in text for word in words), text

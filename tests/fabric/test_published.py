@@ -55,11 +55,14 @@ def _point(**data) -> Point:
     ("broadcast_disaggregated", "NCCL broadcast", "bucket_broadcast"),
     ("reshard_disaggregated", "NCCL point-to-point reshard", "reshard"), ("other", "RDMA writes", "reshard"),
     ("nccl_anchor_disaggregated", "NCCL (path not named)", "reshard"),
-    ("checkpoint_engine", "NCCL", "bucket_broadcast"), ("checkpoint_engine", "NIXL GPU RDMA", "host_checkpoint"),
-    ("colocated", "in-place handover", "handover"), ("sparse_delta", "object store", "delta"),
+    ("checkpoint_engine", "NCCL", "bucket_broadcast"), ("checkpoint_engine", "NIXL GPU RDMA", "bucket_broadcast"),
+    ("anything", "host-memory checkpoint, broadcast in buckets", "host_checkpoint"), ("anything", "NCCL", "bucket_broadcast"),
+    ("colocated", "in-place handover", "handover"), ("x", "delta over an object store", "delta"),
+    ("x", "NCCL send/recv plan", "send_plan"), ("x", "per-tensor broadcast", "gather_broadcast"),
     ("never seen", None, "bucket_broadcast")])
 def test_engine_classes(regime, transport, kind):
     assert weight_sync.engine_class(_point(regime=regime, transport=transport)) == kind
+    assert weight_sync.engine_class(_point(regime="sparse", transport=transport, changed_fraction=0.02)) == "delta"
 
 
 def test_payload_alone_is_enough():

@@ -31,6 +31,7 @@ RECIPE = ("algorithm.old_logprobs=recompute", "algorithm.kl.beta=0.01", "workloa
 FIXED = {"rl.update_s": 0.01, "rl.response_s": 1e-4, "sync.pause_s": 0.02, "sync.barrier_s": 0.01}
 TRUTH = {**FIXED, "rl.train_efficiency": 0.41, "rl.logprob_factor": 1.3, "rl.rollout_efficiency": 0.57,
          "sync.pause_s": 0.05, "sync.barrier_s": 0.025}
+RANGED = ("rl.train_efficiency", "rl.logprob_factor", "rl.rollout_efficiency")
 NOISE = (1.0, 0.9, 1.2, 0.7, 1.0, 1.05, 1.4)
 """Median 1."""
 
@@ -43,8 +44,13 @@ def file(tmp_path) -> str:
 
 def cluster_file(path: Path, values: dict[str, float]) -> str:
     path.write_text(Path(HERE).read_text(encoding="utf-8").partition("\ncoefficients:")[0])
-    with_coefficients(path, {f"coefficients.{key}": value for key, value in values.items()}, "known")
+    with_coefficients(path, {f"coefficients.{key}": value for key, value in (values | ends_of(values)).items()}, "known")
     return str(path)
+
+
+def ends_of(values: dict[str, float]) -> dict[str, float]:
+    """Of coefficients that are known exactly."""
+    return {f"{key}{end}": values[key] for key in RANGED if key in values for end in ("_low", "_high")}
 
 
 def coefficients(file: str) -> dict[str, float]:
@@ -185,7 +191,7 @@ def test_a_run_on_a_cluster_also_gives_the_nics_efficiency_back(tmp_path):
              "sync.pause_s": 0.5, "sync.barrier_s": 0.14}
     for name in ("truth", "site"):
         shutil.copy("configs/clusters/h100x2.yaml", tmp_path / f"{name}.yaml")
-    with_coefficients(tmp_path / "truth.yaml", truth, "known")
+    with_coefficients(tmp_path / "truth.yaml", truth | ends_of(truth), "known")
     site = str(tmp_path / "site.yaml")
     calibrate(cluster_run(tmp_path / "run", str(tmp_path / "truth.yaml"), site, "placement.mode=disaggregated"), site)
     found = coefficients(site)

@@ -10,13 +10,13 @@ import pytest
 from launch.planner.book import Book
 from launch.planner.coefficients.rl import RlCoefficients
 from launch.planner.lengths import Counted, LogNormal
+from launch.planner.parameters import tensor_count
 from launch.planner.rl_step import (
     Phases,
     imbalance,
     refit_seconds,
     rollout_seconds,
     step_seconds,
-    tensors,
     training_passes,
     write_imbalance,
 )
@@ -82,9 +82,7 @@ def test_imbalance_is_the_longest_sequence_over_a_rank_s_share():
 
 def test_refit_counts_tensors():
     """Experts are tensors of their own: a mixture takes longer than a dense model of its size."""
-    assert tensors(LLAMA_8B) == 32 * 9 + 3
-    assert tensors(MOE) == 48 * (6 + 3 * 128) + 3
-    assert refit_seconds(60e9, tensors(MOE)) > 1.5 * refit_seconds(60e9, tensors(LLAMA_8B))
+    assert refit_seconds(60e9, tensor_count(MOE)) > 1.5 * refit_seconds(60e9, tensor_count(LLAMA_8B))
 
 
 def test_bounds_hold_on_the_development_points(points):
@@ -121,9 +119,8 @@ def test_a_length_that_is_not_stated_is_assumed_and_said_so(points):
     unknown = replace(known, data={**known.data, "mean_generated_tokens": None, "derived": None})
     rows = validation.predict(unknown, C)
     assert all(row.predicted and "1050 tokens assumed" in row.reason for row in rows)
-    thinking = replace(unknown, model_name="qwen3-32b")
-    assert "tokens assumed" in validation.predict(thinking, C)[0].reason
-    assert validation.predict(thinking, C)[0].predicted > rows[0].predicted
+    thinking = replace(unknown, model_name="qwen3-32b")         # no name of a model decides anything
+    assert [row.predicted for row in validation.predict(thinking, C)] == [row.predicted for row in rows]
     # and teaches nothing
     assert validation.calibrate([*points, unknown], C) == validation.calibrate(points, C)
 

@@ -42,6 +42,7 @@ class Stub:
     """Time = rate x work; whatever a point puts under `say` is said instead."""
 
     QUANTITIES = {"step_time_s": "s", "fits": "", "parameters": ""}
+    TYPICAL = {"rate": 3.0}
 
     def default(self) -> Rate:
         return Rate()
@@ -56,6 +57,9 @@ class Stub:
 
     def calibrate(self, points: Sequence[Point], start: Rate) -> Rate:
         return Rate(median([point.number("measured.step_time_s") / point.number("work") for point in points]))
+
+    def class_of(self, point: Point) -> str:
+        return point.text("class") or ""
 
     def lower_bound_s(self, point: Point, coefficients: Rate) -> float | None:
         return point.number("bound")
@@ -128,8 +132,19 @@ def test_each_source_is_left_out_in_turn():
     found = leave_one_out(predict(development, find), development, find)
     assert [(each.source, each.inside.signed, each.outside.signed) for each in found] == [
         ("a", 0.0, 0.5), ("b", 0.0, 0.5), ("c", -0.5, -0.5)]
+    assert all(each.reason == "" for each in found)
     others = [timed("new", 1.0, 3.0)]                       # a source that took no part: nothing to leave out
     assert leave_one_out(predict(others, find), development, find) == []
+
+
+def test_a_source_that_is_alone_is_not_predicted_from_nothing():
+    """Points of one class say nothing about another, and neutral values are nobody's measurement."""
+    development = [replace(each, source=source, data={**each.data, "class": kind}) for each, source, kind in (
+        (timed("a", 1.0, 2.0), "a", "x"), (timed("b", 1.0, 2.0), "b", "x"), (timed("c", 1.0, 4.0), "a", "y"))]
+    found = {(each.source, each.part): each for each in leave_one_out(predict(development, find), development, find)}
+    assert set(found) == {("a", "x"), ("b", "x"), ("a", "y")}
+    assert found["a", "x"].outside.signed == 0.0
+    assert found["a", "y"].outside is None and found["a", "y"].reason == "no other source has points of y"
 
 
 def outcome(points: list[Point], name: str) -> bool | None:

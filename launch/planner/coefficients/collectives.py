@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launch.planner.coefficients.base import Coefficients, coefficient
+from launch.planner.coefficients.base import Coefficients, Range, coefficient
 
 _FIT = "calibrated: launch/planner/validate/collectives.py on benchmarks/measured/collectives.yaml"
 
@@ -18,7 +18,8 @@ class CollectiveCoefficients(Coefficients):
     ring_share: float = coefficient(
         0.838, "", "bus bandwidth of a ring inside a node over the NVLink bandwidth", _FIT)
     switch_share: float = coefficient(
-        1.06, "", "bus bandwidth of an all-reduce that the NVLink switch sums (NVLS) over the NVLink bandwidth", _FIT)
+        1.06, "", "bus bandwidth of an all-reduce that the NVLink switch sums (NVLS) over the NVLink bandwidth", _FIT,
+        Range(1e-3, 2))
     nic_share: float = coefficient(
         0.877, "", "bus bandwidth of a ring across nodes over the bandwidth of the NICs it uses", _FIT)
     launch_s: float = coefficient(4.2e-06, "s", "launch of a collective, first flag to last", _FIT)

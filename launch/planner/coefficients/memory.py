@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launch.planner.coefficients.base import Coefficients, coefficient
+from launch.planner.coefficients.base import PART, Coefficients, Range, coefficient
 
 CALIBRATED = "calibrated on benchmarks/measured/memory.yaml: launch/planner/validate/memory.py, calibrate"
 NOTES = "CUDA context 0.5 GB, NCCL communicators and cuBLAS workspaces: 3 to 5 GB seen outside the allocator"
@@ -24,16 +24,16 @@ class MemoryCoefficients(Coefficients):
         "resident set of a process that has imported torch and megatron.core")
     slack_share: float = coefficient(
         0.092, "", "reserved over allocated peak, less 1: what the caching allocator rounds up and cannot give back",
-        CALIBRATED)
+        CALIBRATED, PART)
     fragmentation_share: float = coefficient(
         0.189, "", "with PP > 1, in addition: lost to fragmentation, as a share of the activations in flight",
-        CALIBRATED)
+        CALIBRATED, PART)
     expandable_share: float = coefficient(
         0.03, "", "in place of both with expandable segments, whose pages the allocator can give back",
-        "an estimate: no development point states it")
+        "an estimate: no development point states it", PART)
     margin_share: float = coefficient(
         0.06, "", "share of the GPU's memory that a plan leaves free",
-        "a choice: micro-batches and NCCL buffers vary from step to step")
+        "a choice: micro-batches and NCCL buffers vary from step to step", Range(0, 0.95))
     tight_share: float = coefficient(0.92, "", "share of the limit above which a plan is called tight", "a choice")
     engine_context_bytes: float = coefficient(
         2.0e9, "bytes", "of a rollout rank outside weights, cache and graphs: CUDA context, NCCL, custom all-reduce",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launch.planner.coefficients.base import Coefficients, coefficient
+from launch.planner.coefficients.base import FACTOR, PART, Coefficients, coefficient
 
 _FIT = "calibrated: launch/planner/validate/rl_steps.py on benchmarks/measured/rl_steps.yaml"
 _SPREAD = "quartile of the points of benchmarks/measured/rl_steps.yaml, at least 15 % from the value"
@@ -15,26 +15,30 @@ class RlCoefficients(Coefficients):
     PREFIX = "coefficients.rl"
 
     train_efficiency: float = coefficient(
-        0.829, "", "eta: what RL training keeps of the pre-training rate (padding, uneven batches, host work)", _FIT)
-    train_efficiency_low: float = coefficient(0.7, "", "low end of eta", _SPREAD)
-    train_efficiency_high: float = coefficient(0.95, "", "high end of eta", _SPREAD)
+        0.833, "", "eta: what RL training keeps of the pre-training rate (padding, uneven batches, host work)", _FIT,
+        FACTOR)
+    train_efficiency_low: float = coefficient(0.71, "", "low end of eta", _SPREAD, FACTOR)
+    train_efficiency_high: float = coefficient(0.96, "", "high end of eta", _SPREAD, FACTOR)
     mixture_efficiency: float = coefficient(
-        0.616, "", "further factor on eta for mixtures of experts: few tokens an expert, uneven routing", _FIT)
+        0.613, "", "further factor on eta for mixtures of experts: few tokens an expert, uneven routing", _FIT,
+        FACTOR)
     update_s: float = coefficient(
-        1.14, "s", "of each optimizer step beside its computation: distributing the batch, offloading", _FIT)
+        1.13, "s", "of each optimizer step beside its computation: distributing the batch, offloading", _FIT)
     logprob_factor: float = coefficient(
-        0.881, "", "a log-prob pass over the forward part of training (rho is this times forward / training)", _FIT)
-    logprob_factor_low: float = coefficient(0.75, "", "low end of the factor", _SPREAD)
-    logprob_factor_high: float = coefficient(1, "", "high end of the factor", _SPREAD)
+        0.883, "", "a log-prob pass over the forward part of training (rho is this times forward / training)", _FIT,
+        FACTOR)
+    logprob_factor_low: float = coefficient(0.75, "", "low end of the factor", _SPREAD, FACTOR)
+    logprob_factor_high: float = coefficient(1, "", "high end of the factor", _SPREAD, FACTOR)
     rollout_efficiency: float = coefficient(
-        0.827, "", "what RL generation keeps of the engines' rate (requests spread unevenly, wake-up)", _FIT)
-    rollout_efficiency_low: float = coefficient(0.61, "", "low end of it", _SPREAD)
-    rollout_efficiency_high: float = coefficient(0.95, "", "high end of it", _SPREAD)
+        0.816, "", "what RL generation keeps of the engines' rate (requests spread unevenly, wake-up)", _FIT, FACTOR)
+    rollout_efficiency_low: float = coefficient(0.61, "", "low end of it", _SPREAD, FACTOR)
+    rollout_efficiency_high: float = coefficient(0.94, "", "high end of it", _SPREAD, FACTOR)
     response_s: float = coefficient(
-        0.00203, "s", "of a step for each response: tokenising, reward, gathering by the driver", _FIT)
-    other_share: float = coefficient(0.0292, "", "advantages, data, logging over the sum of the phases", _FIT)
-    refit_s: float = coefficient(2.02, "s", "handing weights to engines of published systems, fixed part", _FIT)
+        0.002, "s", "of a step for each response: tokenising, reward, gathering by the driver", _FIT)
+    other_share: float = coefficient(
+        0.0293, "", "advantages, data, logging over the sum of the phases", _FIT, PART)
+    refit_s: float = coefficient(2.01, "s", "handing weights to engines of published systems, fixed part", _FIT)
     refit_tensor_s: float = coefficient(
         0.000282, "s", "handing weights to engines of published systems, of each tensor", _FIT)
     refit_bandwidth: float = coefficient(
-        1.18e+10, "bytes/s", "handing weights to engines of published systems, the whole model over the rest", _FIT)
+        1.17e10, "bytes/s", "handing weights to engines of published systems, the whole model over the rest", _FIT)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launch.planner.coefficients.base import Coefficients, coefficient
+from launch.planner.coefficients.collectives import CollectiveCoefficients
 
 _FIT = "calibrated: launch/planner/validate/decode.py on benchmarks/measured/decode.yaml"
+_NETWORK = CollectiveCoefficients()
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,11 @@ class RolloutCoefficients(Coefficients):
     nvlink: float = coefficient(0.687, "", "bus bandwidth of the TP all-reduces over the NVLink bandwidth", _FIT)
     allreduce_s: float = coefficient(8.02e-06, "s", "latency of one TP all-reduce in a node", _FIT)
     node_hop_s: float = coefficient(
-        3e-5, "s", "latency of a step between nodes (pipeline stages, TP groups larger than a node)",
+        _NETWORK.node_hop_s, "s", "latency of a step between nodes (pipeline stages, TP groups larger than a node)",
         "as coefficients.collectives.node_hop_s")
     nic_share: float = coefficient(
-        0.83, "", "bus bandwidth across nodes over that of the NICs", "as coefficients.collectives.nic_share")
+        _NETWORK.nic_share, "", "bus bandwidth across nodes over that of the NICs",
+        "as coefficients.collectives.nic_share")
     layer_s: float = coefficient(4.54e-05, "s", "time of a layer's small kernels and the gaps between kernels", _FIT)
     vllm_step_s: float = coefficient(0.000814, "s", "engine class vllm: host time of a step", _FIT)
     vllm_sequence_s: float = coefficient(

@@ -43,6 +43,9 @@ class SyncCoefficients(Coefficients):
         0.035, "s", "the protocol's barriers (prepare, verify, commit)", f"middle of 20 to 50 ms; {_DESIGN}")
 
 
+DEFAULT = SyncCoefficients()
+
+
 @dataclass(frozen=True)
 class PublishedSyncCoefficients(Coefficients):
     """Of published systems, by engine class: seconds = fixed + bytes/rate + tensors x cost of a tensor."""
@@ -50,7 +53,7 @@ class PublishedSyncCoefficients(Coefficients):
     PREFIX = "coefficients.published_sync"
 
     nic_efficiency: float = coefficient(
-        0.92, "", "share of a NIC's line rate", "as coefficients.sync.nic_efficiency; not fitted")
+        DEFAULT.nic_efficiency, "", "share of a NIC's line rate", "as coefficients.sync.nic_efficiency")
     tensor_s: float = coefficient(
         4.01e-4, "s", "gather_broadcast: one collective or call for a tensor", _FIT)
     gather_fixed_s: float = coefficient(
@@ -58,28 +61,23 @@ class PublishedSyncCoefficients(Coefficients):
     gather_share: float = coefficient(
         0.115, "", "gather_broadcast: share of one NIC's rate that full tensors get from one sender", _FIT)
     bucket_share: float = coefficient(
-        0.175, "", "bucket_broadcast: share of one NIC's rate for each sending pipeline stage", _FIT)
+        0.164, "", "bucket_broadcast: share of one NIC's rate for each sending pipeline stage", _FIT)
     reshard_fixed_s: float = coefficient(
-        0.05, "s", "reshard: around the transfer", _FIT)
+        0.184, "s", "reshard: around the transfer", _FIT)
     reshard_tensor_s: float = coefficient(
-        8.36e-4, "s", "reshard: packing and loading of a tensor, the experts of a layer stacked", _FIT)
-    quantise_tensor_s: float = coefficient(
-        1.17e-4, "s", "reshard into FP8: quantising and loading of a tensor, each expert's apart", _FIT)
+        0.000171, "s", "reshard: packing and loading of a tensor", _FIT)
     send_plan_rate: float = coefficient(
         3.26e10, "bytes/s", "send_plan: payload over a plan of small sends", _FIT)
     host_fixed_s: float = coefficient(
-        1.38, "s", "host_checkpoint: metadata, registration, loading", _FIT)
+        0.349, "s", "host_checkpoint: metadata, registration, loading", _FIT)
     host_rate: float = coefficient(
-        9.89e10, "bytes/s", "host_checkpoint: payload from host memory to all GPUs", _FIT)
+        7e10, "bytes/s", "host_checkpoint: payload from host memory to all GPUs", _FIT)
     handover_fixed_s: float = coefficient(
-        3.8, "s", "handover on shared GPUs: waking and offloading", _FIT)
+        3.93, "s", "handover on shared GPUs: waking and offloading", _FIT)
     handover_rate: float = coefficient(
-        1.40e10, "bytes/s", "handover: payload gathered and passed on in the device", _FIT)
-    handover_tensor_s: float = coefficient(
-        2.04e-4, "s", "handover: a tensor", _FIT)
+        1.27e10, "bytes/s", "handover: payload gathered and passed on in the device", _FIT)
     delta_rate: float = coefficient(
         2.86e8, "bytes/s", "delta: encoded bytes, from encoding to applying", _FIT)
 
 
-DEFAULT = SyncCoefficients()
 DEFAULT_PUBLISHED = PublishedSyncCoefficients()

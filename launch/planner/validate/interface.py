@@ -56,17 +56,22 @@ class KindModule(Protocol):
     `Predicted("fits", 1, 1, ...)`.
 
     `weight_sync` also has `lower_bound_s(point, coefficients) -> float | None`, the time below which no route can be,
-    or None where a point does not say enough.
+    or None where a point does not say enough, and `class_of(point) -> str`: classes that share no coefficient, so that
+    points of one say nothing about another.
     """
 
     QUANTITIES: Mapping[str, str]
     """Quantity -> unit ("s", "bytes", "tokens/s", "" for verdicts and counts)."""
 
+    TYPICAL: Mapping[str, float]
+    """Fitted coefficient -> a neutral value: where the search starts, and what a coefficient keeps of which no point
+    says anything."""
+
     def predict(self, point: Point, coefficients: Coefficients) -> list[Predicted]: ...
 
     def calibrate(self, points: Sequence[Point], start: Coefficients) -> Coefficients:
-        """Coefficients fitted to `points` (of this kind; it leaves out those with `not point.calibrates`), from
-        `start`. Deterministic, at most about 5 s for the development points: leave-one-source-out runs it once a
+        """Coefficients fitted to `points` (of this kind; it leaves out those with `not point.calibrates`). The search
+        starts at `TYPICAL`; `start` gives the coefficients of which no point says anything. Deterministic, at most about 5 s for the development points: leave-one-source-out runs it once a
         source. Kinds that calibrate nothing return `start`."""
 
     def default(self) -> Coefficients:

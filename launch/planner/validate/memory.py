@@ -27,6 +27,8 @@ QUANTITIES: Mapping[str, str] = {"peak_memory_bytes": "bytes", "peak_reserved_by
 STAGE_BYTES = {"peak_memory_bytes": "allocated", "peak_reserved_bytes": "reserved",
                "steady_allocated_bytes": "resident"}
 """Quantity -> field of `StageMemory`."""
+TYPICAL = {"slack_share": 0.05, "fragmentation_share": 0.1}
+"""Where the search starts, and what a share keeps of which no point says anything."""
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 LORA_RANK = 16
 """Where a LoRA run does not say."""
@@ -84,7 +86,7 @@ def calibrate(points: Sequence[Point], start: MemoryCoefficients) -> MemoryCoeff
     reserved = [point for point in used if point.number("measured.peak_reserved_bytes") is not None
                 and point.sizes().get("pp", 1) == 1]
     if reserved:
-        slack = search(cost, {"slack_share": start.slack_share}, bounds={"slack_share": (0.01, 0.3)})
+        slack = search(cost, {"slack_share": TYPICAL["slack_share"]}, bounds={"slack_share": (0.01, 0.3)})
         start = start.changed(rounded(slack))
     shares = [share for point in used if _fitted(point) is False and not _colocated(point)
               and (share := _least_fragmentation(point, start)) is not None]

@@ -11,6 +11,7 @@ from launch.planner.validate.interface import Predicted, measured
 from launch.planner.validate.points import Point
 
 QUANTITIES: Mapping[str, str] = {"parameters": ""}
+TYPICAL: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "kinds": {kind: {score.label: _score(score) for score in report.kinds[kind]}
                   for kind in KINDS if kind in report.kinds},
         "checks": [{"name": check.name, "passed": check.passed, "detail": check.detail} for check in report.checks],
-        "leave_one_out": [{"kind": each.kind, "source": each.source, "calibrated_on_all": _score(each.inside),
-                           "left_out": _score(each.outside)} for each in report.left_out],
+        "leave_one_out": [_source_left_out(each) for each in report.left_out],
     }
 
 
@@ -77,6 +76,14 @@ def _point(row: Row) -> dict[str, Any]:
     low, high = row.result.measured_low, row.result.measured_high
     return {"id": row.point.id, "kind": row.point.kind, "regime": row.point.regime, "quantity": row.result.quantity,
             "measured": low if low == high else [low, high]}
+
+
+def _source_left_out(each: LeftOut) -> dict[str, Any]:
+    """`class` where a kind's classes are fitted apart; `left_out` is null with a `reason` where nothing is left to fit."""
+    found: dict[str, Any] = {"kind": each.kind, "source": each.source, "class": each.part or None,
+                             "calibrated_on_all": _score(each.inside),
+                             "left_out": None if each.outside is None else _score(each.outside)}
+    return found | ({"reason": each.reason} if each.reason else {})
 
 
 def _score(score: Score) -> dict[str, Any]:

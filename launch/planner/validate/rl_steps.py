@@ -14,7 +14,7 @@ from launch.planner.layouts import Precision, RolloutLayout, TrainingLayout, Tra
 from launch.planner.lengths import Lengths, LogNormal
 from launch.planner.memory import training_memory
 from launch.planner.memory_rollout import rollout_memory
-from launch.planner.parameters import count
+from launch.planner.parameters import count, tensor_count
 from launch.planner.rl_step import (
     Phases,
     StepMode,
@@ -22,7 +22,6 @@ from launch.planner.rl_step import (
     refit_seconds,
     rollout_seconds,
     step_seconds,
-    tensors,
     training_passes,
 )
 from launch.planner.rollout_decode import engine_of
@@ -39,12 +38,10 @@ QUANTITIES: Mapping[str, str] = {
 
 SIGMA = 0.6
 """Shape of the response lengths, which no source gives: a short tail suits these points best."""
-RESPONSE, THINKING_RESPONSE = 1050, 3200
-"""Mean response tokens where not stated; sources that state it have 395 to 1,544, and 3,201 to 5,698 for models that
-think before they answer. The first suits the points without a length best. Such a point is predicted, its reason says
-so, and it takes no part in the calibration of the coefficients."""
-THINKS = re.compile("qwen3|think|reason|r1", re.IGNORECASE)
-"""Names of models that think."""
+RESPONSE = 1050
+"""Mean response tokens where not stated; sources that state it have 395 to 5,698, and this one suits the points without a
+length best. Such a point is predicted, its reason says so, and it takes no part in the calibration of the
+coefficients."""
 PROMPT = 130
 """Mean prompt tokens where not stated: the middle of those that state it (103 to 174)."""
 MAX_NUM_SEQS = 1024
@@ -120,9 +117,16 @@ def _ranges(found: Sequence[tuple[_Job, Mapping[str, float]]], c: RlCoefficients
 
 
 def _measured(point: Point) -> dict[str, float]:
-    """Quantity -> seconds. Waiting times (`rollout_wait_s`) are differences of overlapping phases and left out."""
-    values = {name: point.number(f"measured.{name}") for name in QUANTITIES}
-    return {name: value for name, value in values.items() if value is not None and value > 0}
+    """Quantity -> seconds. Waiting times (`rollout_wait_s`) are differences of overlapping phases and left out.
+
+    Some sources list the reference's pass apart and some within the log-probs: `logprob_time_s` is that of both, so
+    that what is predicted for it does not hang on how they list it.
+    """
+    listed = {name: point.number(f"measured.{name}") for name in QUANTITIES}
+    values = {name: value for name, value in listed.items() if value is not None and value > 0}
+    if "logprob_time_s" in values and _keeps_reference(point):
+        values["logprob_time_s"] += values.get("reference_logprob_time_s", 0.0)
+    return values
 
 
 @dataclass(frozen=True)
@@ -139,8 +143,7 @@ class _Job:
     generation_s: float
     waits_for_all: bool
     passes: tuple[int, int]
-    """Log-prob passes over the policy (the reference's included where the source does not list them apart) and over
-    the reference."""
+    """Log-prob passes over the policy, and over the reference."""
     model_bytes: float
     tensors: int
     assumed: str
@@ -156,7 +159,7 @@ def _phases(job: _Job, c: RlCoefficients) -> dict[str, float]:
     mode = "synchronous" if job.waits_for_all else job.mode
     return {"step_time_s": step_seconds(mode, phases, c), "rollout_time_s": phases.rollout_s,
             "generate_time_s": job.generation_s / c.rollout_efficiency, "train_time_s": phases.train_s,
-            "logprob_time_s": max(1, job.passes[0]) * trainer.pass_s, "reference_logprob_time_s": trainer.pass_s,
+            "logprob_time_s": max(1, sum(job.passes)) * trainer.pass_s, "reference_logprob_time_s": trainer.pass_s,
             "refit_time_s": phases.refit_s}
 
 
@@ -196,7 +199,7 @@ def _job(point: Point) -> _Job | str:
     return _Job(mode, bool(point.model.experts), updates, responses, training_s, forward_s,
                 imbalance(lengths, prompt, responses / updates, layout.dp), min(times),
                 mode == "fully_async" and point.number("staleness") == 0, _passes(point), 2.0 * count(point.model),
-                tensors(point.model), assumed)
+                tensor_count(point.model), assumed)
 
 
 def _lengths(point: Point, longest: int | None) -> tuple[float, Lengths, str] | str:
@@ -207,7 +210,7 @@ def _lengths(point: Point, longest: int | None) -> tuple[float, Lengths, str] | 
         mean = total - prompt
     assumed = ""
     if mean is None:
-        mean = THINKING_RESPONSE if THINKS.search(point.model_name) else RESPONSE
+        mean = RESPONSE
         assumed = f"mean response length not stated, {mean} tokens assumed"
         if longest is not None:
             mean = min(mean, (longest - prompt) / 2)
@@ -281,10 +284,11 @@ def _demands(point: Point, gpus: int, responses: int, group: int, prompt: float,
 
 
 def _passes(point: Point) -> tuple[int, int]:
-    """Log-prob passes in the step. GRPO as published keeps a reference, DAPO does not. A source that lists the phases
-    without a log-prob pass has none."""
-    if point.number("measured.train_time_s") and not point.number("measured.logprob_time_s"):
-        return 0, 0
-    apart = point.number("measured.reference_logprob_time_s") is not None
-    reference = (point.text("algorithm") or "").upper() == "GRPO"
-    return (1, 1) if apart else (2 if reference else 1, 0)
+    """Log-prob passes of a step over the policy and over the reference, from the configuration alone: fully
+    asynchronous runs take the engine's log-probs."""
+    return int(point.text("mode") != "fully_async"), int(_keeps_reference(point))
+
+
+def _keeps_reference(point: Point) -> bool:
+    """GRPO as published has a KL term (arXiv 2402.03300), DAPO drops it (arXiv 2503.14476)."""
+    return (point.text("algorithm") or "").upper() == "GRPO"

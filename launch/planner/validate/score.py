@@ -81,10 +81,14 @@ class LeftOut:
 
     kind: str
     source: str
+    part: str
+    """Of its points, those of one class (`KindModule`); empty where a kind's points share coefficients."""
     inside: Score
     """Errors at this source's points with the shipped coefficients."""
-    outside: Score
-    """The same points, with coefficients fitted to the other sources."""
+    outside: Score | None
+    """The same points, with coefficients fitted to the other sources from neutral values (`KindModule.TYPICAL`). None:
+    there is nothing to fit, see `reason`."""
+    reason: str = ""
 
 
 def module(kind: str) -> KindModule:
@@ -197,26 +201,32 @@ def leave_one_out(rows: Sequence[Row], development: Sequence[Point],
     """Fit every kind's coefficients without one source, for each source in turn, and predict the rows of that source.
 
     Sources of `rows` that took no part in the calibration do not appear: their errors are out-of-sample as they are.
-    A kind with a single source cannot be fitted without it.
+    Where no other source says anything about a kind, or about a class that shares no coefficient with others, there
+    is no error: it would be that of the neutral values.
     """
-    jobs: list[tuple[list[Row], list[Point]]] = []
+    jobs: list[tuple[str, list[Row], list[Point]]] = []
     for kind in KINDS:
         fitted = [point for point in development if point.kind == kind and point.calibrates]
-        sources = list(dict.fromkeys(point.source for point in fitted))
-        for source in sources if kind != "parameters" and len(sources) > 1 else ():
+        class_of = getattr(find(kind), "class_of", lambda point: "")
+        for source in dict.fromkeys(point.source for point in fitted if kind != "parameters"):
             mine = [row for row in rows if row.point.kind == kind and row.point.source == source and row.scored]
-            if mine:
-                jobs.append((mine, [point for point in fitted if point.source != source]))
+            others = [point for point in fitted if point.source != source]
+            for part in dict.fromkeys(class_of(row.point) for row in mine):
+                jobs.append((part, [row for row in mine if class_of(row.point) == part],
+                             [point for point in others if class_of(point) == part]))
     results = over_cores(partial(_left_out, find), jobs)
     return [result for result in results if result is not None]
 
 
-def _left_out(find: Callable[[str], KindModule], job: tuple[list[Row], list[Point]]) -> LeftOut | None:
+def _left_out(find: Callable[[str], KindModule], job: tuple[str, list[Row], list[Point]]) -> LeftOut | None:
     """Rows of one source, predicted from the points of the others."""
-    mine, others = job
+    part, mine, others = job
     kind, source = mine[0].point.kind, mine[0].point.source
+    inside = score(source, mine)
+    if not others:
+        return LeftOut(kind, source, part, inside, None, f"no other source has points of {part or kind}")
     model = find(kind)
-    coefficients = model.calibrate(others, model.default())
+    coefficients = model.calibrate(others, model.default().changed(dict(model.TYPICAL)))
     points = list({row.point.id: row.point for row in mine}.values())
-    inside, outside = score(source, mine), score(source, predict(points, find, {kind: coefficients}))
-    return None if inside is None or outside is None else LeftOut(kind, source, inside, outside)
+    outside = score(source, predict(points, find, {kind: coefficients}))
+    return None if outside is None else LeftOut(kind, source, part, inside, outside)

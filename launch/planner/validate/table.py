@@ -103,8 +103,14 @@ def _figures(score: Score) -> tuple[str, ...]:
 
 def _left_out(left_out: Sequence[LeftOut]) -> tuple[Sequence[str], Cells]:
     return ("kind", "source", "points", "with it", "without it", "signed"), [
-        (each.kind, each.source, str(each.outside.points), f"{each.inside.absolute:.1%}",
-         f"{each.outside.absolute:.1%}", percent(each.outside.signed)) for each in left_out]
+        (each.kind, each.source + (f", {each.part}" if each.part else ""), str(each.inside.points),
+         f"{each.inside.absolute:.1%}", *_outside(each)) for each in left_out]
+
+
+def _outside(each: LeftOut) -> tuple[str, str]:
+    if each.outside is None:
+        return "no other source", ""
+    return f"{each.outside.absolute:.1%}", percent(each.outside.signed)
 
 
 def _checks(report: Report) -> tuple[Sequence[str], Cells]:

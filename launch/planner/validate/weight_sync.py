@@ -3,15 +3,16 @@
 No published system moves shards as `launch.fabric` does, so `expected` describes what they do, in classes:
 
     gather_broadcast   full tensors gathered on the trainer, one sender, a call for a tensor
-    bucket_broadcast   packed buckets, one sender for each pipeline stage
+    bucket_broadcast   packed buckets, one sender for each pipeline stage (also over NIXL); what says nothing of its way
     reshard            every rank sends its overlap, or receivers pull it (also RDMA)
     send_plan          a plan of many unpacked sends and receives
     host_checkpoint    through host memory, everything to every GPU
     handover           trainer and engine on the same GPUs
     delta              only changed elements, encoded
 
-The class is read from the regime and the transport's words, never from the source. Bounds assume the best conceivable
-route: a node takes each byte once, over all its NICs.
+The class is read from the transport's words, never from regime or source. Most classes have points of a single
+source, so that their coefficients describe that system and no other. Bounds assume the best conceivable route: a node
+takes each byte once, over all its NICs.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from launch.planner.coefficients.sync import DEFAULT_PUBLISHED, PublishedSyncCoefficients
-from launch.planner.parameters import count
-from launch.planner.shape import ModelShape
+from launch.planner.parameters import count, tensor_count
 from launch.planner.validate.fit import log_error, robust_mean, rounded, search
 from launch.planner.validate.interface import Predicted
 from launch.planner.validate.points import Point
@@ -35,9 +35,14 @@ QUANTITIES: Mapping[str, str] = {"sync_time_s": "s"}
 
 FITTED: Mapping[EngineClass, tuple[str, ...]] = {
     "gather_broadcast": ("tensor_s", "gather_fixed_s", "gather_share"), "bucket_broadcast": ("bucket_share",),
-    "reshard": ("reshard_fixed_s", "reshard_tensor_s", "quantise_tensor_s"), "send_plan": ("send_plan_rate",),
+    "reshard": ("reshard_fixed_s", "reshard_tensor_s"), "send_plan": ("send_plan_rate",),
     "host_checkpoint": ("host_fixed_s", "host_rate"),
-    "handover": ("handover_fixed_s", "handover_rate", "handover_tensor_s"), "delta": ("delta_rate",)}
+    "handover": ("handover_fixed_s", "handover_rate"), "delta": ("delta_rate",)}
+"""Fewer than a class has points."""
+TYPICAL = {"tensor_s": 3e-4, "gather_fixed_s": 1.0, "gather_share": 0.2, "bucket_share": 0.2, "reshard_fixed_s": 0.1,
+           "reshard_tensor_s": 3e-4, "send_plan_rate": 5e10, "host_fixed_s": 1.0, "host_rate": 5e10,
+           "handover_fixed_s": 1.0, "handover_rate": 1e10, "delta_rate": 5e8}
+"""Where the search starts: round numbers of the order that the parts suggest."""
 LINE_RATE = 50e9
 """bytes/s of a NIC where a point does not say: 400 Gb/s, the fastest of these GPUs' generation."""
 OLDER_LINE_RATE = 25e9
@@ -45,9 +50,8 @@ OLDER_LINE_RATE = 25e9
 HOST_RATE = 64e9
 """bytes/s into a GPU from host memory: PCIe 5.0 x16 at line rate."""
 NODE_GPUS = 8
-TENSORS, STACKED_TENSORS = 4000, 1000
-"""Of a model that is not described: between a dense model's hundreds and a mixture's tens of thousands; with each
-layer's experts stacked, 12 to 13 tensors in each of 80 layers."""
+TENSORS = 4000
+"""Of a model that is not described: between a dense model's hundreds and a mixture's tens of thousands."""
 LEAST_FIXED_S = 0.05
 """A transfer between two programs does not start and end in less."""
 ENCODED = 0.78
@@ -72,9 +76,6 @@ class Transfer:
     stages: int
     """Pipeline stages that may send."""
     tensors: int
-    stacked: int
-    """Tensors with a layer's experts counted as one."""
-    fp8: bool
     nic: float | None
     """bytes/s, where stated."""
     older: bool
@@ -123,7 +124,7 @@ def expected_s(transfer: Transfer, c: PublishedSyncCoefficients) -> float:
     if transfer.kind == "delta":
         return size * transfer.changed * ENCODED / c.delta_rate
     if transfer.kind == "handover":
-        return c.handover_fixed_s + size / c.handover_rate + tensors * c.handover_tensor_s
+        return c.handover_fixed_s + size / c.handover_rate
     if transfer.kind == "host_checkpoint":
         return c.host_fixed_s + size / c.host_rate
     if transfer.kind == "send_plan":
@@ -136,13 +137,11 @@ def expected_s(transfer: Transfer, c: PublishedSyncCoefficients) -> float:
     out = 0.0
     if transfer.training_gpus and transfer.rollout_gpus:
         out = into * transfer.rollout_gpus / transfer.training_gpus
-    quantise = tensors * c.quantise_tensor_s if transfer.fp8 else 0.0
-    return (c.reshard_fixed_s + max(into, out) / (c.nic_efficiency * nic) + transfer.stacked * c.reshard_tensor_s
-            + quantise)
+    return c.reshard_fixed_s + max(into, out) / (c.nic_efficiency * nic) + tensors * c.reshard_tensor_s
 
 
 def calibrate(points: Sequence[Point], start: PublishedSyncCoefficients) -> PublishedSyncCoefficients:
-    """Each class fitted on its own points; a class without points keeps `start`."""
+    """Each class fitted on its own points, from `TYPICAL`; a class without points keeps `start`."""
     known = []
     for point in points:
         transfer, _ = _transfer(point, bound=False)
@@ -157,7 +156,7 @@ def calibrate(points: Sequence[Point], start: PublishedSyncCoefficients) -> Publ
             tried = base.changed(dict(values))
             return robust_mean([_error(expected_s(transfer, tried), each) for transfer, each in mine])
 
-        values = {name: getattr(start, name) for name in names[:max(1, len(mine))]}
+        values = {name: TYPICAL[name] for name in names[:max(1, len(mine) - 1)]}
         limits = {name: (LEAST_FIXED_S, 60.0) for name in names if name.endswith("fixed_s")}
         start = start.changed(rounded(search(cost, values, bounds=limits, tolerance=1e-5, evaluations=3000)))
     return start
@@ -169,23 +168,31 @@ def _error(value: float, each: Predicted) -> float:
 
 
 def engine_class(point: Point) -> EngineClass:
-    """By regime and transport."""
-    regime, transport = point.regime.lower(), (point.text("transport") or "").lower()
-    words = f"{regime} {transport}"
-    if point.number("changed_fraction") is not None or "delta" in words:
+    """By the transport's words, in this order."""
+    transport = (point.text("transport") or "").lower()
+
+    def named(*words: str) -> bool:
+        return any(re.search(rf"\b{word}\b", transport) for word in words)
+
+    if point.number("changed_fraction") is not None or named("delta"):
         return "delta"
-    if "colocated" in regime or "in-place" in transport or "ipc" in transport:
+    if named("in-place", "ipc", "colocated", "shared gpus"):
         return "handover"
-    if "plan" in transport and "send/recv" in transport:
+    if named("plan") and named("send/recv"):
         return "send_plan"
-    if "host" in transport or ("checkpoint" in regime and "nccl" not in transport):
+    if named("host"):
         return "host_checkpoint"
-    if "full weights" in transport or "per-tensor" in transport:
+    if named("full weights", "per-tensor"):
         return "gather_broadcast"
-    if any(word in words for word in ("reshard", "point-to-point", "p2p", "rdma", "nixl", "anchor")) \
-            and "broadcast" not in words:
+    if named("broadcast", "nixl"):          # the NIXL back ends of checkpoint engines pass buckets along, too
+        return "bucket_broadcast"
+    if named("reshard", "point-to-point", "p2p", "rdma", "path not named"):     # the last: a measured rate, no system
         return "reshard"
     return "bucket_broadcast"
+
+
+class_of = engine_class
+"""No coefficient is shared between classes."""
 
 
 def _transfer(point: Point, *, bound: bool) -> tuple[Transfer | None, str]:
@@ -199,13 +206,11 @@ def _transfer(point: Point, *, bound: bool) -> tuple[Transfer | None, str]:
     memory = point.gpu.hbm_bytes if point.gpu else 80e9
     smallest = _power_of_two(payload / (ENGINE_SHARE * memory))
     share = max(split or smallest, gpus)
-    kind = engine_class(point)
     return Transfer(
-        kind=kind, payload=payload, engine_gpus=min(share, receivers) if receivers else share,
+        kind=engine_class(point), payload=payload, engine_gpus=min(share, receivers) if receivers else share,
         engine_split=split or (min(gpus, receivers) if receivers else gpus),
         training_gpus=point.integer("hardware.num_gpus_train"), rollout_gpus=receivers,
         stages=training.get("pp", 1), tensors=tensor_count(point.model) if point.model else TENSORS,
-        stacked=tensor_count(point.model, stacked=True) if point.model else STACKED_TENSORS, fp8=_fp8(point),
         nic=_nic(point, gpus), older="a100" in (point.text("hardware.gpu") or "").lower(),
         nvlink=point.gpu.nvlink_bandwidth if point.gpu else 450e9,
         changed=point.number("changed_fraction") or 1.0), ""
@@ -239,13 +244,3 @@ def _power_of_two(value: float) -> int:
     while power < value:
         power *= 2
     return power
-
-
-def tensor_count(shape: ModelShape, stacked: bool = False) -> int:
-    """Tensors of a Hugging Face checkpoint: what a per-tensor path loops over. `stacked`: those of a layer's experts
-    that are alike count as one."""
-    attention = 4 + (3 if shape.qkv_bias else 0) + (2 if shape.qk_norm else 0)
-    experts = min(1, shape.experts) if stacked else shape.experts
-    mlp = (experts * shape.mlp_matrices + 1 + (shape.mlp_matrices if shape.shared_ffn else 0)
-           if shape.experts else shape.mlp_matrices)
-    return shape.layers * (attention + mlp + 2) + (2 if shape.tied else 3)
