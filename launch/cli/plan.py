@@ -11,6 +11,15 @@ import click
 from launch.cli import options
 
 
+CLUSTER = ("--cluster", "--from-slurm", "--partition", "--nodelist", "--gpu")
+MAIN = {
+    "--diff": ("compares two plans that were written", ()),
+    "--calibrate": ("refits a cluster file", ("--cluster",)),
+    "--sweep": ("makes many plans", (*CLUSTER, "--json", "--target")),
+    "--explain": ("prints an explanation", (*CLUSTER, "--out", "--html", "--trace", "--target", "--device"))}
+"""Options that decide what the command does: what that is, and which others go with them. The first one given rules."""
+
+
 @click.command()
 @click.argument("words", nargs=-1, metavar="CONFIG [KEY=VALUE]...")
 @options.device
@@ -40,14 +49,16 @@ def command(words: tuple[str, ...], device: str, cluster_file: str | None, from_
 
     Keys that CONFIG pins are obeyed, those that are auto are searched. Everything printed is predicted.
     """
+    _refuse_unused({"--diff": diff, "--calibrate": calibrate, "--sweep": sweep, "--cluster": cluster_file,
+                    "--from-slurm": from_slurm, "--partition": partition, "--nodelist": nodelist, "--gpu": gpu,
+                    "--explain": explain, "--json": as_json, "--out": out, "--html": html, "--trace": trace,
+                    "--target": target, "--device": None if device == "auto" else device})
     if diff:
         return _diff(words)
     if calibrate is not None:
         return _calibrate(words, calibrate, cluster_file)
     if explain is not None and _is_config(explain) and (not words or "=" in words[0]):
         words, explain = (explain, *words), ""      # `--explain CONFIG`: the option took the configuration for its key
-    _refuse_unused(from_slurm, sweep is not None, {"--partition": partition, "--nodelist": nodelist, "--gpu": gpu},
-                   {"--explain": explain, "--out": out, "--html": html, "--trace": trace})
     config, overrides = _config_of(words)
     if target is not None:
         overrides = (*overrides, f"workload.target_prompts_per_hour={_rate(target)}")
@@ -70,15 +81,18 @@ def command(words: tuple[str, ...], device: str, cluster_file: str | None, from_
         print_plan(prepared, commands=_next(config, overrides, prepared, out))
 
 
-def _refuse_unused(from_slurm: bool, sweeps: bool, of_slurm: dict[str, str | None],
-                   of_plan: dict[str, str | None]) -> None:
+def _refuse_unused(options: dict[str, object]) -> None:
     """An option that would be ignored is a mistake."""
-    for option, value in of_slurm.items():
-        if value is not None and not from_slurm:
-            raise click.UsageError(f"{option} chooses among the nodes that Slurm has: give --from-slurm with it")
-    for option, value in of_plan.items():
-        if value is not None and sweeps:
-            raise click.UsageError(f"{option} is of one plan, and --sweep makes many: give one of the two")
+    given = [name for name, value in options.items() if value is not None and value is not False]
+    main = next((name for name in MAIN if name in given), None)
+    if main is not None:
+        does, goes_with = MAIN[main]
+        for name in given:
+            if name != main and name not in goes_with:
+                raise click.UsageError(f"{name} has no use with {main}, which {does}: give one of the two")
+    for name in ("--partition", "--nodelist", "--gpu"):
+        if name in given and "--from-slurm" not in given:
+            raise click.UsageError(f"{name} chooses among the nodes that Slurm has: give --from-slurm with it")
 
 
 def _is_config(word: str) -> bool:
@@ -163,7 +177,7 @@ def _sweep(config: str, overrides: tuple[str, ...], spec, text: str, as_json: bo
     from launch.config.load import load_config
     from launch.planner.plan import SCHEMA_VERSION
     from launch.planner.prepare import planning_inputs
-    from launch.planner.sweep import parse, sweep
+    from launch.planner.sweep import parse, remarks, sweep
     from launch.report.plan_sweep import print_sweep
 
     first, last = parse(text)
@@ -171,11 +185,12 @@ def _sweep(config: str, overrides: tuple[str, ...], spec, text: str, as_json: bo
     inputs = planning_inputs(loaded, spec)
     points = sweep(inputs, first, last)
     target = loaded.config.workload.target_prompts_per_hour
+    said = remarks(inputs.cluster, len(points), first, last)
     if as_json:
-        click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "target": target, "points": list(map(asdict, points))},
-                              indent=2))
+        click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "target": target, "points": list(map(asdict, points)),
+                               "remarks": said}, indent=2))
     else:
-        print_sweep(points, target)
+        print_sweep(points, target, remarks=said)
 
 
 def _calibrate(words: tuple[str, ...], run: str, cluster_file: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from launch.cluster.spec import ClusterSpec
 from launch.errors import UserError
 from launch.planner.assemble import throughput_of
 from launch.planner.pins import check_pins
@@ -11,9 +12,10 @@ from launch.planner.prepare import Inputs
 from launch.planner.problem import modes, problem_of
 from launch.planner.remedies import with_nodes
 from launch.planner.search import Search
-from launch.report.plan_sweep import SweepPoint
+from launch.report.plan_sweep import SweepPoint, reaches, smallest_that_reaches
 
 MOST_POINTS = 64
+"""Sizes that are planned before those around the target."""
 MOST_NODES = 4096
 
 
@@ -31,35 +33,76 @@ def parse(text: str) -> tuple[int, int]:
 
 
 def sweep(inputs: Inputs, first: int, last: int) -> list[SweepPoint]:
-    """The best plan of each size from `first` to `last` nodes, at most `MOST_POINTS` of them, evenly spread.
+    """The best plan of each size from `first` to `last` nodes. Of a wide range at most `MOST_POINTS` sizes, evenly spread,
+    and those that a bisection between the last that misses the target and the first that reaches it needs: more nodes never
+    lower the best throughput, so the smallest that reaches it is among the points.
 
     Raises:
         UserError: pinned sizes that the largest of them cannot have.
     """
+    sizes, target = _Sizes(inputs, last), inputs.loaded.config.workload.target_prompts_per_hour
     step = max(1, -(-(last - first) // MOST_POINTS))
-    largest = _searches(inputs, last)
-    return [_single(inputs) if nodes == 1 < last else _point(largest, nodes)
-            for nodes in sorted({*range(first, last + 1, step), last})]
+    points = {nodes: sizes.point(nodes) for nodes in sorted({*range(first, last + 1, step), last})}
+    if target is not None:
+        reached = smallest_that_reaches(list(points.values()), target)
+        high = reached.nodes if reached else first
+        low = max((nodes for nodes in points if nodes < high), default=high)
+        while high - low > 1:
+            middle = (low + high) // 2
+            points[middle] = sizes.point(middle)
+            low, high = (low, middle) if reaches(points[middle], target) else (middle, high)
+    return [points[nodes] for nodes in sorted(points)]
 
 
-def _single(inputs: Inputs) -> SweepPoint:
-    """One node, which is divided by GPUs and not by nodes, as the search of the larger sizes is."""
-    try:
-        return _point(_searches(inputs, 1), 1)
-    except UserError:               # pins that a larger size can have
-        return _none(1)
+def remarks(cluster: ClusterSpec, tried: int, first: int, last: int) -> tuple[str, ...]:
+    """What a reader of the points must know of them."""
+    sizes, have = last - first + 1, len(cluster.nodes)
+    said = []
+    if tried < sizes:
+        said.append(f"{tried} of the {sizes} sizes from {first} to {last} were planned: evenly spread ones, and with a "
+                    "target those that narrow the smallest down to one node")
+    if last > have and cluster.switches:
+        said.append(f"sizes beyond the {have} nodes of {cluster.name} are planned as one rail group: its switch tree says "
+                    "nothing of further nodes")
+    return tuple(said)
 
 
-def _searches(inputs: Inputs, nodes: int) -> list[Search]:
+class _Sizes:
+    """Plans one size after the other; what a search keeps of one serves the next."""
+
+    def __init__(self, inputs: Inputs, last: int) -> None:
+        self.inputs, self.have = inputs, len(inputs.cluster.nodes)
+        self.largest = _searches(inputs, last)
+        self.known = self.largest
+        """For the sizes that the cluster's switch tree describes."""
+        if last > self.have > 1 and inputs.cluster.switches:
+            self.known = _searches(inputs, self.have, checked=False)
+
+    def point(self, nodes: int) -> SweepPoint:
+        largest = len(self.largest[0].problem.cluster.nodes)
+        if nodes == 1 < largest:
+            return self._single()
+        return _point(self.known if nodes <= self.have else self.largest, nodes)
+
+    def _single(self) -> SweepPoint:
+        """One node, which is divided by GPUs and not by nodes, as the search of the larger sizes is."""
+        try:
+            return _point(_searches(self.inputs, 1), 1)
+        except UserError:               # pins that a larger size can have
+            return _none(1)
+
+
+def _searches(inputs: Inputs, nodes: int, *, checked: bool = True) -> list[Search]:
     cluster = with_nodes(inputs.cluster, nodes)
-    check_pins(inputs.loaded, inputs.architecture, cluster)
+    if checked:
+        check_pins(inputs.loaded, inputs.architecture, cluster)
     return [Search(problem_of(inputs.loaded, inputs.shape, cluster), mode) for mode in modes(inputs.loaded)]
 
 
 def _point(searches: list[Search], nodes: int) -> SweepPoint:
     problem = searches[0].problem
     units = problem.units - (len(problem.cluster.nodes) - nodes)
-    found = [search.with_slack(best) for search in searches if (best := search.best(units)) is not None]
+    found = [best for search in searches if (best := search.best(units)) is not None]
     if not found:
         return _none(nodes)
     best = min(found, key=lambda candidate: candidate.step_s)

@@ -29,12 +29,14 @@ class SweepPoint:
     """A verdict of `Throughput`, or why no plan fits."""
 
 
-def print_sweep(points: Sequence[SweepPoint], target: float | None, console: Console | None = None) -> None:
+def print_sweep(points: Sequence[SweepPoint], target: float | None, console: Console | None = None, *,
+                remarks: Sequence[str] = ()) -> None:
     """A row a cluster size, the smallest that reaches the target marked, and the curve under it.
 
     Args:
         points: in the order of nodes.
         target: prompts an hour, or None.
+        remarks: the last lines.
     """
     console = console or terminal()
     smallest = smallest_that_reaches(points, target)
@@ -54,14 +56,20 @@ def print_sweep(points: Sequence[SweepPoint], target: float | None, console: Con
         console.print(Text(curve), soft_wrap=True)
     console.print()
     console.print(Text(_answer(points, target, smallest)))
+    for remark in remarks:
+        console.print(Text(plain(remark)))
 
 
 def smallest_that_reaches(points: Sequence[SweepPoint], target: float | None) -> SweepPoint | None:
     """The point with the fewest nodes whose nominal throughput is at least the target."""
     if target is None:
         return None
-    fits = [each for each in points if each.prompts_per_hour is not None and each.prompts_per_hour >= target]
-    return min(fits, key=lambda each: each.nodes, default=None)
+    return min((each for each in points if reaches(each, target)), key=lambda each: each.nodes, default=None)
+
+
+def reaches(point: SweepPoint, target: float) -> bool:
+    """Whether its nominal throughput is at least the target."""
+    return point.prompts_per_hour is not None and point.prompts_per_hour >= target
 
 
 def capacity_curve(points: Sequence[SweepPoint], target: float | None, *, width: int = 72, height: int = 16) -> str:

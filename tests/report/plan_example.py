@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from launch.planner.book import Book
-from launch.planner.build import layers_of_stage, rank_coordinates, round_up
+from launch.config.arithmetic import round_up
+from launch.planner.build import layers_of_stage, rank_coordinates
 from launch.planner.forecast import (
     Alternative,
     Choice,
