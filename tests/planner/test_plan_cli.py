@@ -162,6 +162,10 @@ def test_target_and_sweep(plan):
     (("--sweep", "nodes=0..8"), ("nodes=8..64",)), (("--sweep", "nodes=1..99999"), ("4096",)),
     (("--target", "many"), ("--target", "10000/h")), (("--target", "-3/h"), ("--target",)),
     (("--target", "nan"), ("--target",)),
+    (("--sweep", "nodes=1..2", "--explain", "step"), ("--explain has no use with --sweep",)),
+    (("--calibrate", "runs/x", "--json"), ("--json has no use with --calibrate",)),
+    (("--explain", "step", "--json"), ("--json has no use with --explain",)),
+    (("--explain", "step", "--partition", "gpu"), ("--partition", "--from-slurm")),
     (("--nodelist", "node[1-2]"), ("--from-slurm",)), (("--sweep", "nodes=1..2", "--html", "x.html"), ("--html",)),
     (("trainer.tensor=3",), ("unknown key trainer.tensor",)), (("trainer.tp=many",), ("trainer.tp",))])
 def test_bad_input_is_one_message(plan, words, parts):

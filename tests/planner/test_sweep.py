@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
+from launch.cluster.file import load_cluster
 from launch.config.load import load_config
 from launch.errors import UserError
 from launch.planner.planning import plan_on_cluster
 from launch.planner.prepare import planning_inputs
-from launch.planner.sweep import MOST_POINTS, parse, sweep
+from launch.planner.sweep import MOST_POINTS, parse, remarks, sweep
 from launch.report.plan_sweep import smallest_that_reaches
 from tests.planner.problems import CONFIGS, h100
 
@@ -60,6 +63,33 @@ def test_the_smallest_that_reaches():
 def test_many_sizes_are_sampled():
     points = sweep(inputs("trainer.tp=4", "trainer.pp=1", "trainer.cp=2", "rollout.tp=4"), 2, 200)
     assert len(points) <= MOST_POINTS + 1 and points[0].nodes == 2 and points[-1].nodes == 200
+
+
+def test_the_smallest_of_a_wide_range_is_found_to_the_node():
+    """Among the sampled sizes it may be missing: every size planned one by one gives the same answer."""
+    pins = ("trainer.tp=2", "trainer.pp=1", "trainer.cp=1", "rollout.tp=1", "algorithm.asynchronous=true")
+    every = sweep(inputs(*pins), 20, 60)
+    assert [point.nodes for point in every] == list(range(20, 61))
+    fewer, first = next((a, b) for a, b in pairwise(every) if b.nodes % 7 == 3 and b.prompts_per_hour > a.prompts_per_hour)
+    target = (fewer.prompts_per_hour + first.prompts_per_hour) / 2
+    wide = inputs(*pins, f"workload.target_prompts_per_hour={target}")
+    points = sweep(wide, 2, 400)
+    assert len(points) < 80 and smallest_that_reaches(points, target).nodes == first.nodes
+    said = remarks(wide.cluster, len(points), 2, 400)
+    assert f"{len(points)} of the 399 sizes from 2 to 400" in said[0]
+    assert remarks(wide.cluster, 3, 2, 4) == ()
+
+
+def test_sizes_beyond_the_switch_tree_say_so():
+    """Up to its nodes a cluster is planned as it is wired, and beyond them as one rail group, which is told."""
+    cluster = load_cluster(CONFIGS / "clusters" / "h100x32.yaml")
+    assert cluster.switches
+    [said] = remarks(cluster, 5, 30, 34)
+    assert "beyond the 32 nodes of h100x32" in said and remarks(cluster, 3, 30, 32) == ()
+    wired = planning_inputs(load_config(CONFIGS / "7b" / "grpo.yaml"), cluster)
+    last = sweep(wired, 32, 34)[0]
+    made = plan_on_cluster(wired.loaded, wired.architecture, wired.shape, wired.cluster).found
+    assert last.prompts_per_hour == pytest.approx(made.prompts_per_hour, rel=1e-12)
 
 
 def test_impossible_pins_are_refused_once():
