@@ -15,7 +15,7 @@ setup(
     description="GRPO on Slurm clusters: Megatron-core trains, vLLM rolls out, Ray drives",
     long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
     long_description_content_type="text/markdown",
-    python_requires=">=3.11",
+    python_requires=">=3.11,<3.13",
     packages=find_packages(include=["launch", "launch.*", "megatron_rl", "megatron_rl.*"]),
     include_package_data=True,
     install_requires=["click>=8.1", "pydantic>=2.12", "pyyaml>=6", "rich>=14", "psutil>=6", "plotext>=6.1"],

@@ -52,6 +52,8 @@ trains the same model on the same prompts with the same G, lengths and precision
 GRPOTrainer (newest release, its plain generation), one after the other on one machine. TRL gets as many threads as
 the machine has cores; here the training ranks have one each and the engine what `rollout.threads` says (1 for the tiny
 model, 2 for the 135M model). Start-up and the first steps are not counted.
+A step is `time/step` here (docs/metrics.md), which leaves out checkpoints and evaluation, off in both; TRL's is the time from
+the end of one step to the end of the next, with what its trainer does in between.
 This page was written by `make bench ARGS=--write-docs`.
 
 The tiny model is measured with one training rank, the 135M model as shipped, PP2. At 256 samples of two tokens the tiny

@@ -87,7 +87,12 @@ def pack(batch: PolicyBatch, units: tuple[Unit, ...], *, multiple: int = 1, leng
         cp, cp_rank: this rank's share of every document (zig-zag); `multiple` is a multiple of 2 CP if CP > 1.
         predict_everywhere: one prediction for every row, in order, most of weight 0: for logits that cannot be made
             for chosen rows only. No unit may then have more than one sequence.
+
+    Raises:
+        ValueError: it has.
     """
+    if predict_everywhere and any(len(unit) > 1 for unit in units):
+        raise ValueError("predict_everywhere: a row that completions share has one prediction for each of them")
     sequences = _lay_out(batch, units, multiple)
     documents = _documents(sequences, multiple, length)
     lengths_D, total = documents.lengths_D, int(documents.lengths_D.sum())

@@ -141,6 +141,8 @@ def _padded_length(schedule: Schedule, batch: PolicyBatch, plan: Plan) -> int | 
 def _packed_seq_params(micro: MicroBatch, cp: int, cp_rank: int) -> PackedSeqParams:
     if cpu.needed():
         return plan_documents(micro.documents, micro.positions_T, cp, cp_rank)
+    if micro.documents.prefix_lengths_D.any():
+        raise ValueError("documents that share a prefix need the CPU's attention: Transformer Engine's knows no prefix")
     lengths = micro.documents.lengths_D
     cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     cu_seqlens = cu_seqlens.to(micro.tokens_T.device)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.data.packing import MicroBatch, pack, zigzag_positions
 from megatron_rl.data.schedule import InputTokens, make_schedule
+from megatron_rl.trainer.step import _packed_seq_params
 from tests.trainer.harness import make_batch, make_groups
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
@@ -159,3 +160,18 @@ def test_one_prediction_a_row_where_logits_are_made_for_all_rows() -> None:
         assert torch.equal(getattr(every.predictions, name)[rows], getattr(chosen.predictions, name))
     others = np.setdiff1d(np.arange(len(every.tokens_T)), rows)
     assert not every.predictions.weights_P[others].any() and (every.predictions.index_P[others] == -1).all()
+
+
+def test_rows_that_completions_share_have_no_single_prediction() -> None:
+    batch = make_batch([5, 6], 7)
+    with pytest.raises(ValueError, match="one prediction for each"):
+        pack(batch, ((0, 1),), multiple=4, predict_everywhere=True)
+
+
+def test_transformer_engine_is_not_given_documents_that_share_a_prefix(monkeypatch) -> None:
+    """Its `thd` attention would read them as sequences of their own."""
+    monkeypatch.setattr("megatron_rl.trainer.cpu.needed", lambda: False)
+    batch = make_batch([5, 6], 7)
+    assert _packed_seq_params(pack(batch, ((0,), (1,))), 1, 0).qkv_format == "thd"
+    with pytest.raises(ValueError, match="share a prefix"):
+        _packed_seq_params(pack(batch, ((0, 1),)), 1, 0)
