@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from launch.planner.coefficients.cpu import MEASURED
 from launch.planner.forecast import Warned
 from launch.planner.host_memory import host_bytes
 from launch.planner.joint import Candidate
@@ -93,12 +94,13 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
         yield "W013", (f"a node's host must hold {host / 1e9:,.0f} GB of {_offloaded(found)}, of {installed / 1e9:,.0f} GB "
                        f"that it has: more than {MAX_HOST:.0%} leaves too little for the rest")
     capped = workload.lengths.group_capped(workload.group)
-    if capped > MAX_CAPPED_GROUPS:
+    if workload.lengths.capped_share < 1 and capped > MAX_CAPPED_GROUPS:       # 1: the length is fixed, at the cap
         yield "W014", (f"{workload.lengths.capped_share:.0%} of the completions run into the cap of {workload.lengths.cap:,} "
                        f"tokens, and with them {capped:.0%} of the groups of {workload.group}: a larger "
                        "rollout.max_new_tokens, or a reward that does not punish what was cut off")
-    if not problem.cluster.coefficients:
-        yield "W012", "efficiencies are those of published runs: `megatron-rl plan --calibrate RUN` measures yours"
+    if problem.cluster.coefficients.items() <= MEASURED.items():       # none, or those that are shipped for a CPU
+        of = "a run on another machine" if problem.cluster.coefficients else "published runs"
+        yield "W012", f"efficiencies are those of {of}: `megatron-rl plan --calibrate RUN` measures yours"
 
 
 def _offloaded(found: Candidate) -> str:

@@ -4,6 +4,7 @@ is searched."""
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -12,6 +13,7 @@ from launch.cluster.spec import ClusterSpec, Gpu
 from launch.config.load import LoadedConfig
 from launch.config.schema import RunConfig
 from launch.planner.assemble import forecast
+from launch.planner.coefficients import cpu
 from launch.planner.forecast import Forecast
 from launch.planner.joint import Candidate, Mode, candidate, rollout_option, training_option
 from launch.planner.layouts import RolloutLayout, TrainingLayout
@@ -34,8 +36,8 @@ def is_here(cluster: ClusterSpec | None) -> bool:
 def this_machine(device: Literal["cpu", "gpu"], plan: Plan, config: RunConfig,
                  described: ClusterSpec | None = None) -> ClusterSpec:
     """The cluster that consists of this machine, with the coefficients of the file that describes it, if any: they are
-    those of its kind of GPU, and say nothing of another. On a CPU every process is a "GPU"; where there are more than
-    cores, each has its share of a core.
+    those of its kind of GPU, and say nothing of another. On a CPU that no file describes they are `coefficients.cpu`, and
+    every process is a "GPU"; where there are more than cores, each has its share of a core.
 
     Raises:
         UserError: GPUs for which there are no figures.
@@ -51,11 +53,20 @@ def this_machine(device: Literal["cpu", "gpu"], plan: Plan, config: RunConfig,
     else:
         cores = len(os.sched_getaffinity(0))
         kind, count = _share(gpus.find("cpu"), cores / max(ranks * config.trainer.threads, 1)), ranks + engines
-    measured = described if described and described.gpu.name == kind.name else None
+    values, sources = _coefficients(kind, described)
     return ClusterSpec(
         name="this machine", nodes=(NODE,), gpus_per_node=max(count, ranks + engines), gpu=kind, nics_per_node=1,
         nic_bandwidth=2e9, rails=1, host_memory_bytes=0,
-        coefficients=measured.coefficients if measured else {}, sources=measured.sources if measured else {})
+        coefficients=values, sources=sources)
+
+
+def _coefficients(kind: Gpu, described: ClusterSpec | None) -> tuple[Mapping[str, float], Mapping[str, str]]:
+    """(by key, the source of each)."""
+    if described and described.gpu.name == kind.name:
+        return described.coefficients, described.sources
+    if kind.device == "cpu":
+        return dict(cpu.MEASURED), dict.fromkeys(cpu.MEASURED, cpu.SOURCE)
+    return {}, {}
 
 
 def _share(core: Gpu, share: float) -> Gpu:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from launch.cluster import gpus, inventory, local
@@ -27,6 +29,19 @@ def test_coefficients_of_a_cpu_are_not_those_of_a_gpu(monkeypatch):
     on_cpu, on_gpu = (this_machine(device, made, config, described) for device in ("cpu", "gpu"))
     assert on_cpu.coefficients == described.coefficients and on_cpu.sources == described.sources
     assert on_gpu.coefficients == {} and on_gpu.sources == {} and on_gpu.gpu == gpus.H100
+
+
+def test_a_cpu_that_no_file_describes_has_the_coefficients_that_are_shipped(monkeypatch):
+    """The same as those of the file; a file's own take their place, and its silence means those of H100 clusters."""
+    described = load_cluster(CONFIGS / "clusters" / "local-cpu.yaml")
+    plain = prepare(TINY, (), "cpu").plan.forecast
+    assert plain.step_s == prepare(TINY, (f"cluster={CONFIGS / 'clusters' / 'local-cpu.yaml'}",), "cpu").plan.forecast.step_s
+    config = load_config(TINY, ["cluster=local"]).config
+    made = plan(config, from_builtin("qwen2.5-0.5b", "here"), "cpu")
+    assert this_machine("cpu", made, config).coefficients == described.coefficients
+    bare = replace(described, coefficients={}, sources={})
+    assert this_machine("cpu", made, config, bare).coefficients == {}
+    assert "another machine" in next(each.message for each in plain.warnings if each.code == "W012")
 
 
 def test_a_gpu_without_figures_gets_no_forecast_and_is_no_obstacle(monkeypatch):

@@ -1,0 +1,28 @@
+"""Coefficients of a CPU's cores, for a run on a machine that no cluster file describes: those of H100 clusters, which every
+other module here has, are ten times too slow for models and batches of this size.
+
+Written by `megatron-rl plan --calibrate` into configs/clusters/local-cpu.yaml, which docs/calibration.md tells of; a package
+cannot read the repository's configurations, so that they stand here again (a test compares the two).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+SOURCE = "measured: configs/tiny/grpo.yaml on 2 cores of an EPYC (docs/calibration.md)"
+MEASURED: Mapping[str, float] = {
+    "coefficients.rl.train_efficiency": 0.557454,
+    "coefficients.rl.train_efficiency_low": 0.470709,
+    "coefficients.rl.train_efficiency_high": 0.638819,
+    "coefficients.rl.update_s": 0.0,
+    "coefficients.rl.logprob_factor": 0.874157,
+    "coefficients.rl.logprob_factor_low": 0.744175,
+    "coefficients.rl.logprob_factor_high": 0.992233,
+    "coefficients.rl.rollout_efficiency": 1.86439,
+    "coefficients.rl.rollout_efficiency_low": 1.37518,
+    "coefficients.rl.rollout_efficiency_high": 2.14168,
+    "coefficients.rl.response_s": 0.000234152,
+    "coefficients.sync.pause_s": 0.0154903,
+    "coefficients.sync.barrier_s": 0.00433729,
+}
+"""By key, as in a cluster file's `coefficients`."""
