@@ -143,7 +143,8 @@ def _bottleneck(found: Candidate) -> str:
     time = found.training.time
     parts = {"matrix products": time.matmul_s, "attention": time.attention_s, "element-wise kernels": time.elementwise_s,
              "gaps between kernels": time.gaps_s, "TP communication": time.tp_s, "CP communication": time.cp_s,
-             "the pipeline's bubble": time.pp_bubble_s, "DP communication": time.dp_s, "the optimizer and what each step costs": time.optimizer_s}
+             "the pipeline's bubble": time.pp_bubble_s, "DP communication": time.dp_s,
+             "the optimizer and what each step costs": time.optimizer_s}
     largest = max(parts, key=parts.__getitem__)
     return f"training, most of it {largest} ({parts[largest] / time.total_s:.0%})"
 

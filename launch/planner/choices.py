@@ -179,7 +179,8 @@ def _sequences(search: Search, found: Candidate) -> Choice:
 
 
 def _pace(option: RolloutOption) -> str:
-    """The seconds that tell two engines apart: of a step's rollout and, where staleness is bounded, of its longest response."""
+    """The seconds that tell two engines apart: of a step's rollout and, where staleness is bounded, of its longest
+    response."""
     longest = f", {option.pace_s:.1f} s for max_staleness" if option.pace_s else ""
     return f"{option.seconds:.2f} s{longest}"
 

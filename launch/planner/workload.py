@@ -114,8 +114,8 @@ def training_work(workload: Workload, layout: TrainingLayout, token_budget: int,
         lengths = ("workload.prompt_tokens", "workload.prompt_copies", "workload.response_mean")
         book.computed("work.tokens", tokens, "tokens", "sequences x (mean prompt x copies + mean response)",
                       ("work.sequences", *lengths))
-        book.computed("work.attention_length", attention_length, "tokens", "E[t^2] / E[t] over the sequences; where completions share a prompt, twice the pairs of tokens over "
-                      "the tokens",
+        book.computed("work.attention_length", attention_length, "tokens", "E[t^2] / E[t] over the sequences; where "
+                      "completions share a prompt, twice the pairs of tokens over the tokens",
                       (*lengths, "workload.response_second_moment"))
         book.computed("work.micro_batches", micro_batches, "micro-batches of a DP rank",
                       "tokens / (DP x budget x packing), rounded up, to a multiple of PP when interleaved",

@@ -71,8 +71,9 @@ class KindModule(Protocol):
 
     def calibrate(self, points: Sequence[Point], start: Coefficients) -> Coefficients:
         """Coefficients fitted to `points` (of this kind; it leaves out those with `not point.calibrates`). The search
-        starts at `TYPICAL`; `start` gives the coefficients of which no point says anything. Deterministic, at most about 5 s for the development points: leave-one-source-out runs it once a
-        source. Kinds that calibrate nothing return `start`."""
+        starts at `TYPICAL`; `start` gives the coefficients of which no point says anything. Deterministic, at most
+        about 5 s for the development points: leave-one-source-out runs it once a source. Kinds that calibrate nothing
+        return `start`."""
 
     def default(self) -> Coefficients:
         """The shipped coefficients."""
