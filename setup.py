@@ -19,6 +19,6 @@ setup(
     packages=find_packages(include=["launch", "launch.*", "megatron_rl", "megatron_rl.*"]),
     include_package_data=True,
     install_requires=["click>=8.1", "pydantic>=2.12", "pyyaml>=6", "rich>=14", "psutil>=6", "plotext>=6.1"],
-    extras_require={"report": ["matplotlib>=3.9"]},
+    extras_require={"report": ["matplotlib>=3.9"], "slurm": ["submitit>=1.5.4"]},
     entry_points={"console_scripts": ["megatron-rl = launch.cli.main:main"]},
 )

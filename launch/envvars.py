@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +20,12 @@ Device = Literal["cpu", "gpu"]
 ROLES: tuple[Role, ...] = ("driver", "trainer", "rollout", "reward")
 NODE = "MEGATRON_RL_NODE"
 """Tells a process the name of the node that it runs on."""
+SIMULATED_GPUS = "MEGATRON_RL_SIMULATED_GPUS"
+"""File of a simulated machine's answers to the preflight, see `launch.health.simulated`."""
+INTERFACE = "MEGATRON_RL_INTERFACE"
+"""Tells a supervisor which network interface the job uses; without it, it finds one."""
+SITE = "MEGATRON_RL_SITE"
+"""Set by a batch script: the parts of a site profile that it was written with, see `launch.slurm.profiles`."""
 JOB_MARK = "MEGATRON_RL_JOB"
 """Marks every process of a job, so that `launch.processes` can count and end them by pid, never by name."""
 
@@ -69,15 +76,23 @@ TABLE: tuple[Variable, ...] = (
     Variable("RAY_DEDUP_LOGS", "0", "every rank's lines are kept"),
 )
 
+CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TORCH_EXTENSIONS_DIR": "extensions",
+          "VLLM_CACHE_ROOT": "vllm", "FLASHINFER_WORKSPACE_BASE": "flashinfer", "CUDA_CACHE_PATH": "cuda",
+          "HF_MODULES_CACHE": "modules"}
+"""Variables that say where a compiler keeps what it made -> folder in a node's own cache (`launch.runtime.caches`).
+Not XDG_CACHE_HOME: what a user has downloaded lies there too."""
+
 
 def environment(role: Role, device: Device, config: RunConfig, *, job: str, gpus: Sequence[int] = (),
-                interface: str = "lo", address: str = "127.0.0.1") -> dict[str, str]:
+                interface: str = "lo", address: str = "127.0.0.1", nics: Sequence[str] = ()) -> dict[str, str]:
     """The variables to set for a process of this role before its Python starts (on top of what it inherits).
 
     Args:
         job: the attempt's mark, see `JOB_MARK`.
         gpus: local indices of the GPUs that the placement gives to this process, in rank order.
         interface, address: the network of the job on this node.
+        nics: names of this node's NICs for NCCL, the same list for all its processes: ranks of a node that see
+            different NICs make rings that do not meet. () lets NCCL find them.
     """
     threads = {"trainer": config.trainer.threads, "rollout": config.rollout.threads}
     filled = {"threads": threads.get(role, 1) if device == "cpu" else 1,
@@ -87,6 +102,8 @@ def environment(role: Role, device: Device, config: RunConfig, *, job: str, gpus
     if device == "gpu":
         values["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of the placement's indices
         values["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        if nics and role in ("trainer", "rollout"):
+            values["NCCL_IB_HCA"] = "=" + ",".join(nics)    # exact names: mlx5_1 would also take mlx5_10
     else:
         values["CUDA_VISIBLE_DEVICES"] = ""
     values[JOB_MARK] = job
@@ -103,19 +120,26 @@ def inherited(without: Sequence[str] = ()) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in without}
 
 
+@contextmanager
+def without(names: Sequence[str]) -> Iterator[None]:
+    """Hide variables of this process for the length of a `with`, from a library that starts commands itself."""
+    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
 def set_for_this_process(values: Mapping[str, str]) -> None:
     """For entry points only, before they import what reads the variables (the driver, a test's rank)."""
     os.environ.update(values)
 
 
-_SECRET_NAME = re.compile(r"(?i)(token|secret|passw|api_?key|credential|private_?key|authorization|cookie|_key$|"
-                          r"^aws_|_pat$)")
+_SECRET_NAME = re.compile(r"(?i)(token(?!i[sz])|secret|passw|api_?key|credential|private_?key|authorization|cookie|"
+                          r"_key$|^aws_|_pat$)")
 _SECRET_IN_URL = re.compile(r"(?i)([a-z][a-z0-9+.-]*://)[^/@\s]+@")
-_NOT_SECRET = frozenset({"TOKENIZERS_PARALLELISM"})
-
-
-_RECORDED = re.compile(r"^(CUDA|NCCL|GLOO|OMP|MKL|KMP|VLLM|RAY|HF|TRANSFORMERS|TOKENIZERS|TORCH|PYTORCH|PYTHON|SLURM|NVIDIA|UCX|"
-                       r"MEGATRON_RL|LD_LIBRARY_PATH|LD_PRELOAD|PATH$|VIRTUAL_ENV)")
+_RECORDED = re.compile(r"^(CUDA|NCCL|GLOO|OMP|MKL|KMP|VLLM|RAY|HF|TRANSFORMERS|TOKENIZERS|TORCH|PYTORCH|TRITON|"
+                       r"FLASHINFER|PYTHON|SLURM|NVIDIA|UCX|MEGATRON_RL|LD_LIBRARY_PATH|LD_PRELOAD|PATH$|VIRTUAL_ENV)")
 
 
 def recordable(values: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -129,5 +153,10 @@ def masked(values: Mapping[str, str] | None = None) -> dict[str, str]:
     """An environment as it may be recorded, sorted by name: secrets by name are `***`, and so is what stands before
     the `@` of a URL (proxies)."""
     values = os.environ if values is None else values
-    return {name: "***" if _SECRET_NAME.search(name) and name not in _NOT_SECRET and values[name]
-            else _SECRET_IN_URL.sub(r"\1***@", values[name]) for name in sorted(values)}
+    return {name: "***" if _SECRET_NAME.search(name) and values[name] else _SECRET_IN_URL.sub(r"\1***@", values[name])
+            for name in sorted(values)}
+
+
+def secret(name: str, value: str) -> bool:
+    """Whether a variable holds a secret, by its name or by a password in a URL."""
+    return bool(value) and bool(_SECRET_NAME.search(name) or _SECRET_IN_URL.search(value))

@@ -18,6 +18,7 @@ class ExitCode(IntEnum):
     HANG = 75
     HARDWARE_FAULT = 76
     NO_PROGRESS = 93
+    UNFINISHED = 94
     INTERRUPTED = 130
 
 
@@ -32,5 +33,7 @@ MEANINGS: dict[ExitCode, str] = {
     ExitCode.HANG: "no progress within the deadline: stacks of all ranks were written",
     ExitCode.HARDWARE_FAULT: "GPU, node or network fault, with evidence",
     ExitCode.NO_PROGRESS: "crashed again without progress: do not restart",
+    ExitCode.UNFINISHED: "stopped in order before the last step, and this job does not go on: another one does, or the "
+                         "run has had its attempts",
     ExitCode.INTERRUPTED: "interrupted a second time before the checkpoint was written",
 }

@@ -1,8 +1,9 @@
 """Every port of a job that somebody must know beforehand, in one table.
 
-A job owns one block below the kernel's ephemeral range (a port inside that range is sooner or later taken by
-somebody's outgoing connection). Ray's ports are all pinned into it, and so are the stores of torch.distributed at
-which ranks meet. Two jobs on one machine get different blocks.
+On each of its nodes a job owns one block below the kernel's ephemeral range (a port inside that range is sooner or
+later taken by somebody's outgoing connection). Ray's ports are all pinned into it, and so are the stores of
+torch.distributed at which ranks meet. Whoever supervises a node probes and holds the block there; `placement.json`
+tells all others its first port. Two jobs on one machine get different blocks, and so do two simulated nodes.
 
 Not in it: the sockets that gloo and NCCL open between ranks that have met, and those at which the processes of one
 vLLM engine meet. Their owners bind a free ephemeral port of the job's interface and pass the number on.
@@ -19,8 +20,10 @@ import psutil
 
 from launch.errors import UserError
 
-BLOCK = 512
+BLOCK = 320
+"""Small enough that 32 simulated nodes on one host find room beside other jobs."""
 FIRST, LAST = 12288, 32767
+HOLDERS_SHOWN = 4
 WELL_KNOWN = frozenset({6379, 8000, 8265, 10001, 29500})
 """Defaults of Ray, vLLM and torchrun: a block that holds one is skipped, somebody else's job will want it."""
 
@@ -37,14 +40,14 @@ TABLE: dict[str, tuple[int, int, str]] = {
     "ray_object_manager": (9, 1, "Ray object manager"),
     "rendezvous": (10, 1, "torch.distributed store of the training ranks"),
     "lanes": (32, 128, "store of each training rank's weight-sync lane"),
-    "ray_workers": (224, 288, "Ray worker processes"),
+    "ray_workers": (160, 160, "Ray worker processes"),
 }
 """Name -> (offset in the block, how many, what for). docs/config.md shows this table."""
 
 
 @dataclass(frozen=True)
 class Ports:
-    """A job's block. In the process that allocated it, it also holds the claim; a copy that was pickled does not."""
+    """A job's block on one node. In the process that allocated it, it also holds the claim; a pickled copy does not."""
 
     base: int
     hold: socket.socket | None = field(default=None, compare=False, repr=False)
@@ -107,13 +110,17 @@ def allocate(block_seed: int = 0, *, address: str = "0.0.0.0", pinned: int | Non
                             fix="end that process, choose another block, or set run.port_base=null")
         return ports
     candidates = blocks(_ephemeral_floor())
+    in_use: list[int] = []
     for step in range(len(candidates)):
-        ports, _ = _claim(candidates[(block_seed + step) % len(candidates)], address)
+        ports, taken = _claim(candidates[(block_seed + step) % len(candidates)], address)
         if ports is not None:
             return ports
-    raise UserError(f"none of the {len(candidates)} blocks of {BLOCK} ports from {candidates[0]} on is free",
-                    where=f"this machine, address {address}",
-                    fix="end other jobs, or pin a free block: run.port_base=...")
+        in_use.append(taken)
+    shown = "; ".join(f"port {port} is taken{_holder(port)}" for port in in_use[:HOLDERS_SHOWN])
+    raise UserError(f"none of the {len(candidates)} blocks of {BLOCK} ports from {candidates[0]} on is free: {shown}"
+                    + ("; ..." if len(in_use) > HOLDERS_SHOWN else ""),
+                    where=f"{socket.gethostname()}, address {address}",
+                    fix="end these processes or other jobs, or pin a free block: run.port_base=...")
 
 
 def _claim(base: int, address: str) -> tuple[Ports | None, int]:

@@ -69,13 +69,16 @@ def start(name: str, command: Sequence[str], *, log: Path, environment: Mapping[
     Args:
         environment: the whole environment of the child, see `launch.envvars`.
         dies_with_parent: sent by the kernel when the *thread* that called this ends, however it ends: call from the
-            main thread. None: the child outlives its parent.
+            main thread. None: the child outlives its parent. SIGKILL takes its place where it is blocked, as it then is
+            in the child.
 
     Raises:
         UserError: the program does not exist or may not be run.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     parent = os.getpid()
+    if dies_with_parent in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        dies_with_parent = signal.SIGKILL
 
     def before_exec() -> None:
         if dies_with_parent is not None:
@@ -102,8 +105,8 @@ def output_of(command: Sequence[str], *, timeout_s: float, environment: Mapping[
     """
     try:
         return subprocess.run(list(command), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                              errors="replace", timeout=timeout_s, env=None if environment is None else dict(environment), cwd=cwd,
-                              check=False)
+                              errors="replace", timeout=timeout_s, cwd=cwd, check=False,
+                              env=None if environment is None else dict(environment))
     except (FileNotFoundError, PermissionError) as error:
         raise UserError(f"cannot run {command[0]}: {error.strerror}", fix="install it, or correct PATH") from error
     except subprocess.TimeoutExpired as error:
@@ -184,16 +187,22 @@ def still_running(processes: Iterable[psutil.Process], timeout_s: float) -> list
             os.close(descriptor)
 
 
-def marked(job: str) -> list[psutil.Process]:
+def marked(job: str, node: str | None = None) -> list[psutil.Process]:
     """Every live process of a job, by the mark in the environment it was started with: finds what has left the tree
-    or the session of its parent (Ray's and vLLM's daemons do). This process and its ancestors are not counted."""
+    or the session of its parent (Ray's and vLLM's daemons do). This process and its ancestors are not counted.
+
+    Args:
+        node: only those of this node of the job: simulated nodes share a host, and a node ends what is its own.
+    """
     skip = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     found = []
     for process in psutil.process_iter():
         if process.pid in skip:
             continue
         try:
-            if process.environ().get(envvars.JOB_MARK) == job and process.status() != psutil.STATUS_ZOMBIE:
+            variables = process.environ()
+            if (variables.get(envvars.JOB_MARK) == job and node in (None, variables.get(envvars.NODE))
+                    and process.status() != psutil.STATUS_ZOMBIE):
                 found.append(process)
         except psutil.Error:  # it has ended, or belongs to another user: not ours
             continue

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from launch.cluster import gpus, hostlist, schema, topology
 from launch.cluster.known_coefficients import PREFIX, faults
 from launch.cluster.spec import ClusterSpec, Gpu, Switch
-from launch.config import keys, yaml_file
+from launch.config import typed_file, yaml_file
 from launch.config.problems import Problems
 from launch.errors import UserError
 
 GB = 10**9
 GBIT = 10**9 / 8
-EXAMPLE = "configs/clusters/h100x32.yaml"
+KIND, EXAMPLE = "cluster file", "configs/clusters/h100x32.yaml"
 
 
 def load_cluster(path: str | os.PathLike[str]) -> ClusterSpec:
@@ -37,15 +34,8 @@ def load_cluster(path: str | os.PathLike[str]) -> ClusterSpec:
 def parse_cluster(text: str, file: str) -> ClusterSpec:
     """As `load_cluster`, for the text of a file named `file`."""
     document = yaml_file.parse(text, file)
-    if not isinstance(document.values, dict):
-        raise UserError("a cluster file is a mapping of sections", where=f"{file}:1", fix=f"see {EXAMPLE}")
-    problems = Problems(file)
-    try:
-        content = schema.ClusterFile.model_validate(document.values)
-    except ValidationError as error:
-        _explain(error, document, file, problems)
-    problems.raise_if_any()
-    return _Builder(content, document, file, problems).build()
+    content = typed_file.validated(schema.ClusterFile, document, file, KIND, EXAMPLE, special=_mixed_kinds)
+    return _Builder(content, document, file, Problems(file)).build()
 
 
 class _Builder:
@@ -57,7 +47,7 @@ class _Builder:
         self.sources: dict[str, str] = {}
 
     def where(self, *path: str | int) -> str:
-        return _where(self.document, self.file, path)
+        return typed_file.line_of(self.document, self.file, path)
 
     def build(self) -> ClusterSpec:
         content, network = self.content, self.content.network
@@ -189,63 +179,12 @@ class _Builder:
 
 
 def read_text(file: str) -> str:
-    """The text of a file, line ends as they are. Raises UserError."""
-    try:
-        with open(file, encoding="utf-8", newline="") as stream:
-            return stream.read()
-    except FileNotFoundError:
-        raise UserError(f"no cluster file {file}", where=os.path.abspath(file),
-                        fix=f"give the path of a cluster file, for instance {EXAMPLE}") from None
-    except IsADirectoryError:
-        raise UserError(f"{file} is a folder", where=os.path.abspath(file), fix="give the YAML file in it") from None
-    except (OSError, ValueError) as error:                # ValueError: not UTF-8, or a NUL in the name
-        raise UserError(f"cannot read {file}: {error}", where=os.path.abspath(file),
-                        fix="make it a readable UTF-8 text file") from error
+    """The text of a cluster file, line ends as they are. Raises UserError."""
+    return typed_file.read_text(file, KIND, EXAMPLE)
 
 
-def _where(document: yaml_file.Document, file: str, path: yaml_file.Path) -> str:
-    """The line of a value, or of the nearest section around it that the file holds."""
-    for end in range(len(path), -1, -1):
-        if path[:end] in document.lines:
-            return f"{file}:{document.lines[path[:end]]}" + (f", {keys.dotted(path)}" if path else "")
-    return file
-
-
-def _explain(error: ValidationError, document: yaml_file.Document, file: str, problems: Problems) -> None:
-    known = {key.dotted: key for key in keys.all_keys(schema.ClusterFile)}
-    seen: set[yaml_file.Path] = set()
-    for item in error.errors(include_url=False):
-        path = tuple(item["loc"])
-        while len(path) > 1 and path[0] != "coefficients" and item["type"] != "extra_forbidden" and \
-                keys.pattern(path) not in known:
-            path = path[:-1]                              # pydantic appends which member of a union it tried
-        if path in seen:
-            continue
-        seen.add(path)
-        key, where = keys.dotted(path), _where(document, file, path)
-        field = known.get(keys.pattern(path))
-        if item["type"] == "extra_forbidden":
-            problems.add(f"unknown key {key}", where=where, fix=_nearest(path, known))
-        elif item["type"] == "missing":
-            problems.add(f"{key} is missing", where=where,
-                         fix=f"add {key}: {keys.type_in_words(field.field) if field else 'a value'}")
-        elif key in ("gpus", "gpus.kind") and isinstance(item["input"], list):
-            problems.add("a cluster file describes nodes of one kind of GPU: a partition of mixed kinds would run at "
-                         "the pace of the slowest", where=where, fix="write one file for each kind and plan for each")
-        else:
-            expected = keys.type_in_words(field.field) if field else item["msg"]
-            problems.add(f"{key} = {keys.as_written(item['input'])} is not valid", where=where,
-                         fix=f"expected: {expected}")
-
-
-def _nearest(path: yaml_file.Path, known: dict[str, keys.Key]) -> str:
-    parent, wanted = keys.pattern(path[:-1]), str(path[-1])
-    here = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent}
-    close = difflib.get_close_matches(wanted, here, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {keys.dotted((*path[:-1], close[0]))}?"
-    everywhere = {name.rpartition(".")[2]: name for name in sorted(known, key=len, reverse=True)}
-    close = difflib.get_close_matches(wanted, everywhere, n=1, cutoff=0.7)
-    if close:
-        return f"did you mean {everywhere[close[0]].replace('*', '0')}?"
-    return f"valid here: {', '.join(here) or 'nothing'}"
+def _mixed_kinds(key: str, error: dict) -> tuple[str, str] | None:
+    if error["type"] != "extra_forbidden" and key in ("gpus", "gpus.kind") and isinstance(error["input"], list):
+        return ("a cluster file describes nodes of one kind of GPU: a partition of mixed kinds would run at the pace "
+                "of the slowest", "write one file for each kind and plan for each")
+    return None

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from launch.errors import UserError
 
 LIMIT = 100_000
 """More names than this are a slip of the pen, not a cluster."""
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+_LAST_NUMBER = re.compile(r"(.*?)(\d*)(\D*)")
 _RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
 
 
@@ -40,6 +41,26 @@ def expand(text: str, where: str | None = None) -> tuple[str, ...]:
                 raise _broken(text, f"{name!r} is not a host name" if name else "there is an empty name", where)
             names.append(name)
     return tuple(names)
+
+
+def compress(names: Iterable[str]) -> str:
+    """The shortest list of this parser's that `expand` turns back into these names: each once, numbers in order.
+    Only the last number of a name becomes a range."""
+    runs: dict[tuple[str, str], list[tuple[str, str]]] = {}            # (before, after the number) -> (low, high)
+    parts = [_LAST_NUMBER.fullmatch(name) for name in set(names)]
+    for match in sorted((part for part in parts if part), key=lambda part: (part[1], part[3], len(part[2]) and
+                                                                             int(part[2] or 0), part[2])):
+        found = runs.setdefault((match[1], match[3]), [])
+        number = match[2]
+        if found and number and str(int(found[-1][1]) + 1).zfill(len(found[-1][0])) == number:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    texts = []
+    for (before, after), found in runs.items():
+        inside = ",".join(low if low == high else f"{low}-{high}" for low, high in found)
+        texts.append(f"{before}[{inside}]{after}" if "," in inside or "-" in inside else f"{before}{inside}{after}")
+    return ",".join(texts)
 
 
 def _split(text: str, where: str | None) -> Iterator[str]:

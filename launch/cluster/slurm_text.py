@@ -51,16 +51,26 @@ def nodes(text: str) -> tuple[Node, ...]:
                  if line.strip() and "No nodes in the system" not in line)
 
 
-def topology(text: str) -> tuple[Switch, ...]:
+def topology(text: str, *, blocks: bool = False) -> tuple[Switch, ...]:
     """The switches of `scontrol show topology`; () where Slurm has no topology (topology/flat).
 
+    Args:
+        blocks: take the blocks of topology/block for leaf switches under one: enough to know which nodes are near to
+            each other, too little to predict what the network carries.
+
     Raises:
-        UserError: topology/block (it has no switches), or text that is not Slurm's.
+        UserError: topology/block without `blocks`, or text that is not Slurm's.
     """
     switches: list[Switch] = []
+    leaves: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
         where = f"{SHOW_TOPOLOGY}, line {number}"
-        fields = _fields(line)
+        fields = key_values(line)
+        if blocks and ("BlockName" in fields or "AggregatedBlock" in fields):
+            if name := fields.get("BlockName"):     # an aggregated block repeats the nodes of its blocks
+                switches.append(Switch(name, (), _names(fields.get("Nodes"), where)))
+                leaves.append(name)
+            continue
         if "BlockName" in fields:
             raise UserError("this Slurm describes its network in blocks (topology/block), which hold no switch tree",
                             where=where, fix="describe the cluster in a file and give it with --cluster")
@@ -71,12 +81,12 @@ def topology(text: str) -> tuple[Switch, ...]:
                             fix="check topology.conf, or describe the cluster in a file and give it with --cluster")
         below = _names(fields.get("Switches"), where)   # a line of a spine lists all nodes below it as well
         switches.append(Switch(fields["SwitchName"], below, () if below else _names(fields.get("Nodes"), where)))
-    return tuple(switches)
+    return (*switches, *([Switch("blocks", tuple(leaves))] if len(leaves) > 1 else []))
 
 
 def _node(line: str, number: int) -> Node:
     where = f"{SHOW_NODES}, line {number}"
-    fields = _fields(line)
+    fields = key_values(line)
     missing = [key for key in ("NodeName", "State", "RealMemory") if not fields.get(key)]
     if missing:
         raise UserError(f"not a node as Slurm prints it, {', '.join(missing)} missing: {_short(line)}", where=where,
@@ -93,7 +103,7 @@ def _node(line: str, number: int) -> Node:
                 int(fields["RealMemory"]) * 1024 ** 2, partitions, fields.get("Reason", ""))
 
 
-def _fields(line: str) -> dict[str, str]:
+def key_values(line: str) -> dict[str, str]:
     """key=value pairs of a line; a value may hold spaces, and what it says after them: the first of a key counts."""
     matches = list(_KEY.finditer(line))
     fields: dict[str, str] = {}

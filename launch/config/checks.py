@@ -50,24 +50,38 @@ def check(loaded: LoadedConfig, architecture: Architecture, device: Literal["cpu
     checker.problems.raise_if_any()
 
 
-def check_runnable(loaded: LoadedConfig, here: bool) -> None:
-    """Refuse what can be planned and not yet run. Raises UserError showing every such key. (A mixture of experts is
-    refused when its folder is read.)
+def check_runnable(loaded: LoadedConfig, here: bool, on: Literal["local", "slurm"] = "local") -> None:
+    """Refuse what can be planned and not yet run, and a cluster that is not where the job is to run. Raises UserError
+    showing every such key. (A mixture of experts is refused when its folder is read.)
+
+    A rehearsal places processes and computes nothing: it takes every plan.
 
     Args:
         here: the cluster is this machine.
+        on: where the job is to run.
     """
     config, problems = loaded.config, Problems(loaded.path)
     for key, planned_only, instead in (
             ("model.lora_rank", config.model.lora_rank is not None, "null"),
             ("rollout.dtype", config.rollout.dtype == "fp8", config.trainer.dtype),
             ("algorithm.asynchronous", config.algorithm.asynchronous, "false"),
-            ("placement.mode", config.placement.mode != "disaggregated", "disaggregated"),
-            ("cluster", not here, "local")):
-        if planned_only:
+            ("placement.mode", config.placement.mode != "disaggregated", "disaggregated")):
+        if planned_only and not (on == "slurm" and config.run.work != "train"):
             value = json.dumps(loaded.value(key)).strip('"')
+            instead_of_training = ", run.rehearse=true" if on == "slurm" else ""
             problems.add(f"{key} = {value} can be planned, and this version does not run it", where=loaded.where(key),
-                         fix=f"use {key}={instead}, or `megatron-rl plan` only")
+                         fix=f"use {key}={instead}{instead_of_training}, or `megatron-rl plan` only")
+    if on == "local" and not here:
+        problems.add(f"cluster = {config.cluster} is not this machine", where=loaded.where("cluster"),
+                     fix="use --on slurm, cluster=local, or `megatron-rl plan` only")
+    if on == "slurm" and here:
+        problems.add(f"cluster = {config.cluster} is this machine, and Slurm's nodes are others",
+                     where=loaded.where("cluster"),
+                     fix="name the file that describes them: cluster=configs/clusters/h100x2.yaml")
+    for key, given in (("run.rehearse", config.run.rehearse), ("run.workload", config.run.workload != "train")):
+        if given and on == "local":
+            problems.add(f"{key} = {json.dumps(loaded.value(key))} is for jobs of Slurm", where=loaded.where(key),
+                         fix="leave it out, or use --on slurm")
     problems.raise_if_any()
 
 

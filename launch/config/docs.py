@@ -1,4 +1,4 @@
-"""Writes the generated tables of docs/config.md and docs/plan.md and the whole of docs/exit-codes.md.
+"""Writes the generated tables of docs/config.md, docs/plan.md and docs/slurm.md and the whole of docs/exit-codes.md.
 
     python -m launch.config.docs            write the files again
 """
@@ -14,6 +14,7 @@ from pydantic_core import PydanticUndefined
 from launch import envvars, exit_codes, ports
 from launch.config.keys import Key, all_keys, type_in_words
 from launch.planner import architectures, cautions
+from launch.slurm.profiles import Profile
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -28,6 +29,13 @@ def plan_page(text: str) -> str:
     rows = list(cautions.DOCUMENTED.items())
     return _with_tables(text, {"warnings": _table(("Code", "Meaning"), rows),
                                "models": ", ".join(f"`{name}`" for name in architectures.BUILTIN)})
+
+
+def slurm_page(text: str) -> str:
+    """docs/slurm.md with its table of a site profile's keys written anew."""
+    rows = [(f"`{key.dotted}`", type_in_words(key.field), _default(key), _text(key)) for key in all_keys(Profile)
+            if key.section is None]
+    return _with_tables(text, {"profile keys": _table(("Key", "Type", "Default", "Meaning"), rows)})
 
 
 def _with_tables(text: str, tables: Mapping[str, str]) -> str:
@@ -104,7 +112,7 @@ def _text(key: Key) -> str:
 
 
 def main() -> None:
-    for name, made in (("config.md", config_page), ("plan.md", plan_page)):
+    for name, made in (("config.md", config_page), ("plan.md", plan_page), ("slurm.md", slurm_page)):
         page = DOCS / name
         page.write_text(made(page.read_text(encoding="utf-8")), encoding="utf-8")
     (DOCS / "exit-codes.md").write_text(exit_codes_page(), encoding="utf-8")

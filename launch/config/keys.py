@@ -119,7 +119,9 @@ def _words(annotation: object, metadata: typing.Sequence[object] = ()) -> str:
         return " or ".join(_words(arg, () if arg is type(None) else metadata) for arg in args)
     if origin is list:
         least = [item.min_length for item in metadata if getattr(item, "min_length", None) is not None]
-        return f"list of {_words(args[0])}s" + (f", at least {least[0]}" if least else "")
+        inner = _words(args[0])
+        many = f"list, each {inner}" if inner.startswith("one of") else f"list of {inner}s"
+        return many + (f", at least {least[0]}" if least else "")
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
     name = _NAMES.get(origin or annotation, "value")

@@ -36,11 +36,46 @@ class Run(Section):
     is refused."""
     deadline_s: PositiveFloat = 180.0
     """How long one component may take to start before the attempt ends, naming who is missing; half as long again, the
-    first time of any phase."""
+    first time of any phase. A Slurm job takes longer by itself where its plan needs it (docs/recover.md), unless this
+    is set."""
     hang_factor: PositiveFloat = 3.0
     """No progress for this many times the expected phase counts as a hang."""
     hang_min_s: PositiveFloat = 60.0
     """... but never before this many seconds."""
+    rehearse: bool = False
+    """Do everything but the work of the GPUs: every rank starts as a process on its node and reports where it is
+    (docs/slurm.md). Slurm only."""
+    replan: bool = False
+    """Slurm only. Where the allocation differs from the plan (nodes, GPUs, memory), plan anew for what was given;
+    false ends the job with a message that names both."""
+    min_nodes: PositiveInt | None = None
+    """Slurm only. Fewer healthy nodes than planned: go on with fewer engines, then with fewer data parallel replicas,
+    on no fewer nodes than this; null needs all that the plan uses."""
+    max_attempts: PositiveInt = 20
+    """Slurm only. Attempts without a person, requeues and fresh jobs together, that fail or make no step. One that is
+    stopped in order after new steps (time limit, preemption) begins a new count. 1: no attempt follows another."""
+    stop_margin_s: PositiveFloat | Literal["auto"] = "auto"
+    """Slurm only. Seconds before the end of the time limit at which the job writes a checkpoint and ends. `auto`:
+    what the plan needs (its slowest step, a checkpoint, 60 s), in whole minutes."""
+    node_silent_s: PositiveFloat = 90.0
+    """Slurm only. A node whose supervisor gave no sign of life for so long counts as failed, unless most others fell
+    silent with it: that is the file system."""
+    preflight: Literal["node", "fabric"] = "node"
+    """Slurm only. `fabric`: beyond each node by itself, measure an all-reduce and every pair of nodes before the job
+    starts, a minute or two. `node` does so after an attempt that hung, or whose collectives timed out, with no node to
+    blame."""
+    skip_checks: list[str] = []
+    """Slurm only. Checks of the preflight (`gpu.nvlink`) or subjects (`gpu`) that are told and not judged, where a site's
+    peculiarity fails them (docs/preflight.md)."""
+    profile: str | None = None
+    """Slurm only. Site profile (slurm/profiles): container, modules, interfaces; null: a site without peculiarities."""
+    workload: Literal["train", "rehearse", "stub"] = "train"
+    """What a job's processes do once they are placed. For tests of the launcher; `run.rehearse` is the word to use."""
+
+    @property
+    def work(self) -> Literal["train", "rehearse", "stub"]:
+        """What the processes do, by both keys."""
+        return "rehearse" if self.rehearse else self.workload
 
 
 class Model(Section):
@@ -337,5 +372,5 @@ class RunConfig(Section):
     placement: Placement = Placement()
     """How the planner divides the cluster."""
     cluster: str = "local"
-    """`local`: this machine. Else a cluster file (configs/clusters), for which `megatron-rl plan` plans; this version
-    runs on this machine only."""
+    """`local`: this machine. Else a cluster file (configs/clusters), for which `megatron-rl plan` plans and on which
+    Slurm runs the job."""

@@ -71,11 +71,16 @@ def _counted(shape: ModelShape) -> list[str]:
 
 
 def nodes_used(found: Candidate) -> tuple[int, int]:
-    """(nodes that train, nodes that only roll out); a single node that does both counts as a training node."""
+    """(nodes that train, nodes that only roll out); a single node that does both counts as a training node. Without GPUs
+    an engine fills no slots of a node: each has a node to itself as far as the nodes go (`launch.planner.place`)."""
     problem = found.problem
     if len(problem.cluster.nodes) == 1:
         return 1, 0
-    return found.training.units, found.rollout.units if found.mode == "disaggregated" else 0
+    training, rollout = found.training.units, found.rollout.units if found.mode == "disaggregated" else 0
+    if problem.cluster.gpu.device == "cpu":
+        left = len(problem.cluster.nodes) - problem.spare_nodes - training
+        rollout = max(rollout, min(found.rollout.layout.replicas, left))
+    return training, rollout
 
 
 def _source_of(sources: Mapping[str, str]) -> Callable[[str], str]:

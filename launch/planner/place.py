@@ -1,8 +1,8 @@
-"""Placement: binds a plan to hosts and GPUs for one attempt. Pure."""
+"""Placement where nothing is searched: on this machine, and of a CPU job on the nodes of an allocation. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from launch.errors import UserError
 from launch.planner.plan import EnginePlacement, Placement, Plan, RankPlacement
@@ -43,3 +43,36 @@ def place_local(plan: Plan, attempt: int, ports: Ports, *, gpus: Sequence[int] =
                      for engine in engines)
     return Placement(attempt=attempt, plan_fingerprint=plan.fingerprint(), nodes=(node,), addresses={node: address},
                      training=ranks, rollout=replicas, master_port=ports.rendezvous)
+
+
+def place_cpu(plan: Plan, attempt: int, nodes: Sequence[str], training_nodes: int, addresses: Mapping[str, str],
+              ports: Mapping[str, Ports], interfaces: Mapping[str, str] | None = None) -> Placement:
+    """A job without GPUs on several nodes: training ranks in equal runs of neighbours over the first `training_nodes`
+    nodes, so that TP groups stay together; engines in turn over the others, or over all where none are left.
+
+    Args:
+        plan: a plan with `device == "cpu"`.
+        nodes: in the order to use them. The first one gets rank 0, the driver and Ray's head.
+        addresses, ports, interfaces: as in `launch.planner.placement.bind`.
+
+    Raises:
+        UserError: the ranks do not divide over so many nodes, or there are fewer nodes.
+    """
+    count, engines = len(plan.training.ranks), plan.rollout.engines
+    if not 1 <= training_nodes <= len(nodes) or count % training_nodes:
+        raise UserError(f"{count} training ranks do not divide over {training_nodes} of {len(nodes)} node(s)",
+                        where="placement.training_nodes", fix=f"use a divisor of {count}, at most {len(nodes)}")
+    share = count // training_nodes
+    others = list(nodes[training_nodes:]) or list(nodes)
+    ranks = tuple(RankPlacement(rank=each.rank, node=nodes[each.rank // share], gpu=None,
+                                port=ports[nodes[each.rank // share]].lane(each.rank % share))
+                  for each in plan.training.ranks)
+    replicas = tuple(EnginePlacement(replica=engine.replica, node=others[engine.replica % len(others)], gpus=())
+                     for engine in engines)
+    busy = {*(rank.node for rank in ranks), *(engine.node for engine in replicas)}
+    used = tuple(node for node in nodes if node in busy)
+    return Placement(attempt=attempt, plan_fingerprint=plan.fingerprint(), nodes=used,
+                     addresses={node: addresses[node] for node in used}, training=ranks, rollout=replicas,
+                     master_port=ports[nodes[0]].rendezvous, spares=tuple(node for node in nodes if node not in busy),
+                     ports={node: ports[node].base for node in used},
+                     interfaces={node: interfaces[node] for node in used} if interfaces else {})

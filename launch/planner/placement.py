@@ -127,23 +127,43 @@ def place(training: TrainingLayout, rollout: RolloutLayout, cluster: ClusterSpec
     return Seating(tuple(ranks), engines, choice.training, choice.rollout, choice.spare, tuple(idle))
 
 
+def nodes_needed(training: TrainingLayout, rollout: RolloutLayout, cluster: ClusterSpec,
+                 mode: Mode = "disaggregated") -> int:
+    """Nodes that `place` needs for these layouts, spares aside."""
+    blocks = _blocks(training, cluster.gpus_per_node)
+    stages, ring = blocks.nodes(training, cluster.gpus_per_node)
+    return stages * ring + _rollout_nodes(training, rollout, blocks, stages * ring, cluster.gpus_per_node, mode)
+
+
 def bind(seating: Seating, plan_fingerprint: str, attempt: int, addresses: Mapping[str, str],
-         ports: Ports) -> Placement:
-    """The placement of one attempt. Every node has the same block of ports; a rank's lane is numbered on its node."""
+         ports: Ports | Mapping[str, Ports], interfaces: Mapping[str, str] | None = None) -> Placement:
+    """The placement of one attempt.
+
+    Args:
+        addresses: of every node, inside the job's network.
+        ports: the block that each node holds, or one block that is free on all of them. A rank's lane is numbered on
+            its node.
+        interfaces: the network interface that each node's address belongs to.
+    """
+    used = (*seating.training_nodes, *seating.rollout_nodes)
+    blocks = dict.fromkeys(used, ports) if isinstance(ports, Ports) else {node: ports[node] for node in used}
     lanes: dict[str, int] = {}
     ranks = []
     for rank, seat in enumerate(seating.training):
         lane = lanes[seat.node] = lanes.get(seat.node, -1) + 1
-        ranks.append(RankPlacement(rank=rank, node=seat.node, gpu=seat.gpu, nic=seat.nic, port=ports.lane(lane)))
+        ranks.append(RankPlacement(rank=rank, node=seat.node, gpu=seat.gpu, nic=seat.nic,
+                                   port=blocks[seat.node].lane(lane)))
     engines = tuple(
         EnginePlacement(replica=replica, node=seats[0].node, gpus=tuple(seat.gpu for seat in seats),
                         nics=tuple(seat.nic for seat in seats),
                         nodes=tuple(seat.node for seat in seats) if len({seat.node for seat in seats}) > 1 else ())
         for replica, seats in enumerate(seating.rollout))
-    used = (*seating.training_nodes, *seating.rollout_nodes)
-    return Placement(attempt=attempt, plan_fingerprint=plan_fingerprint, nodes=used,
-                     addresses={node: addresses[node] for node in used}, training=tuple(ranks), rollout=engines,
-                     master_port=ports.rendezvous, spares=seating.spares)
+    return Placement(
+        attempt=attempt, plan_fingerprint=plan_fingerprint, nodes=used,
+        addresses={node: addresses[node] for node in used}, training=tuple(ranks), rollout=engines,
+        master_port=blocks[ranks[0].node].rendezvous, spares=seating.spares,
+        ports={} if isinstance(ports, Ports) else {node: block.base for node, block in blocks.items()},
+        interfaces={node: interfaces[node] for node in used} if interfaces else {})
 
 
 def _check(names: Sequence[str], training: TrainingLayout, rollout: RolloutLayout, per_node: int, spares: int,

@@ -153,3 +153,13 @@ class Placement(Frozen):
     """Port of the training ranks' rendezvous on rank 0's node."""
     spares: tuple[str, ...] = ()
     """Nodes of the allocation that no process runs on."""
+    ports: dict[str, int] = {}
+    """Node -> first port of its block (`launch.ports`). Empty: one block serves all of them."""
+    interfaces: dict[str, str] = {}
+    """Node -> the network interface that its address belongs to. Empty: loopback, the job is on one machine."""
+
+    nics: dict[str, tuple[str, ...]] = {}
+    """Node -> names of its NICs in rail order, such as `mlx5_0`. Empty: NCCL finds them."""
+
+    def interface(self, node: str) -> str:
+        return self.interfaces.get(node, "lo")

@@ -48,12 +48,14 @@ class Inputs:
 
 
 def prepare(path: str, words: Sequence[str] = (), device: Literal["auto", "cpu", "gpu"] = "auto", *,
-            to_run: bool = False, cluster: ClusterSpec | None = None) -> Prepared:
+            to_run: bool = False, on: Literal["local", "slurm"] = "local",
+            cluster: ClusterSpec | None = None) -> Prepared:
     """Load, check against the model and the machine or cluster, and plan.
 
     Args:
         to_run: also check what only a run needs: tokenizer, complete weights, data files. A plan needs config.json, or
-            the name of a built-in architecture.
+            the name of a built-in architecture; a rehearsal needs no more.
+        on: where it is to run.
         cluster: plan for this instead of `cluster:` of the configuration.
 
     Raises:
@@ -63,20 +65,18 @@ def prepare(path: str, words: Sequence[str] = (), device: Literal["auto", "cpu",
     named = cluster or (None if loaded.config.cluster == "local" else load_cluster(loaded.config.cluster))
     if not is_here(named):
         if to_run:
-            check_runnable(loaded, here=False)
+            check_runnable(loaded, here=False, on=on)
         inputs = planning_inputs(loaded, named)
-        planned = plan_on_cluster(inputs.loaded, inputs.architecture, inputs.shape, inputs.cluster)
+        if to_run and loaded.config.run.work == "train":
+            _check_files(loaded)
+        planned = plan_on_cluster(inputs.loaded, inputs.architecture, inputs.shape, inputs.cluster,
+                                  inputs.cluster.gpu.device)
         return Prepared(planned.loaded, Path(loaded.config.model.path), inputs.architecture, planned.plan, planned)
     loaded = loaded.with_values(auto.local_values(loaded.config), "auto")
     if to_run:
-        check_runnable(loaded, here=True)
+        check_runnable(loaded, here=True, on=on)
     folder = locate.model_folder(loaded)
-    if to_run:
-        architecture = check_model_folder(folder, weights=loaded.config.model.init == "load",
-                                          where=f"{loaded.where('model.path')}: {folder.absolute()}")
-        locate.check_data_files(loaded)
-    else:
-        architecture = from_hf_config(folder)
+    architecture = _check_files(loaded) if to_run else from_hf_config(folder)
     kind = local.device(device)
     count = len(local.gpus()) if kind == "gpu" else 0
     # A plan for GPUs can be made on a machine without any; a run cannot.
@@ -102,6 +102,15 @@ def check_workload(loaded: LoadedConfig) -> str:
     except UserError as error:
         return error.what
     return ""
+
+
+def _check_files(loaded: LoadedConfig) -> Architecture:
+    """What only a run needs is there: tokenizer, complete weights, data files."""
+    folder = locate.model_folder(loaded)
+    architecture = check_model_folder(folder, weights=loaded.config.model.init == "load",
+                                      where=f"{loaded.where('model.path')}: {folder.absolute()}")
+    locate.check_data_files(loaded)
+    return architecture
 
 
 def planning_inputs(loaded: LoadedConfig, cluster: ClusterSpec | None = None) -> Inputs:

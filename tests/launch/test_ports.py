@@ -34,7 +34,7 @@ def test_the_table_is_disjoint_and_fits_its_block():
 def test_blocks_are_disjoint_below_the_ephemeral_range_and_hold_no_default_of_others():
     bases = ports.blocks()
     every = [port for base in bases for port in range(base, base + ports.BLOCK)]
-    assert len(set(every)) == len(every) and len(bases) >= 32
+    assert len(set(every)) == len(every) and len(bases) >= 56
     assert min(every) >= 1024 and max(every) < 32768
     assert not set(every) & {6379, 8000, 8265, 10001, 29500}
     assert all(base + ports.BLOCK <= 20000 for base in ports.blocks(ephemeral_floor=20000))
@@ -45,7 +45,7 @@ def test_names_of_the_table():
     block = ports.Ports(20480)
     assert block.ray_gcs == 20481 and block.rendezvous == 20490
     assert [block.lane(rank) for rank in (0, 127)] == [20512, 20639]
-    assert block.ray_worker_range == (20704, 20991)
+    assert block.ray_worker_range == (20640, 20799)
     for name in ("lanes", "nonsense"):
         with pytest.raises(AttributeError, match=name):
             getattr(block, name)
@@ -69,6 +69,17 @@ def test_a_block_with_a_listener_is_skipped(allocate):
         listener.listen()
         assert allocate(5).base != base
     assert allocate(5).base == base
+
+
+def test_where_no_block_is_free_who_holds_the_ports_is_named(monkeypatch):
+    free = ports.allocate(9)
+    free.release()
+    monkeypatch.setattr(ports, "blocks", lambda floor: [free.base])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free.ray_gcs))
+        listener.listen()
+        with pytest.raises(UserError, match=rf"port {free.ray_gcs} is taken by .* \(pid {os.getpid()}\)"):
+            ports.allocate()
 
 
 def test_many_processes_at_once_get_blocks_of_their_own():
@@ -107,8 +118,8 @@ def test_a_pinned_block_that_another_job_holds_is_refused(allocate):
 
 
 def test_a_pinned_block_past_the_last_port_is_refused():
-    with pytest.raises(UserError, match="ends past 65535.*\n.*\n.*use at most 65024"):
-        ports.allocate(pinned=65100)
+    with pytest.raises(UserError, match="ends past 65535.*\n.*\n.*use at most 65216"):
+        ports.allocate(pinned=65300)
 
 
 def test_a_pickled_copy_names_the_same_ports_and_holds_nothing(allocate):

@@ -105,14 +105,18 @@ def test_ending_what_has_ended_is_no_error(tmp_path):
     child.signal(signal.SIGTERM)
 
 
+@pytest.mark.parametrize("blocked", [(), (signal.SIGTERM,)], ids=["", "TERM blocked"])
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGTERM])
-def test_a_child_dies_with_its_parent(tmp_path, death):
+def test_a_child_dies_with_its_parent(tmp_path, death, blocked):
+    """Also where it inherits a mask that holds back what the kernel would send it."""
     parent = f"""
-        import sys, time
+        import signal, sys, time
         from pathlib import Path
         from launch import envvars, processes
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {{{", ".join(str(int(each)) for each in blocked)}}})
         child = processes.start("grandchild", [sys.executable, "-c", "import time; time.sleep(60)"],
                                 log=Path({str(tmp_path / 'inner')!r}), environment=envvars.inherited())
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         print(child.pid, flush=True)
         time.sleep(60)
     """

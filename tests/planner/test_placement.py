@@ -200,6 +200,21 @@ def test_a_bound_placement():
     engine = placement.rollout[0]
     assert engine.node == "h3" and engine.nodes == ("h3",) * 8 + ("h4",) * 8 and engine.nics == (*range(8), *range(8))
     assert bound(place(TrainingLayout(), RolloutLayout(), cluster(1))).rollout[0].nodes == ()
+    assert placement.ports == {} and placement.interface("h1") == "lo"
+
+
+def test_each_node_has_its_own_block_of_ports():
+    seating = place(TrainingLayout(tp=8, dp=2), RolloutLayout(tp=8, replicas=1), cluster(3))
+    ports = {f"h{number}": Ports(12288 + 512 * number) for number in (3, 1, 2)}
+    addresses, interfaces = dict.fromkeys(ports, "10.0.0.7"), {"h1": "ib0", "h2": "ib0", "h3": "bond0"}
+    placement = bind(seating, "fingerprint", 1, addresses, ports, interfaces)
+    assert placement.ports == {node: ports[node].base for node in ("h1", "h2", "h3")}
+    assert placement.master_port == ports[placement.training[0].node].rendezvous
+    for node in ("h1", "h2"):
+        lanes = [rank.port for rank in placement.training if rank.node == node]
+        assert lanes == [ports[node].lane(number) for number in range(8)]
+    assert len({rank.port for rank in placement.training}) == 16        # one address: the numbers must differ
+    assert placement.interface("h3") == "bond0"
 
 
 @pytest.mark.parametrize("job, what, where, fix", [
