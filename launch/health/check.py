@@ -1,0 +1,95 @@
+"""One finding of the preflight, and the file that carries a node's findings to the leader."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from launch.runtime.attempts import write_atomically
+
+SCHEMA_VERSION = 1
+REPORT = "preflight.json"
+"""A node's report, in `attempts/<n>/nodes/<node>/`."""
+Severity = Literal["ok", "warning", "critical"]
+RANK: dict[Severity, int] = {"ok": 0, "warning": 1, "critical": 2}
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check found on one node. Everything in it is JSON."""
+
+    name: str
+    """`<subject>.<what>`, such as `gpu.ecc`; the subject is a column of the table."""
+    severity: Severity
+    value: Any = None
+    """What was measured; some are compared across nodes (`launch.health.compare`)."""
+    evidence: str = ""
+    """One line for people: what was seen and what was expected."""
+    remedy: str = ""
+    """What to do about it; empty when all is well."""
+
+    @property
+    def subject(self) -> str:
+        return self.name.partition(".")[0]
+
+
+def ok(name: str, value: Any = None, evidence: str = "") -> Check:
+    return Check(name, "ok", value, evidence)
+
+
+def warning(name: str, value: Any, evidence: str, remedy: str) -> Check:
+    return Check(name, "warning", value, evidence, remedy)
+
+
+def critical(name: str, value: Any, evidence: str, remedy: str) -> Check:
+    return Check(name, "critical", value, evidence, remedy)
+
+
+def worst(checks: Iterable[Check]) -> Severity:
+    """The highest severity among them; `ok` of none."""
+    return max((check.severity for check in checks), key=RANK.__getitem__, default="ok")
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings of a node."""
+
+    node: str
+    checks: tuple[Check, ...]
+    time: float = field(default_factory=time.time)
+    """Unix time by the node's own clock."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema_version": SCHEMA_VERSION, "node": self.node, "time": self.time,
+                "checks": checks_to_json(self.checks)}
+
+
+def checks_to_json(checks: Iterable[Check]) -> list[dict[str, Any]]:
+    return [{"check" if key == "name" else key: value for key, value in asdict(check).items()} for check in checks]
+
+
+def checks_from_json(rows: Sequence[dict[str, Any]]) -> list[Check]:
+    return [Check(row["check"], row["severity"], row["value"], row["evidence"], row["remedy"]) for row in rows]
+
+
+def write_report(folder: Path, node: str, checks: Iterable[Check]) -> Path:
+    """Write `folder/preflight.json` aside and rename it. `folder` is the node's, on the shared file system."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / REPORT
+    write_atomically(file, json.dumps(Report(node, tuple(checks)).to_json(), indent=1, allow_nan=False))
+    return file
+
+
+def read_report(folder: Path) -> Report | None:
+    """The report in a node's folder; None while it is not there."""
+    try:
+        document = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    if document["schema_version"] != SCHEMA_VERSION:
+        raise ValueError(f"{folder / REPORT} has schema version {document['schema_version']}, not {SCHEMA_VERSION}")
+    return Report(document["node"], tuple(checks_from_json(document["checks"])), document["time"])

@@ -1,0 +1,79 @@
+"""What a job expects of each of its nodes. The leader writes it, supervisors check their node against it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from launch import envvars
+from launch.cluster.spec import ClusterSpec
+from launch.config.schema import RunConfig
+from launch.runtime.attempts import write_atomically
+from launch.slurm.profiles import Profile
+
+FILE = "expected.json"
+LIBRARIES = ("torch", "vllm", "megatron-core", "ray", "transformers")
+GIB = 1024 ** 3
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Figures of one node. What is None or 0 is not expected, and so not judged."""
+
+    device: envvars.Device = "gpu"
+    gpus: int = 0
+    gpu_kind: str | None = None
+    """A row of `launch.cluster.gpus`, such as `H100-SXM-80GB`."""
+    nics: int = 0
+    nic_gbit_per_s: float = 0.0
+    nic_names: tuple[str, ...] = ()
+    """NICs of the rails that the site profile names; () where they are found."""
+    nvlink: bool = False
+    """The GPUs of a node are joined by NVLink."""
+    cpus: int = 0
+    """Cores that the supervisor's processes may use."""
+    model: str | None = None
+    """Model folder that every node reads; None if none is read."""
+    model_weights: bool = True
+    """The weights are read too, not only the configuration and the tokenizer."""
+    libraries: tuple[str, ...] = ()
+    """Distributions that the workload imports."""
+    scratch: str | None = None
+    """Folder for Ray's session and spilled objects; None: that of TMPDIR, else /tmp."""
+    scratch_bytes: int = 10 * GIB
+    shm_bytes: int = 2 * GIB
+    environment: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Partition -> variables that the launcher sets for its processes, those of communication only."""
+
+    def write(self, attempt_folder: Path) -> None:
+        write_atomically(attempt_folder / FILE, json.dumps(asdict(self), indent=1))
+
+    @staticmethod
+    def read(attempt_folder: Path) -> Expected:
+        values = json.loads((attempt_folder / FILE).read_text(encoding="utf-8"))
+        return Expected(**{**values, **{name: tuple(values[name]) for name in ("libraries", "nic_names")}})
+
+
+def expected_of(config: RunConfig, cluster: ClusterSpec | None, device: envvars.Device = "gpu", *,
+                profile: Profile, computes: bool = True, cpus: int = 0) -> Expected:
+    """What `config` expects of a node of `cluster`.
+
+    Args:
+        cluster: None where only this machine is known: GPUs, NICs and NVLink are then not judged.
+        profile: of the site: NICs that it names for NCCL, the folder on each node's own disk.
+        computes: the workload loads the model (training). A rehearsal or a stub needs neither libraries nor weights.
+        cpus: cores that Slurm was asked for on each node; 0: not judged.
+    """
+    variables = {role: {name: value for name, value in envvars.environment(role, device, config, job="").items()
+                        if name.startswith("NCCL_") and name != "NCCL_SOCKET_IFNAME"}
+                 for role in ("trainer", "rollout")}
+    common = Expected(device=device, cpus=cpus, scratch=profile.scratch, libraries=LIBRARIES if computes else (),
+                      model=config.model.path if computes else None, model_weights=config.model.init == "load",
+                      environment={"training": variables["trainer"], "rollout": variables["rollout"]})
+    if cluster is None or device == "cpu":
+        return common
+    return Expected(**{**vars(common), "gpus": cluster.gpus_per_node, "gpu_kind": cluster.gpu.name,
+                       "nics": cluster.nics_per_node, "nic_gbit_per_s": cluster.nic_bandwidth * 8 / 1e9,
+                       "nic_names": tuple(profile.interfaces.nccl),
+                       "nvlink": cluster.gpus_per_node > 1 and cluster.gpu.nvlink_bandwidth > 0})

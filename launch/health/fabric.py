@@ -1,0 +1,193 @@
+"""The fabric tier: an all-reduce over all members and the bandwidth of every pair of nodes, against the plan's.
+
+The measurement needs torch and is a program of its own (`megatron_rl.fabric_check`), one process a member, started by
+the node's supervisor; here are its task, its result, and the judgement.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from launch.cluster.spec import ClusterSpec
+from launch.health.check import Check, critical, ok, warning
+from launch.runtime.attempts import write_atomically
+
+FOLDER, TASK, RESULT = "fabric", "task.json", "result.json"
+SCHEMA_VERSION = 1
+MIB = 1024 ** 2
+SICK_SHARE, SLOW_SHARE = 0.5, 0.75
+"""Of the expected bandwidth: below the first a node is left out, below the second it is used last. Point to point,
+nccl-tests reaches 90 to 95 % of a NIC's line rate."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process of the measurement."""
+
+    node: str
+    gpu: int | None
+    """Local index; None on a CPU."""
+    address: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is measured. Members of one node stand together, as many on each node, in the order of their rails."""
+
+    members: tuple[Member, ...]
+    backend: Literal["gloo", "nccl"]
+    port: int
+    """Of the store, on the first member's node."""
+    allreduce_bytes: int = 256 * MIB
+    pair_bytes: int = 64 * MIB
+    repeats: int = 5
+    timeout_s: float = 180.0
+
+    def write(self, attempt_folder: Path) -> None:
+        folder = attempt_folder / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / TASK, json.dumps(asdict(self), indent=1), durable=True)
+
+    @staticmethod
+    def read(attempt_folder: Path) -> Task | None:
+        """None while it is not there."""
+        try:
+            values = json.loads((attempt_folder / FOLDER / TASK).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        return Task(**{**values, "members": tuple(Member(**each) for each in values["members"])})
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two nodes exchanging data both ways, all their members at once, each with its opposite number (its rail)."""
+
+    nodes: tuple[str, str]
+    bytes_per_s: float
+    """Of one member in one direction: the slowest of the pair's."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the members measured."""
+
+    allreduce_bytes: int
+    allreduce_s: float
+    """Best of the repeats, of the slowest member."""
+    pairs: tuple[Pair, ...] = ()
+    wrong: dict[str, str] = field(default_factory=dict)
+    """Node -> what arrived damaged."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """Node -> why it could not take part; nothing was measured then."""
+    members: int = 0
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """Bandwidth of the all-reduce as nccl-tests counts it (doc/PERFORMANCE.md): 2 (n - 1)/n x bytes / seconds."""
+        share = 2 * (self.members - 1) / self.members if self.members else 0.0
+        return share * self.allreduce_bytes / self.allreduce_s if self.allreduce_s else 0.0
+
+    def write(self, attempt_folder: Path) -> None:
+        write_atomically(attempt_folder / FOLDER / RESULT,
+                         json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}, indent=1), durable=True)
+
+    @staticmethod
+    def read(attempt_folder: Path) -> Result | None:
+        """None while it is not there."""
+        try:
+            values = json.loads((attempt_folder / FOLDER / RESULT).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        values.pop("schema_version")
+        pairs = tuple(Pair(tuple(each["nodes"]), each["bytes_per_s"]) for each in values["pairs"])
+        return Result(**{**values, "pairs": pairs})
+
+
+def command(attempt_folder: Path, rank: int) -> list[str]:
+    """What a supervisor starts for member `rank`, with `variables` set before Python starts."""
+    return [sys.executable, "-m", "megatron_rl.fabric_check", str(attempt_folder), str(rank)]
+
+
+def variables(member: Member, interface: str) -> dict[str, str]:
+    """What the member's process is started with, beside what it inherits."""
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "CUDA_VISIBLE_DEVICES": "" if member.gpu is None else str(member.gpu), "OMP_NUM_THREADS": "1"}
+
+
+def rounds(count: int) -> list[list[tuple[int, int]]]:
+    """Every pair of `count` once, in rounds in which nobody is in two pairs: the circle method of round-robin
+    tournaments. An odd one rests."""
+    seats = list(range(count)) + ([-1] if count % 2 else [])
+    found = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        facing = zip(seats[:half], reversed(seats[half:]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in facing if -1 not in (a, b)])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return found
+
+
+def expected_bytes_per_s(cluster: ClusterSpec) -> float:
+    """Line rate that one GPU has to the network: its share of the node's NICs."""
+    return cluster.nic_bandwidth * cluster.nics_per_node / cluster.gpus_per_node
+
+
+def judge_fabric(result: Result, nodes: Sequence[str], expected: float | None = None) -> dict[str, list[Check]]:
+    """Checks by node, to be judged with the others.
+
+    A node is as fast as its best pair: where that is slow, the node is; where only some of its pairs are, the path
+    between those two is told and nobody is blamed.
+
+    Args:
+        nodes: all that took part.
+        expected: bytes/s of a member in one direction, by the plan's cluster. None: the median of the nodes is the
+            measure, and a slow node is a warning.
+    """
+    checks: dict[str, list[Check]] = {node: [] for node in nodes}
+    for node, error in result.errors.items():
+        checks[node].append(critical("fabric.joined", None, error, "see the logs in fabric/; NCCL_DEBUG=INFO tells "
+                                     "which device and interface NCCL takes"))
+    for node, damage in result.wrong.items():
+        checks[node].append(critical("fabric.data", None, damage, "memory or a link damages data: drain the node"))
+    if result.errors:
+        return checks
+    bus = result.bus_bytes_per_s
+    for node in nodes:
+        checks[node].append(ok("fabric.allreduce", bus, f"{result.members} members, "
+                               f"{result.allreduce_bytes / MIB:.0f} MiB: bus bandwidth {_rate(bus)}"))
+    if not result.pairs:
+        return checks
+    best = {node: max((pair.bytes_per_s for pair in result.pairs if node in pair.nodes), default=0.0)
+            for node in nodes}
+    measure = expected or statistics.median(best.values())
+    for node, speed in best.items():
+        checks[node].append(_speed(speed, measure, planned=expected is not None))
+    for pair in result.pairs:
+        own = min(best[node] for node in pair.nodes)
+        if pair.bytes_per_s < SICK_SHARE * own:
+            first, second = pair.nodes
+            checks[first].append(warning(
+                "fabric.path", pair.bytes_per_s, f"{_rate(pair.bytes_per_s)} to {second}, while both reach "
+                f"{_rate(own)} with others", "a link or a switch between the two: have the fabric's counters read"))
+    return checks
+
+
+def _speed(speed: float, measure: float, *, planned: bool) -> Check:
+    told = (f"{_rate(speed)} with its best partner, {'the plan expects' if planned else 'the median is'} "
+            f"{_rate(measure)}")
+    remedy = "check the node's cables and its NICs' counters, and PCIe (ACS, GPUDirect RDMA)"
+    if planned and speed < SICK_SHARE * measure:
+        return critical("fabric.bandwidth", speed, told, remedy)
+    if speed < SLOW_SHARE * measure:
+        return warning("fabric.bandwidth", speed, told, remedy)
+    return ok("fabric.bandwidth", speed, told)
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s"

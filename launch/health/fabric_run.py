@@ -1,0 +1,62 @@
+"""The fabric tier on the nodes of a step: who measures, how a node takes part, and what the leader makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from launch import envvars, processes
+from launch.cluster.spec import ClusterSpec
+from launch.errors import UserError
+from launch.health import fabric
+from launch.health.check import Check
+from launch.health.expected import Expected
+from launch.ports import Ports
+from launch.runtime.node_files import Hello
+from launch.runtime.waiting import wait_until
+
+GRACE_S = 30.0
+"""Beyond the measurement's own deadline: processes start, files appear."""
+SMALL = {"allreduce_bytes": 16 * fabric.MIB, "pair_bytes": 8 * fabric.MIB}
+"""For gloo on CPUs."""
+
+
+def measure(folder: Path, nodes: Sequence[str], hellos: Mapping[str, Hello], expected: Expected,
+            cluster: ClusterSpec | None, say: Callable[[str], None],
+            check: Callable[[], None]) -> dict[str, list[Check]]:
+    """Have these nodes, whose agents wait for a task in `folder`, measure; their checks. Simulated GPUs have no NCCL: one
+    process a node then, by gloo."""
+    on_gpus = expected.device == "gpu" and expected.gpus > 0 and not envvars.get(envvars.SIMULATED_GPUS)
+    members = tuple(fabric.Member(node, gpu, hellos[node].address) for node in nodes
+                    for gpu in (range(expected.gpus) if on_gpus else (None,)))
+    task = fabric.Task(members, "nccl" if on_gpus else "gloo", Ports(hellos[nodes[0]].ports).rendezvous,
+                       **({} if on_gpus else SMALL))
+    task.write(folder)
+    return result(folder, task, nodes, fabric.expected_bytes_per_s(cluster) if cluster and on_gpus else None, say, check)
+
+
+def result(folder: Path, task: fabric.Task, nodes: Sequence[str], speed: float | None, say: Callable[[str], None],
+           check: Callable[[], None] = lambda: None) -> dict[str, list[Check]]:
+    """Wait for the measurement; without a result in time every node's check says so."""
+    say(f"fabric: {len(task.members)} processes on {len(nodes)} nodes, {task.backend}")
+    try:
+        wait_until(lambda: fabric.Result.read(folder) is not None, "the fabric's result", task.timeout_s + GRACE_S,
+                   say=say, check=check)
+    except UserError as error:
+        return fabric.judge_fabric(fabric.Result(0, 0.0, errors=dict.fromkeys(nodes, error.what)), nodes)
+    return fabric.judge_fabric(fabric.Result.read(folder), nodes, speed)
+
+
+def start(folder: Path, node: str, interface: str, marks: Mapping[str, str] = {}) -> list[processes.Child]:
+    """Start this node's members of the task in `folder`.
+
+    Args:
+        marks: by which they are found again, whatever becomes of their parent.
+    """
+    task = fabric.Task.read(folder)
+    search = ":".join(filter(None, [str(Path(__file__).parents[2]), envvars.get("PYTHONPATH")]))
+    return [processes.start(f"fabric-{rank}", fabric.command(folder, rank),
+                            log=folder / fabric.FOLDER / f"{rank}.log",
+                            environment={**envvars.inherited(), **fabric.variables(member, interface), **marks,
+                                         "PYTHONPATH": search})
+            for rank, member in enumerate(task.members) if member.node == node]

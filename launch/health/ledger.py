@@ -1,0 +1,147 @@
+"""The ledger of bad nodes: who was seen failing, with what evidence, and for how long that keeps a node out.
+
+A node is kept out by one entry that names its evidence, or by two entries of different jobs without any. Three things
+keep a black hole or a broken check from eating the cluster: entries expire, a reason given for more than half of the
+cluster's nodes counts against the reason and not against the nodes, and never more than a share of the nodes is kept
+out, the worst first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from launch.errors import UserError
+from launch.runtime.attempts import write_atomically
+
+SCHEMA_VERSION = 1
+FILE = "ledger.json"
+"""In the run's folder, `runs/<name>/`."""
+EXPIRY_S = 24 * 3600.0
+MAX_SHARE = 0.25
+"""Most of the cluster's nodes that are kept out automatically, rounded down; always one."""
+SAME_REASON_SHARE = 0.5
+MAX_WITHOUT_SIZE = 4
+"""The cap where the number of nodes is not known."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A node was seen failing."""
+
+    node: str
+    reason: str
+    """What failed; begins with the check's name where a check found it: `gpu.ecc: 4 uncorrected errors`."""
+    evidence: str
+    """Path of the file that shows it; empty where there is only suspicion."""
+    job: str
+    time: float
+    expires: float
+
+    @property
+    def kind(self) -> str:
+        return self.reason.partition(":")[0]
+
+
+class Ledger:
+    """A JSON file that several jobs may share: every change reads, adds and renames under a lock.
+
+    Args:
+        path: the file; it need not exist.
+        cluster_nodes: nodes of the partition, or of the allocation where that is all one knows; the cap is a share of
+            them.
+        max_share, expiry_s: see the module.
+    """
+
+    def __init__(self, path: str | Path, *, cluster_nodes: int | None = None, max_share: float = MAX_SHARE,
+                 expiry_s: float = EXPIRY_S) -> None:
+        self.path, self.cluster_nodes, self.max_share, self.expiry_s = Path(path), cluster_nodes, max_share, expiry_s
+
+    @property
+    def cap(self) -> int:
+        """Most nodes that `excluded` names."""
+        if self.cluster_nodes is None:
+            return MAX_WITHOUT_SIZE
+        return max(1, math.floor(self.cluster_nodes * self.max_share))
+
+    def add(self, node: str, reason: str, evidence: str | Path = "", job: str = "", *,
+            now: float | None = None) -> Entry:
+        """Record a failure and return its entry. The same node, reason and job count once, and the newest counts."""
+        at = time.time() if now is None else now
+        entry = Entry(node, reason, str(evidence), job, at, at + self.expiry_s)
+        with self._locked():
+            kept = [old for old in self.entries() if old.expires > at
+                    and (old.node, old.kind, old.job) != (entry.node, entry.kind, entry.job)]
+            rows = [asdict(each) for each in (*kept, entry)]
+            write_atomically(self.path, json.dumps({"schema_version": SCHEMA_VERSION, "entries": rows}, indent=1))
+        return entry
+
+    def entries(self, now: float | None = None) -> list[Entry]:
+        """All entries, oldest first; with `now` only those that have not expired.
+
+        Raises:
+            UserError: the file is not a ledger of this version.
+        """
+        try:
+            document = json.loads(self.path.read_text(encoding="utf-8"))
+            version = document["schema_version"]
+            found = [Entry(**row) for row in document["entries"]] if version == SCHEMA_VERSION else []
+        except FileNotFoundError:
+            return []
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"the ledger of bad nodes is not readable: {error}", where=str(self.path.absolute()),
+                            fix="remove or rename the file: nodes are then judged afresh") from error
+        if version != SCHEMA_VERSION:
+            raise UserError(f"the ledger of bad nodes has schema version {version}, this program reads "
+                            f"{SCHEMA_VERSION}", where=str(self.path.absolute()), fix="remove or rename the file")
+        return [entry for entry in sorted(found, key=lambda each: each.time) if now is None or entry.expires > now]
+
+    def excluded(self, now: float | None = None) -> tuple[str, ...]:
+        """Nodes to keep out at `now`, worst first (most entries, then newest), never more than `cap`."""
+        return tuple(node for node, _ in self._bad(now)[:self.cap])
+
+    def over_cap(self, now: float | None = None) -> tuple[str, ...]:
+        """Nodes that would be kept out if there were no cap: to be told, and used last."""
+        return tuple(node for node, _ in self._bad(now)[self.cap:])
+
+    def suspected(self, now: float | None = None) -> tuple[str, ...]:
+        """Nodes with an entry that are not kept out by it."""
+        at = time.time() if now is None else now
+        out = set(self.excluded(at))
+        return tuple(dict.fromkeys(entry.node for entry in self.entries(at) if entry.node not in out))
+
+    def reasons(self, node: str, now: float | None = None) -> list[Entry]:
+        """The entries of a node at `now`, newest first."""
+        at = time.time() if now is None else now
+        return [entry for entry in reversed(self.entries(at)) if entry.node == node]
+
+    def _bad(self, now: float | None) -> list[tuple[str, list[Entry]]]:
+        at = time.time() if now is None else now
+        entries = self.entries(at)
+        blamed: dict[str, set[str]] = defaultdict(set)
+        for entry in entries:
+            blamed[entry.kind].add(entry.node)
+        most = math.inf if self.cluster_nodes is None or self.cluster_nodes < 3 else \
+            self.cluster_nodes * SAME_REASON_SHARE
+        by_node: dict[str, list[Entry]] = defaultdict(list)
+        for entry in entries:
+            if len(blamed[entry.kind]) <= most:
+                by_node[entry.node].append(entry)
+        bad = [(node, found) for node, found in by_node.items()
+               if any(entry.evidence for entry in found) or len({entry.job for entry in found}) > 1]
+        return sorted(bad, key=lambda each: (-len(each[1]), -each[1][-1].time, each[0]))
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Two jobs do not lose each other's entries. The lock is a file of its own: the ledger itself is replaced."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.with_name(f".{self.path.name}.lock").open("w", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield

@@ -1,0 +1,208 @@
+"""From the findings of all nodes to a verdict: who takes part, who stays out and why, and whether the job may start.
+
+Pure: the ledger is read by the caller's object and written by `record`, afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch.exit_codes import ExitCode
+from launch.health.check import Check, checks_to_json
+from launch.health.compare import Nodes, disagreements
+from launch.health.ledger import Ledger
+
+BROKEN_SHARE = 0.5
+"""A check that is critical at more than this share of at least three nodes (or at both of two) says something about
+the site, the configuration or the check itself, not about the nodes."""
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Why a node stays out."""
+
+    node: str
+    checks: tuple[Check, ...]
+    from_ledger: bool = False
+
+    @property
+    def reason(self) -> str:
+        return "; ".join(f"{check.name}: {check.evidence}" for check in self.checks)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the preflight says of a job's nodes."""
+
+    needed: int
+    spares: int
+    """As asked for."""
+    accepted: tuple[str, ...]
+    """Usable nodes in the order given, those for spares included."""
+    avoid: tuple[str, ...]
+    """Of those the ones to use last, worst first: `launch.planner.placement.place(avoid=...)`."""
+    excluded: dict[str, Exclusion] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    """Lines for people."""
+    critical: tuple[str, ...] = ()
+    """Why the job may not start as planned; () if it may."""
+    site: tuple[Check, ...] = ()
+    """Checks that failed (nearly) everywhere: no node was excluded for them."""
+    job: tuple[Check, ...] = ()
+    """Findings of no single node: the login tier's, and disagreements without a majority."""
+    findings: dict[str, list[Check]] = field(default_factory=dict)
+    """All checks of each node, comparisons included."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.critical
+
+    @property
+    def short(self) -> int:
+        """Nodes missing to the plan's size: with `run.replan` a smaller plan may do."""
+        return max(0, self.needed - len(self.accepted))
+
+    @property
+    def only_short(self) -> bool:
+        """The number of nodes is all that stands in the way."""
+        return self.short > 0 and len(self.critical) == 1
+
+    @property
+    def exit_code(self) -> ExitCode:
+        return ExitCode.OK if self.ok else ExitCode.PREFLIGHT
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ok": self.ok, "needed": self.needed, "spares": self.spares, "accepted": list(self.accepted),
+                "avoid": list(self.avoid), "warnings": list(self.warnings), "critical": list(self.critical),
+                "site": checks_to_json(self.site), "job": checks_to_json(self.job),
+                "excluded": [{**asdict(each), "checks": checks_to_json(each.checks)}
+                             for each in self.excluded.values()]}
+
+
+def judge(nodes: Nodes, needed: int, spares: int = 0, ledger: Ledger | None = None, *,
+          job: Sequence[Check] = (), skip: Collection[str] = (), now: float | None = None) -> Verdict:
+    """The verdict over the findings of all nodes.
+
+    Args:
+        nodes: node -> its checks, in the allocation's order.
+        needed: nodes that the plan uses.
+        spares: nodes asked for beyond these.
+        ledger: what earlier jobs saw; None: nothing.
+        job: findings of no single node (`launch.health.login`).
+        skip: names of checks (`gpu.ecc`) or subjects (`gpu`) that count as warnings at most.
+    """
+    at = time.time() if now is None else now
+    of_node, of_job = disagreements(nodes)
+    findings = {node: [_softened(check, skip) for check in (*checks, *of_node.get(node, ()))]
+                for node, checks in nodes.items()}
+    of_job = [_softened(check, skip) for check in (*job, *of_job)]
+    site_names = _site_wide(findings)
+    bad = {node: [check for check in checks if check.severity == "critical" and check.name not in site_names]
+           for node, checks in findings.items()}
+    excluded = {node: Exclusion(node, tuple(found)) for node, found in bad.items() if found}
+    notes = [f"{check.name}: {check.evidence}" for check in of_job if check.severity == "warning"]
+    usable = [node for node in findings if node not in excluded]
+    listed = _from_ledger(usable, needed, ledger, at, notes)
+    excluded.update(listed)
+    accepted = tuple(node for node in usable if node not in listed)
+    suspected = set(ledger.suspected(at)) | set(ledger.excluded(at)) if ledger else set()
+    avoid = _worst_first(accepted, findings, suspected)
+    site = _site_checks(findings, site_names)
+    stops = [f"{check.name}: {check.evidence}" for check in of_job if check.severity == "critical"]
+    stops += [check.evidence for check in site]
+    if len(accepted) < needed:
+        stops.append(f"{needed} nodes are needed and {len(accepted)} of {len(findings)} are fit")
+    elif len(accepted) < needed + spares:
+        notes.append(f"{len(accepted) - needed} of {spares} spare nodes are left")
+    notes += [f"{node}: {check.name}: {check.evidence}" for node in accepted
+              for check in own_findings(node, findings)]
+    return Verdict(needed, spares, accepted, avoid, excluded, tuple(notes), tuple(stops), tuple(site), tuple(of_job),
+                   findings)
+
+
+def record(verdict: Verdict, ledger: Ledger, evidence: Mapping[str, str | Path], job: str) -> None:
+    """Write the nodes that this preflight excluded, with their critical checks, into the ledger.
+
+    Args:
+        evidence: node -> the file that shows it, such as its preflight.json.
+    """
+    for node, exclusion in verdict.excluded.items():
+        if not exclusion.from_ledger:
+            for check in exclusion.checks:
+                ledger.add(node, f"{check.name}: {check.evidence}", evidence.get(node, ""), job)
+
+
+def _softened(check: Check, skip: Collection[str]) -> Check:
+    if check.severity == "critical" and (check.name in skip or check.subject in skip):
+        return Check(check.name, "warning", check.value, f"{check.evidence} (skipped)", check.remedy)
+    return check
+
+
+def _site_wide(findings: Nodes) -> set[str]:
+    """Names of the checks that are critical at too many nodes to be the nodes' fault."""
+    if len(findings) < 2:
+        return set()
+    counts = Counter(name for checks in findings.values()
+                     for name in {check.name for check in checks if check.severity == "critical"})
+    return {name for name, count in counts.items()
+            if count == len(findings) or (len(findings) >= 3 and count > BROKEN_SHARE * len(findings))}
+
+
+def _site_checks(findings: Nodes, names: Collection[str]) -> list[Check]:
+    """One check for each site-wide failure, with an example."""
+    found = []
+    for name in sorted(names):
+        failing = [(node, check) for node, checks in findings.items() for check in checks
+                   if check.name == name and check.severity == "critical"]
+        node, example = failing[0]
+        count = len({each for each, _ in failing})
+        found.append(Check(name, "critical", example.value,
+                           f"{name} fails on {count} of {len(findings)} nodes: that is the site, the configuration "
+                           f"or the check, not the nodes, and none is excluded for it ({node}: {example.evidence})",
+                           f"{example.remedy}; if the check is wrong, leave it out: run.skip_checks=[{name}]"))
+    return found
+
+
+def _from_ledger(usable: Sequence[str], needed: int, ledger: Ledger | None, now: float,
+                 notes: list[str]) -> dict[str, Exclusion]:
+    """Usable nodes that the ledger keeps out, as long as enough remain: worst first."""
+    out: dict[str, Exclusion] = {}
+    if ledger is None:
+        return out
+    for node in ledger.excluded(now):
+        if node not in usable:
+            continue
+        entries = ledger.reasons(node, now)
+        if len(usable) - len(out) <= needed:
+            notes.append(f"{node} is in the ledger ({entries[0].reason}) and used all the same: too few nodes remain "
+                         "without it")
+            continue
+        checks = tuple(Check("ledger", "critical", {"job": entry.job, "evidence": entry.evidence,
+                                                    "expires": entry.expires},
+                             f"{entry.reason} (job {entry.job or 'unknown'}, {entry.evidence or 'no evidence file'})",
+                             f"repaired? remove its entries from {ledger.path}") for entry in entries)
+        out[node] = Exclusion(node, checks, from_ledger=True)
+    for node in ledger.over_cap(now):
+        if node in usable:
+            notes.append(f"{node} is in the ledger and not excluded: at most {ledger.cap} nodes are excluded "
+                         "automatically")
+    return out
+
+
+def own_findings(node: str, findings: Nodes) -> list[Check]:
+    """A node's findings without the warnings that every node has: those tell nothing of this one."""
+    everywhere = set.intersection(*({check.name for check in checks if check.severity != "ok"}
+                                    for checks in findings.values())) if len(findings) > 1 else set()
+    return [check for check in findings[node] if check.severity != "ok" and check.name not in everywhere]
+
+
+def _worst_first(accepted: Sequence[str], findings: Nodes, suspected: Collection[str]) -> tuple[str, ...]:
+    """Accepted nodes with something against them: those in the ledger first, then by the number of warnings."""
+    badness = {node: (int(node in suspected), len(own_findings(node, findings))) for node in accepted}
+    flawed = [node for node in accepted if badness[node] > (0, 0)]
+    return tuple(sorted(flawed, key=badness.__getitem__, reverse=True))
