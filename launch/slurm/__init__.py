@@ -1,0 +1,1 @@
+"""Slurm: the client, the batch script, submission, facts of a job."""

@@ -1,0 +1,158 @@
+"""From a configuration to a submitted job: plan, check the margin, render, ask Slurm what it thinks, submit."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import launch
+from launch.config.load import load_config
+from launch.errors import UserError
+from launch.planner.prepare import Prepared, prepare
+from launch.runtime.attempts import write_atomically
+from launch.slurm.client import Estimate, Slurm
+from launch.slurm.margin import needed, stop_margin
+from launch.slurm.profiles import Profile, load_profile
+from launch.slurm.render import Flags, Places, render
+
+Say = Callable[[str], None]
+TIME = re.compile(r"(?:(?P<days>\d{1,6})-)?(?P<rest>\d{1,8}(?::\d{1,8}){0,2})?", re.ASCII)
+"""What sbatch takes for --time: minutes, minutes:seconds, hours:minutes:seconds, days-[hours[:minutes[:seconds]]]; numbers
+need no leading zeros. Zero is no limit."""
+NO_LIMIT = ("unlimited", "infinite", "-1")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that could be submitted."""
+
+    prepared: Prepared
+    profile: Profile
+    script: str
+    margin: str
+    """What the stop margin is made of."""
+    folder: Path
+    """Where the script and the job's output go: `<run.dir>/<run.name>/slurm`."""
+
+
+def compose(config: str, words: Sequence[str], flags: Flags, *, profile: str | None = None,
+            spares: int | None = None) -> Job:
+    """Plan a configuration and render its batch script. Asks nothing of Slurm and writes nothing.
+
+    Raises:
+        UserError: the configuration, the plan, the profile or the margin is wrong.
+    """
+    words = [*words, *([f"run.profile={profile}"] if profile is not None else []),
+             *([f"placement.spare_nodes={spares}"] if spares is not None else [])]
+    limit = seconds(flags.time)
+    prepared = prepare(config, words, to_run=True, on="slurm")
+    run = prepared.loaded.config.run
+    site = load_profile(run.profile)
+    margin_s = stop_margin(prepared.loaded.config, prepared.plan, site)
+    _check_time(flags.time, limit, margin_s)
+    folder = Path(run.dir).absolute() / run.name / "slurm"
+    root, here = Path(launch.__file__).resolve().parents[1], Path.cwd()
+    places = Places(root=str(root), work_dir=None if here == root else str(here), python=sys.executable,
+                    output=_pattern(folder))
+    text = render(config, words, prepared.loaded.config, prepared.plan, site, flags=flags, places=places,
+                  margin_s=margin_s, plan_hash=prepared.plan.fingerprint())
+    margin = f"{margin_s} s before the end of the time limit; needed: {needed(prepared.plan, site).text}"
+    return Job(prepared, site, text, margin, folder)
+
+
+def submit(job: Job, say: Say, slurm: Slurm | None = None) -> str:
+    """Write the script, make the folder of its output, let Slurm test it, submit it. Returns the job's id.
+
+    Raises:
+        UserError: the folder cannot be written.
+        SlurmError: Slurm refuses.
+    """
+    slurm = slurm or Slurm()
+    if slurm.dropped:
+        say(f"left out of the submission's environment: {', '.join(slurm.dropped)} (they would change what is asked "
+            "for)")
+    script = _written(job)
+    say(_estimated(slurm.test_only(script)))
+    job_id = slurm.submit(script)
+    say(f"submitted {script}; output: {job.folder / f'{job_id}.log'}")
+    return job_id
+
+
+def make_folder(job: Job) -> None:
+    """Make the folder of the job's output: where it is missing, Slurm fails the job without a word."""
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(error, job.folder) from error
+
+
+def _written(job: Job) -> Path:
+    """The script, in a file of its own: the job may be submitted again from it."""
+    script = job.folder / f"{job.prepared.plan.fingerprint()}.sbatch"
+    make_folder(job)
+    try:
+        write_atomically(script, job.script, mode=0o700)
+    except OSError as error:
+        raise _unwritable(error, script) from error
+    return script
+
+
+def _unwritable(error: OSError, path: Path) -> UserError:
+    return UserError(f"cannot write {error.filename or path}: {error.strerror}", where="run.dir, run.name",
+                     fix="choose a run.dir that you may write, on a file system that all nodes share")
+
+
+def _estimated(estimate: Estimate) -> str:
+    if estimate.starts is None:
+        return f"Slurm says: {estimate.text}"
+    start = datetime.fromtimestamp(estimate.starts)
+    where = f" in partition {estimate.partition}" if estimate.partition else ""
+    return f"Slurm expects it to start at {start:%Y-%m-%d %H:%M:%S} on {len(estimate.nodes)} nodes{where}"
+
+
+def _check_time(time: str, limit: int | None, margin_s: int) -> None:
+    """The margin must leave time to work."""
+    if limit is not None and limit <= margin_s:
+        raise UserError(f"--time {time} is {limit} s, and the job is told to stop {margin_s} s before the end: it "
+                        "would stop at once", where="--time", fix="give more time")
+
+
+def seconds(time: str) -> int | None:
+    """Seconds of a time limit as sbatch takes it (it rounds them up to minutes); None without one.
+
+    Raises:
+        UserError: sbatch would not take it.
+    """
+    if time.lower() in NO_LIMIT:
+        return None
+    match = TIME.fullmatch(time)
+    if not time or match is None:
+        raise UserError(f"--time {time} is no time of Slurm's", where="--time",
+                        fix="write minutes (90), hours:minutes:seconds (12:00:00) or days-hours (2-0)")
+    parts = [int(part) for part in (match["rest"] or "0").split(":")]
+    if match["days"] is not None:
+        hours, minutes, secs = (parts + [0, 0])[:3]
+    elif len(parts) == 3:
+        hours, minutes, secs = parts
+    else:
+        hours, minutes, secs = 0, *(parts + [0])[:2]
+    return int(match["days"] or 0) * 86400 + hours * 3600 + minutes * 60 + secs or None
+
+
+def _pattern(folder: Path) -> str:
+    """sbatch's file pattern: `%` is its escape, and blanks end an option."""
+    text = str(folder).replace("%", "%%")
+    return f'"{text}/%j.log"' if re.search(r"\s", text) else f"{text}/%j.log"
+
+
+def portable(config: str) -> str:
+    """The script that is shipped for a configuration: no site, no absolute path, any overrides. It starts what this
+    version trains: a configuration that is planned asynchronous, synchronously."""
+    words = ("algorithm.asynchronous=false",) if load_config(config).config.algorithm.asynchronous else ()
+    prepared = prepare(config, words)
+    return render(config, words, prepared.loaded.config, prepared.plan, Profile())
+

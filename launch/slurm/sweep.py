@@ -1,0 +1,326 @@
+"""`megatron-rl launch --sweep`: seeds, learning rates or plans as one array of jobs, submitted and followed by
+submitit.
+
+submitit does here what it is good at: one array, a future and a log for each of its jobs. A single job does not go
+through it (`launch.slurm.submit` does that): submitit requeues by the signal that it gets and by its own counter,
+while a run decides by its outcome, its progress and the health of its nodes. Therefore a point of a sweep is never
+requeued either (run.max_attempts=1): the same sweep, submitted again, goes on from the checkpoints of what was stopped.
+
+submitit's function runs in the batch shell, without its srun: the leader of a job makes its own step, on all nodes.
+What crosses the disk as a pickle is the task's words; results are read from outcome.json.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch import envvars
+from launch.config.load import load_config
+from launch.config.schema import RunConfig
+from launch.errors import UserError
+from launch.exit_codes import ExitCode
+from launch.runtime.attempts import write_atomically
+from launch.runtime.outcome import Outcome
+from launch.slurm import client, submit
+from launch.slurm.client import Slurm
+from launch.slurm.refusals import SlurmError
+from launch.slurm.render import Flags
+from launch.slurm.sweep_points import Point, points, split
+from launch.slurm.sweep_task import SweepTask, attempts_after, attempts_before, outcome_after
+
+Say = Callable[[str], None]
+LOOK_EVERY_S = 2.0
+ASK_EVERY_S = 30.0
+LATE_S = 90.0
+"""How long after a job's end its outcome may become visible here: file systems show what other machines write late."""
+LOCAL_MARGIN = 0.25
+"""Share of a short time limit that a run on one node gets for its last step and checkpoint; at most 10 minutes."""
+NO_SIGNAL = "B:CONT@60"
+"""submitit asks for USR2 to the job's steps, which ends every process without a handler. CONT does nothing."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one job of the array asks for; points of one shape make one array."""
+
+    nodes: int
+    gpus_per_node: int
+    whole_nodes: bool
+    cpus: int | None = None
+
+    def __str__(self) -> str:
+        gpus = f" with {self.gpus_per_node} GPUs" if self.gpus_per_node else ""
+        return f"{self.nodes} node{'s' if self.nodes > 1 else ''}{gpus}"
+
+
+@dataclass
+class Member:
+    """A submitted point."""
+
+    point: Point
+    task: SweepTask
+    job: object
+    """submitit's future."""
+    before: int
+    """The run's newest attempt when the point was submitted: what comes after is the point's."""
+    ended: str = ""
+    """Why it ended without an outcome; "" while it waits or runs, or where it has one."""
+
+    @property
+    def job_id(self) -> str:
+        return self.job.job_id
+
+    @property
+    def outcome(self) -> Outcome | None:
+        return outcome_after(Path(self.task.run_folder), self.before)
+
+    @property
+    def over(self) -> bool:
+        return bool(self.ended) or self.outcome is not None
+
+
+def run_sweep(config: str, words: Sequence[str], flags: Flags, say: Say, *, device: str = "auto",
+              profile: str | None = None, spares: int | None = None, wait: bool = False,
+              dry_run: bool = False) -> tuple[str, ExitCode]:
+    """Plan, submit and, if asked, follow a sweep: its table, and the worst exit code of what it waited for."""
+    slurm = Slurm()
+    gpus_there = device == "auto" and any(
+        node.gpus for node in slurm.nodes() if flags.partition is None or flags.partition in node.partitions)
+    planned = plan_sweep(config, words, flags, device=device, profile=profile, spares=spares, gpus_there=gpus_there)
+    if dry_run:
+        lines = [f"{point.name}: {shape}: {shlex.join(task.words)}" for point, task, shape in planned]
+        return "\n".join(lines), ExitCode.OK
+    members = submit_sweep(planned, flags, sweep_folder(planned), say)
+    if wait:
+        wait_for(members, say, slurm)
+    return table(members), exit_code(members) if wait else ExitCode.OK
+
+
+def sweep_folder(planned: Sequence[tuple[Point, SweepTask, Shape]]) -> Path:
+    """`<run.dir>/sweeps/<run.name>-<n>`: a new one each time."""
+    first, task, _ = planned[0]
+    parent, number = Path(task.run_folder).parent / "sweeps", 1
+    while (parent / f"{first.base}-{number}").exists():
+        number += 1
+    return parent / f"{first.base}-{number}"
+
+
+def plan_sweep(config: str, words: Sequence[str], flags: Flags, *, device: str = "auto", profile: str | None = None,
+               spares: int | None = None, gpus_there: bool = False) -> list[tuple[Point, SweepTask, Shape]]:
+    """Every point with what it runs and asks for. Each is read, checked and, for a cluster, planned.
+
+    Args:
+        gpus_there: whether the nodes have GPUs, for `device` auto.
+    """
+    base = load_config(config, [word for word in words if len(split(word.partition("=")[2])) < 2]).config
+    found = []
+    for point in points(words, base.run.name):
+        loaded = load_config(config, point.words).config
+        folder = (Path(loaded.run.dir) / point.name).absolute()
+        log = str(folder / "slurm" / "launcher.log")
+        if loaded.cluster == "local":
+            on_gpu = device == "gpu" or (device == "auto" and gpus_there)
+            limit = submit.seconds(flags.time)
+            stop = limit - min(600.0, LOCAL_MARGIN * limit) if limit is not None else None
+            task = SweepTask(str(folder), ("launch", config, *point.words, "--on", "local", "--quiet", "--device",
+                                           "gpu" if on_gpu else "cpu"), log, stop)
+            found.append((point, task, _one_node(loaded, on_gpu)))
+        else:
+            job = submit.compose(config, (*point.words, "run.max_attempts=1"), flags, profile=profile, spares=spares)
+            forecast = job.prepared.plan.forecast
+            spare = job.prepared.loaded.config.placement.spare_nodes
+            nodes = forecast.split.training + forecast.split.rollout + spare
+            gpus = forecast.cluster.gpus_per_node if job.profile.gpus != "none" else 0
+            extra = [*([f"run.profile={profile}"] if profile else []),
+                     *([f"placement.spare_nodes={spares}"] if spares is not None else [])]
+            task = SweepTask(str(folder), ("job", config, *point.words, "run.max_attempts=1", *extra), log)
+            found.append((point, task, Shape(nodes, gpus, True)))
+    return found
+
+
+def submit_sweep(planned: Sequence[tuple[Point, SweepTask, Shape]], flags: Flags, folder: Path,
+                 say: Say) -> list[Member]:
+    """Submit the points: one array for each shape. The folder keeps submitit's scripts, logs and pickles.
+
+    Raises:
+        UserError: submitit is not installed, or two points write one run.
+        SlurmError: Slurm refuses.
+    """
+    submitit = _submitit()
+    folder.mkdir(parents=True, exist_ok=True)
+    members: list[Member] = []
+    for shape in dict.fromkeys(shape for _, _, shape in planned):
+        chosen = [(point, task) for point, task, other in planned if other == shape]
+        for _, task in chosen:
+            Path(task.log).parent.mkdir(parents=True, exist_ok=True)
+        executor = submitit.SlurmExecutor(folder=folder / "%j", max_num_timeout=0)
+        executor.update_parameters(**parameters(shape, flags, folder.name))
+        before = [attempts_before(Path(task.run_folder)) for _, task in chosen]
+        with _clean_environment(), _refusals(submitit):
+            jobs = executor.map_array(_call, [task for _, task in chosen])
+        members += [Member(point, task, job, newest)
+                    for (point, task), job, newest in zip(chosen, jobs, before, strict=True)]
+        say(f"submitted {len(jobs)} jobs of {shape} as array "
+            f"{jobs[0].job_id.partition('_')[0]}")
+    _record(folder, members)
+    return members
+
+
+def parameters(shape: Shape, flags: Flags, name: str) -> dict[str, object]:
+    """submitit's parameters for one shape. Pure."""
+    seconds = submit.seconds(flags.time)
+    asked: dict[str, object] = {
+        "job_name": name, "nodes": shape.nodes, "ntasks_per_node": 1, "use_srun": False,
+        "stderr_to_stdout": True,
+        "time": -(-seconds // 60) if seconds is not None else 0, "partition": flags.partition,
+        "account": flags.account, "qos": flags.qos, "exclude": flags.exclude,
+        "gpus_per_node": shape.gpus_per_node or None,
+        "cpus_per_task": shape.cpus, "exclusive": True if shape.whole_nodes else None,
+        "mem": "0" if shape.whole_nodes else None,
+        "additional_parameters": {"signal": NO_SIGNAL, "no-requeue": True,
+                                  **({"reservation": flags.reservation} if flags.reservation else {})}}
+    return {key: value for key, value in asked.items() if value is not None}
+
+
+def wait_for(members: Sequence[Member], say: Say, slurm: Slurm | None = None) -> None:
+    """Wait until every point has ended: it has an outcome, or it has none though its job ended a while ago. That a job
+    has ended, the queue tells, and submitit's future (it asks sacct) where this Slurm keeps accounts: sooner, but not
+    of a job that the accounting never heard of."""
+    slurm = slurm or Slurm()
+    accounts = _keeps_accounts(slurm, members[0].job_id)
+    queue, said = _Queue(slurm, say), set()
+    ended_at: dict[str, float] = {}
+    while True:
+        now = time.monotonic()
+        for member in members:
+            if member.over:
+                continue
+            if not (accounts and member.job.done()) and queue.holds(member.job_id):
+                ended_at.pop(member.job_id, None)
+            elif now - ended_at.setdefault(member.job_id, now) >= LATE_S:
+                member.ended = f"ended without an outcome: {member.job.state if accounts else 'not in the queue'}"
+        for member in members:
+            if member.over and member.job_id not in said:
+                said.add(member.job_id)
+                say(line_of(member))
+        if all(member.over for member in members):
+            return
+        time.sleep(LOOK_EVERY_S)  # between two looks at files that others write
+
+
+class _Queue:
+    """Which jobs wait or run, asked seldom. While Slurm does not answer, all that did the last time."""
+
+    def __init__(self, slurm: Slurm, say: Say) -> None:
+        self._slurm, self._say = slurm, say
+        self._asked_at, self._jobs, self._silent = float("-inf"), None, False
+
+    def holds(self, job_id: str) -> bool:
+        if time.monotonic() - self._asked_at >= ASK_EVERY_S:
+            self._asked_at = time.monotonic()
+            try:
+                self._jobs, self._silent = {job.job_id for job in self._slurm.queue()}, False
+            except SlurmError as error:
+                if not self._silent:
+                    self._say(f"{error.what}: asked again every {ASK_EVERY_S:g} s")
+                self._silent = True
+        return self._jobs is None or _queued(job_id, self._jobs)
+
+
+def table(members: Sequence[Member]) -> str:
+    """One line a point: job, run, how it is."""
+    width = max(len(member.point.name) for member in members)
+    lines = [f"{member.job_id:<12} {member.point.name:<{width}}  {state_of(member)}" for member in members]
+    return "\n".join(line[:100] for line in lines)
+
+
+def line_of(member: Member) -> str:
+    return f"{member.point.name}: {state_of(member)}"
+
+
+def state_of(member: Member) -> str:
+    outcome = member.outcome
+    if outcome is None:
+        started = attempts_after(Path(member.task.run_folder), member.before)
+        return member.ended or ("runs" if started else "waits")
+    first = outcome.message.strip().splitlines()[0] if outcome.message.strip() else ""
+    return f"{outcome.status} after step {outcome.step}" + (f": {first}" if first else "")
+
+
+def exit_code(members: Sequence[Member]) -> ExitCode:
+    """The worst of all."""
+    codes = [outcome.exit_code if (outcome := member.outcome) else ExitCode.CRASH for member in members]
+    return max(codes, key=int)
+
+
+def _call(task: SweepTask) -> dict[str, object]:
+    return task()
+
+
+def _one_node(config: RunConfig, on_gpu: bool) -> Shape:
+    """Processes of a run on one machine: a GPU each, or its threads."""
+    def size(value: object) -> int:
+        return value if isinstance(value, int) else 1
+    trainer, rollout = config.trainer, config.rollout
+    ranks = size(trainer.tp) * size(trainer.pp) * size(trainer.cp) * size(trainer.dp)
+    engines = size(rollout.replicas) * size(rollout.tp)
+    if on_gpu:
+        return Shape(1, ranks + engines, False, 8 * (ranks + engines))
+    return Shape(1, 0, False, ranks * trainer.threads + engines * rollout.threads)
+
+
+def _record(folder: Path, members: Sequence[Member]) -> None:
+    rows = [{"run": member.point.name, "folder": member.task.run_folder, "job_id": member.job_id,
+             "values": member.point.values, "log": member.task.log} for member in members]
+    write_atomically(folder / "sweep.json", json.dumps({"schema_version": 1, "points": rows}, indent=1))
+
+
+def _queued(job_id: str, waiting: set[str]) -> bool:
+    """squeue prints tasks of an array that wait as `7_[0-3]`, running ones as `7_2`."""
+    array = job_id.partition("_")[0]
+    return job_id in waiting or any(each.startswith(f"{array}_[") for each in waiting)
+
+
+def _keeps_accounts(slurm: Slurm, job_id: str) -> bool:
+    try:
+        slurm.account(job_id)
+    except SlurmError as error:
+        return "holds no job" in error.what         # it answers; the job is too new
+    return True
+
+
+def _submitit():
+    try:
+        import submitit
+    except ModuleNotFoundError as error:
+        raise UserError("a sweep needs submitit, which is not installed", where="--sweep",
+                        fix="pip install 'megatron-rl[slurm]'") from error
+    return submitit
+
+
+@contextmanager
+def _clean_environment() -> Iterator[None]:
+    """submitit runs sbatch in this process's environment, where a variable such as SBATCH_TIMELIMIT would win."""
+    with envvars.without(client.scrubbed(envvars.inherited())[1]):
+        yield
+
+
+@contextmanager
+def _refusals(submitit) -> Iterator[None]:
+    """What Slurm says, in place of a traceback."""
+    try:
+        yield
+    except submitit.core.utils.FailedJobError as error:
+        text = str(error).strip()
+        raise client.explain("sbatch, by submitit", 1, text) from error
+    except RuntimeError as error:
+        if "srun" not in str(error):
+            raise
+        raise SlurmError(str(error), where="--sweep", fix="run this on a machine of a Slurm cluster") from error
+

@@ -1,0 +1,101 @@
+"""The points of a sweep: every combination of the override words that name several values. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launch.errors import UserError
+
+MOST = 256
+_UNSAFE = re.compile(r"[^A-Za-z0-9.+-]+")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep."""
+
+    name: str
+    """Of its run: `tiny-seed0-lr1e-5`."""
+    words: tuple[str, ...]
+    """Its overrides, the fixed ones first."""
+    values: dict[str, str]
+    """Key -> value, of what is swept."""
+    base: str
+    """Name of the run that is varied: `tiny`."""
+
+
+def points(words: Sequence[str], run_name: str) -> list[Point]:
+    """`run.seed=0,1 trainer.optimizer.lr=1e-5,2e-5 run.steps=10` -> four points.
+
+    A comma inside brackets, braces or quotes belongs to the value.
+
+    Raises:
+        UserError: no word names several values, one names a value twice, or there are too many points.
+    """
+    fixed, swept = [], {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        values = split(text) if equals else [text]
+        if len(values) < 2:
+            fixed.append(word)
+            continue
+        if "" in values or len(set(values)) < len(values):
+            raise UserError(f"{word} names an empty value or one twice", where=f"override {word!r}",
+                            fix="give each value once, as in run.seed=0,1,2")
+        if key in swept:
+            raise UserError(f"{key} is swept twice", where=f"override {word!r}",
+                            fix="put all its values into one word")
+        swept[key] = values
+    if not swept:
+        raise UserError("nothing is swept: no override names several values", where="--sweep",
+                        fix="separate values by commas, as in run.seed=0,1 trainer.optimizer.lr=1e-5,2e-5")
+    count = 1
+    for values in swept.values():
+        count *= len(values)
+    if count > MOST:
+        raise UserError(f"the sweep has {count} points, more than {MOST}", where="--sweep", fix="sweep fewer values")
+    base = next((word.partition("=")[2] for word in reversed(fixed) if word.startswith("run.name=")), run_name)
+    fixed = [word for word in fixed if not word.startswith("run.name=")]
+    found = []
+    for combination in itertools.product(*swept.values()):
+        values = dict(zip(swept, combination, strict=True))
+        suffixes = [f"{_short(key)}{_safe(value)}" for key, value in values.items()]
+        name = values.get("run.name") or "-".join([base, *suffixes])
+        chosen = [f"{key}={value}" for key, value in values.items() if key != "run.name"]
+        found.append(Point(name, (*fixed, *chosen, f"run.name={name}"), values, base))
+    names = [point.name for point in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"two points of the sweep would be the run {twice}", where="--sweep",
+                        fix="sweep values that differ in letters and digits, or sweep run.name with them")
+    return found
+
+
+def split(text: str) -> list[str]:
+    """The parts between commas that stand outside brackets and quotes."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        elif letter in "[{(":
+            depth += 1
+        elif letter in "]})":
+            depth -= 1
+        elif letter == "," and depth == 0:
+            parts.append("")
+            continue
+        parts[-1] += letter
+    return [part.strip() for part in parts]
+
+
+def _short(key: str) -> str:
+    return key.rpartition(".")[2].replace("_", "")
+
+
+def _safe(value: str) -> str:
+    return _UNSAFE.sub("-", value).strip("-")
