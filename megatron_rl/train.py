@@ -14,8 +14,9 @@ from dataclasses import replace
 import numpy as np
 
 from launch import envvars
+from launch.errors import UserError
 from launch.runtime.attempts import Attempt
-from launch.runtime.components import Failure, first_failure
+from launch.runtime.components import Failure, await_silently_lost, first_failure
 from launch.runtime.outcome import Outcome, write_outcome
 from launch.runtime.stop_file import stop_requested
 from megatron_rl.algorithms.batch import build_policy_batch
@@ -33,6 +34,9 @@ from megatron_rl.trainer.checkpoint_files import checkpoint_folder
 
 log = logging.getLogger("megatron_rl.train")
 
+OTHER_NODES_S = 3.0
+"""How long a failed attempt waits for the other nodes to report a death of theirs."""
+
 
 def main() -> int:
     """Entry point of the driver process; how the attempt ended is in outcome.json."""
@@ -43,6 +47,8 @@ def main() -> int:
         outcome = train(attempt, clock)
     except Exception as error:  # whatever it is, it ends the attempt, with its cause on record
         component.report(attempt, "driver", error)
+        if not isinstance(error, UserError) and len(attempt.placement().nodes) > 1:
+            await_silently_lost(attempt, OTHER_NODES_S)
         outcome = failed(clock, first_failure(attempt, node), death_reason(error))
     write_outcome(attempt.folder, outcome)
     return int(outcome.exit_code)

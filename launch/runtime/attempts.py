@@ -8,7 +8,7 @@
         attempts/<n>/
             config.yaml plan.json placement.json environment.json      what the attempt was started with
             progress.json metrics.jsonl samples.jsonl warnings.jsonl    what it is doing
-            components/ logs/ stacks/ errors/                           one file a process
+            components/<node>/ logs/ stacks/ errors/                    one file a process
             stop outcome.json plan-vs-measured.json                     how it ends
 """
 
@@ -18,6 +18,7 @@ import errno
 import fcntl
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -28,8 +29,12 @@ from launch.config import auto
 from launch.config.schema import Run, RunConfig
 from launch.errors import UserError
 from launch.planner.plan import Placement, Plan
+from launch.runtime.shared_files import patiently
+from launch.runtime.waiting import wait_for
 
 FRESH_NAMES = 1000
+HELD = (errno.EWOULDBLOCK, errno.EACCES)
+"""What flock says of a lock that somebody else has; EACCES on NFS."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +89,9 @@ class Attempt:
 class RunFolder:
     """A run's folder, locked while a launcher works in it: two jobs never write one run."""
 
-    def __init__(self, run: Run) -> None:
-        self.folder = Path(run.dir) / run.name
+    def __init__(self, run: Run, *, wait_s: float = 0.0, say: Callable[[str], None] = print) -> None:
+        """`wait_s`: how long to wait for a lock whose holder is gone, or about to go."""
+        self.folder, self._wait_s, self._say = Path(run.dir) / run.name, wait_s, say
         self._lock: IO[str] | None = None
 
     def __enter__(self) -> RunFolder:
@@ -96,19 +102,30 @@ class RunFolder:
             raise UserError(f"cannot write the run's folder {self.folder.absolute()}: {error.strerror}",
                             where="run.dir, run.name", fix="choose a run.dir that you may write") from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = wait_for(lambda: [] if self._locked() else [f"the lock of {self.folder}"], "to be free",
+                            self._wait_s, say=self._say)
         except OSError as error:
             self._lock.close()
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise UserError(f"the file system of {self.folder} takes no lock: {error.strerror}", where="run.dir",
-                                fix="mount it with flock (NFS: local_lock=none, Lustre: flock), or use another run.dir"
-                                ) from error
+            raise UserError(f"the file system of {self.folder.absolute()} takes no lock: {error.strerror}",
+                            where="run.dir", fix="use a run.dir on a file system with flock (Lustre: mounted with -o "
+                                                 "flock; NFS: with its lock service)") from error
+        if held:
+            self._lock.close()
             raise UserError(f"another job is working in {self.folder}", where="run.name",
-                            fix="wait for it, stop it with `megatron-rl stop`, or use another run.name") from error
+                            fix="wait for it, stop it with `megatron-rl stop`, or use another run.name")
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._lock.close()
+
+    def _locked(self) -> bool:
+        try:
+            patiently(lambda: fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB))
+        except OSError as error:
+            if error.errno in HELD:
+                return False
+            raise       # ENOSYS, ENOLCK, EOPNOTSUPP: nobody will ever have it
+        return True
 
     def new_attempt(self) -> Attempt:
         """Make the next attempt's folder and point `latest` at it."""
@@ -133,9 +150,16 @@ def fresh_name(run: Run) -> str:
     raise UserError(f"{run.dir} holds {FRESH_NAMES} runs named {run.name}", where="run.name", fix="choose another name")
 
 
-def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
-    """A reader sees the old file or the whole new one."""
+def write_atomically(path: Path, text: str, mode: int = 0o644, *, durable: bool = False) -> None:
+    """A reader sees the old file or the whole new one; with `durable` also after a crash of this machine."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(aside, path)
+
+    def write() -> None:
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(aside, path)
+
+    patiently(write)

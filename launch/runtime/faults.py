@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 
 from launch import envvars
 from launch.errors import UserError
 
 VARIABLE = "MEGATRON_RL_FAULT"
+SWAP = "MEGATRON_RL_FAULT_SWAP"
 ACTIONS = ("sleep", "exit", "raise")
 
 
@@ -33,3 +35,18 @@ def strike(component: str, point: str, step: int) -> None:
     elif parts[3] == "exit":
         os.kill(os.getpid(), signal.SIGKILL)
     raise RuntimeError(f"fault asked for by {VARIABLE}={wanted}")
+
+
+def swapped(node: str, gpus: Sequence[int]) -> tuple[int, ...]:
+    """`gpus`, two of them exchanged where `MEGATRON_RL_FAULT_SWAP=node:gpu:gpu` says so of this node: as if the driver
+    counted GPUs in another order than the placement."""
+    wanted = envvars.get(SWAP)
+    if not wanted:
+        return tuple(gpus)
+    parts = wanted.split(":")
+    if len(parts) != 3 or not (parts[1].isdecimal() and parts[2].isdecimal()):
+        raise UserError(f"{SWAP}={wanted} is not node:gpu:gpu", fix="for example h100-003:0:5")
+    if parts[0] != node:
+        return tuple(gpus)
+    one, other = int(parts[1]), int(parts[2])
+    return tuple({one: other, other: one}.get(gpu, gpu) for gpu in gpus)

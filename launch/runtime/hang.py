@@ -6,23 +6,26 @@ from a rank that is stuck inside a collective; a process that does not answer is
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
 from launch import processes
 from launch.errors import UserError
-from launch.runtime.attempts import Attempt
+from launch.runtime.attempts import Attempt, write_atomically
 from launch.runtime.components import ComponentRecord, components
+from launch.runtime.shared_files import names_in, read_shared
 
 STACK_SIGNAL = signal.SIGUSR1
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 _WAITS = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
-          "megatron/core/pipeline_parallel/p2p_communication.py", "megatron_rl/weight_sync/transport.py")
+          "megatron/core/pipeline_parallel/p2p_communication.py", "megatron_rl/weight_sync/transport.py",
+          "launch/runtime/file_barrier.py")
 """A process with one of these near the top of a stack waits for its peers: a collective, or a point-to-point call,
 whose wait happens in C++ below the caller."""
 _IDLE = ("ray/_private/workers/default_worker.py",)
@@ -46,12 +49,16 @@ def stack_file(attempt: Attempt, name: str) -> Path:
     return attempt.folder / "stacks" / f"{name}.txt"
 
 
-def take_stacks(attempt: Attempt, wait_s: float = 5.0) -> list[Stack]:
-    """Ask every component of the attempt on this node for its stacks and collect them. Processes that a library started
-    for a component have no handler of ours: py-spy looks into them from outside."""
+def take_stacks(attempt: Attempt, wait_s: float = 5.0, node: str | None = None) -> list[Stack]:
+    """Ask every component of the attempt for its stacks and collect them. Processes that a library started for a
+    component have no handler of ours: py-spy looks into them from outside.
+
+    Args:
+        node: the name of this node, where the attempt has several: only its components are asked.
+    """
     asked: list[tuple[ComponentRecord, int]] = []
     stacks = []
-    for record in components(attempt):
+    for record in components(attempt, node):
         file = stack_file(attempt, record.name)
         if not record.alive():
             stacks.append(Stack(record.name, "dead", "", file))
@@ -64,6 +71,22 @@ def take_stacks(attempt: Attempt, wait_s: float = 5.0) -> list[Stack]:
             _look_into(each.pid, stack_file(attempt, f"{record.name}-pid{each.pid}"), wait_s)
     stacks += [_collect(attempt, record, size, wait_s) for record, size in asked]
     return sorted(stacks, key=lambda stack: stack.name)
+
+
+def write_stacks(attempt: Attempt, node: str, stacks: list[Stack]) -> None:
+    """For the leader of a job on several nodes: what a node's supervisor saw."""
+    folder = attempt.folder / "nodes" / node
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "stacks.json", json.dumps([{**asdict(each), "file": str(each.file)} for each in stacks]),
+                     durable=True)
+
+
+def read_stacks(attempt: Attempt) -> list[Stack]:
+    """The stacks that all nodes have written, by name."""
+    folder = attempt.folder / "nodes"
+    found = [Stack(**{**values, "file": Path(values["file"])}) for node in names_in(folder)
+             for values in read_shared(folder / node / "stacks.json") or ()]
+    return sorted(found, key=lambda stack: stack.name)
 
 
 def _look_into(pid: int, file: Path, wait_s: float) -> None:

@@ -6,7 +6,6 @@ The launcher holds nothing of the job's state: it reads what the job writes into
 from __future__ import annotations
 
 import contextlib
-import errno
 import signal
 import sys
 import time
@@ -21,13 +20,13 @@ from launch.config.schema import RunConfig
 from launch.planner.place import LOCAL_NODE, LOOPBACK, place_local
 from launch.planner.prepare import Prepared
 from launch.ports import Ports, allocate
-from launch.report.history import JsonlTail, MetricsTail
 from launch.report.progress import Progress, make_progress
-from launch.runtime import components, hang, progress_file
+from launch.runtime import components, endings, hang, progress_file
 from launch.runtime.attempts import Attempt, RunFolder
 from launch.runtime.outcome import Outcome, read_outcome, write_outcome
 from launch.runtime.ray_node import ADDRESS_VARIABLE, RaySession, loopback_variables, start_head
 from launch.runtime.stop_file import STOP_FILE, stop_requested
+from launch.runtime.view import View
 
 LOOK_EVERY_S = 0.25
 DRIVER_GRACE_S = 5.0
@@ -77,7 +76,7 @@ class LocalJob:
             if outcome.status in ("crash", "hang"):
                 self.session.keep_logs(self.attempt.logs / "ray")
         except OSError as error:
-            outcome = self._disk_failed(error)
+            outcome = endings.no_space(self.attempt, error)
         finally:
             self._clean_up()
             self.session.remove()
@@ -92,23 +91,25 @@ class LocalJob:
         while driver.wait(LOOK_EVERY_S) is None:
             view.update()
             if self.interrupts > 1:
-                return self._ended("interrupted", "interrupted twice: ended without a checkpoint")
+                return endings.ended(self.attempt, "interrupted", "interrupted twice: ended without a checkpoint")
             if ray.returncode is not None:
-                return self._ended("crash", f"Ray ended with status {ray.returncode}", "ray", str(ray.log))
+                return endings.ended(self.attempt, "crash", f"Ray ended with status {ray.returncode}", "ray",
+                                     str(ray.log))
             progress = progress_file.read_progress(self.attempt.folder)
             if stop_requested(self.attempt.folder) and (progress is None or progress.phase == "start"):
-                return self._ended("stopped", "during start-up: nothing had been trained")
+                return endings.during_start_up(self.attempt)
             if progress is None or progress.phase == "end":
                 continue
             mourning = mourning or next(iter(components.dead(self.attempt, LOCAL_NODE)), None) and time.monotonic()
             if mourning and time.monotonic() - mourning > DRIVER_GRACE_S:
                 failure = components.first_failure(self.attempt, LOCAL_NODE)
-                return self._ended("crash", failure.message, failure.component, failure.log)
+                return endings.ended(self.attempt, "crash", failure.message, failure.component, failure.log)
             if progress_file.overdue(progress, self.config, time.time()):
-                return self._hang(progress)
+                return endings.hung(self.attempt, self.config, progress, hang.take_stacks(self.attempt))
         view.update()
-        return read_outcome(self.attempt.folder) or self._ended(
-            "crash", f"the driver ended with status {driver.returncode} without a word", "driver", str(driver.log))
+        return read_outcome(self.attempt.folder) or endings.ended(
+            self.attempt, "crash", f"the driver ended with status {driver.returncode} without a word", "driver",
+            str(driver.log))
 
     def _start(self) -> tuple[processes.Child, processes.Child]:
         """Ray's head and the driver, at the same time: the driver waits for the head."""
@@ -138,29 +139,6 @@ class LocalJob:
         before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         return lambda: [signal.signal(number, handler) for number, handler in before.items()] and None
 
-    def _ended(self, status: str, message: str, component: str | None = None, log: str | None = None) -> Outcome:
-        done = progress_file.steps_done(progress_file.read_progress(self.attempt.folder))
-        return Outcome(status=status, step=done, message=message, component=component, log=log)
-
-    def _hang(self, progress: progress_file.Progress) -> Outcome:
-        """Take the stacks and name the absent, unless the job has ended by itself just now."""
-        stacks = hang.take_stacks(self.attempt)
-        ended = read_outcome(self.attempt.folder)
-        if ended is not None:
-            return ended
-        guilty = hang.absent(stacks)
-        limit = progress_file.allowed_s(progress, self.config)
-        message = (f"no progress for {limit:.0f} s in step {progress.step}, phase {progress.phase}\n"
-                   f"{hang.explain(stacks)}\nstacks: {self.attempt.folder / 'stacks'}")
-        name = guilty[0].name if guilty else None
-        return self._ended("hang", message, name, str(self.attempt.logs / f"{name}.log") if name else None)
-
-    def _disk_failed(self, error: OSError) -> Outcome:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise error
-        return self._ended("user_error", f"no space left to write {error.filename or self.attempt.folder}: free some, or "
-                                         "set run.dir to another disk. Complete checkpoints are untouched")
-
     def _clean_up(self) -> None:
         """End every process that carries this attempt's mark, wherever it has moved in the process tree. Ray's own
         processes drain for longer than anybody needs once the actors are gone: hence the short grace."""
@@ -169,22 +147,3 @@ class LocalJob:
         if left:
             processes.end_processes(left, grace_s=0.0)
 
-
-class View:
-    """Feeds the display from what the job writes."""
-
-    def __init__(self, folder: Path, display: Progress) -> None:
-        self._folder, self._display, self._said = folder, display, ""
-        self._metrics, self._warnings = MetricsTail(folder / "metrics.jsonl"), JsonlTail(folder / "warnings.jsonl")
-
-    def update(self) -> None:
-        progress = progress_file.read_progress(self._folder)
-        if progress and (progress.step == 0 or progress.phase in progress_file.AFTER_THE_STEP):
-            text = f"{progress.phase}: {progress.detail}"
-            if text != self._said:
-                self._display.phase(text)
-            self._said = text
-        for row in self._metrics.poll():
-            self._display.step(int(row["step"]), row)
-        for warning in self._warnings.poll():
-            self._display.message(f"warning {warning['code']}: {warning['message']}")

@@ -9,12 +9,16 @@ from pydantic import BaseModel, ConfigDict
 
 from launch.exit_codes import ExitCode
 from launch.runtime.attempts import write_atomically
+from launch.runtime.shared_files import read_shared
 
 FILE = "outcome.json"
-Status = Literal["finished", "stopped", "user_error", "crash", "hang", "interrupted"]
+Status = Literal["finished", "stopped", "user_error", "crash", "hang", "interrupted", "hardware_fault", "node_failure",
+                 "preflight", "died"]
+"""`died`: the attempt left no outcome, the next one wrote it. The last four happen in jobs on a cluster."""
 EXIT_CODES: dict[Status, ExitCode] = {
     "finished": ExitCode.OK, "stopped": ExitCode.OK, "user_error": ExitCode.USER_ERROR, "crash": ExitCode.CRASH,
-    "hang": ExitCode.HANG, "interrupted": ExitCode.INTERRUPTED}
+    "hang": ExitCode.HANG, "interrupted": ExitCode.INTERRUPTED, "hardware_fault": ExitCode.HARDWARE_FAULT,
+    "node_failure": ExitCode.HARDWARE_FAULT, "preflight": ExitCode.PREFLIGHT, "died": ExitCode.HARDWARE_FAULT}
 
 
 class Outcome(BaseModel):
@@ -29,6 +33,8 @@ class Outcome(BaseModel):
     """The process at fault, such as `trainer-2`."""
     log: str | None = None
     """Its log."""
+    nodes: tuple[str, ...] = ()
+    """Nodes at fault, or on which the process at fault ran."""
 
     @property
     def exit_code(self) -> ExitCode:
@@ -41,5 +47,4 @@ def write_outcome(attempt_folder: Path, outcome: Outcome) -> None:
 
 def read_outcome(attempt_folder: Path) -> Outcome | None:
     """None while the attempt has not ended, or when it died without a word."""
-    path = attempt_folder / FILE
-    return Outcome.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
+    return read_shared(attempt_folder / FILE, Outcome.model_validate_json)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from launch.config.schema import RunConfig
 from launch.runtime.attempts import write_atomically
+from launch.runtime.shared_files import read_shared
 
 FILE = "progress.json"
 AFTER_THE_STEP = ("eval", "save", "export", "end")
@@ -36,8 +37,8 @@ def write_progress(folder: Path, step: int, phase: str, detail: str = "", expect
 
 
 def read_progress(folder: Path) -> Progress | None:
-    path = folder / FILE
-    return Progress(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+    values = read_shared(folder / FILE)
+    return None if values is None else Progress(**values)
 
 
 INSIDE_FIRST = 1.5

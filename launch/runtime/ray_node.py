@@ -1,8 +1,13 @@
-"""Ray on one node: how a raylet is started, with every port pinned, token authentication and the job's interface."""
+"""Ray on one node: how a raylet is started, with every port pinned, token authentication and the job's interface.
+
+One node of a job runs the head, the others a raylet that joins it. Several nodes may share a host (and so an address)
+when they are simulated: each has its own scratch folder, its own name and its own block of ports.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -11,35 +16,79 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import psutil
+from typing import IO
 
 from launch import processes
+from launch.config.schema import RunConfig
+from launch.errors import UserError
 from launch.ports import Ports
-from launch.runtime.components import Pid
 
 ADDRESS_VARIABLE = "MEGATRON_RL_RAY_ADDRESS"
 """Tells the driver where the head listens."""
 PREFIX, OWNER = "mrl-", "owner"
+SOCKET_BYTES = 107
+"""Most that the path of a socket may have (sun_path of unix(7), less its end)."""
+LONGEST_SOCKET = "/session_2026-12-31_23-59-59_999999_4194304/sockets/plasma_store.9"
+"""What Ray appends to its temporary folder (`_private/node.py`), with the highest pid of Linux."""
+SHORT = Path("/tmp")
 OBJECT_STORE_BYTES = 256 << 20
-LOGICAL_CPUS = 1024
-"""Actors are pinned by node name and take no Ray CPUs; the number only must not stand in the way."""
+"""At least; actors of a small run exchange megabytes."""
+BYTES_A_TOKEN = 32
+"""Of a step's completions in the object store of the driver's node: id and log-prob, as they come and as they go on to
+the training ranks, and as much again."""
+LOGICAL_CPUS = 16
+"""Actors are pinned by node name and take no Ray CPUs. So many workers start at a time, and so many idle ones are kept:
+Ray's own number is the node's cores, a storm on nodes that have hundreds."""
+MANY_NODES = 32
+FOR_MANY_NODES = {
+    "RAY_gcs_server_rpc_server_thread_num": "64", "RAY_gcs_rpc_server_connect_timeout_s": "120",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "120", "RAY_gcs_server_request_timeout_seconds": "120",
+    "RAY_worker_register_timeout_seconds": "120"}
+"""From `MANY_NODES` on: hundreds of actors register at once, and Ray's defaults (a quarter of the head's cores, 5 s to
+connect, 60 s to register) lose some of them, which shows as a hang in NCCL later (NeMo-RL#3089)."""
+REGISTERED = "Ray runtime started."
+"""`ray start` says so when the control store lists its node (`Node.__init__` asks until it does)."""
+
+
+def new_folder() -> Path:
+    """A private folder for a session: where temporary files go, or under /tmp where that path is too long for Ray's
+    sockets.
+
+    Raises:
+        UserError: the folder cannot be made.
+    """
+    wanted = Path(tempfile.gettempdir())
+    length = len(os.fsencode(f"{wanted}/{PREFIX}12345678/r{LONGEST_SOCKET}"))
+    parent = wanted if length <= SOCKET_BYTES else SHORT
+    try:
+        return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    except OSError as error:
+        why = "" if parent == wanted else (f"; in {wanted} the paths of Ray's sockets would have {length} bytes, and "
+                                           f"{SOCKET_BYTES} is the most")
+        raise UserError(f"cannot make a folder for Ray in {parent}: {error.strerror}{why}", where="TMPDIR",
+                        fix="name a folder that you may write, with a path of at most "
+                            f"{len(os.fsencode(wanted)) - length + SOCKET_BYTES} bytes, as scratch in the site "
+                            "profile, or in TMPDIR") from error
 
 
 @dataclass
 class RaySession:
-    """Ray's scratch folder and token, gone at the end. The folder is private to this user (Ray makes its own part of it
-    open to everybody) and its name is short, since a socket's path has 107 bytes."""
+    """Ray's scratch folder on one node, and the job's token; gone at the end. The folder is private to this user (Ray
+    makes its own part of it open to everybody)."""
 
-    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix=PREFIX)))
+    folder: Path = field(default_factory=new_folder)
+    secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+    """The token. The head's node draws it, the other nodes of the job are given the same."""
+    nodes: int = 1
+    """Of the job."""
+    object_store_bytes: int = OBJECT_STORE_BYTES
 
     def __post_init__(self) -> None:
         sweep()
-        owner = psutil.Process()
-        (self.folder / OWNER).write_text(f"{owner.pid} {owner.create_time()}", encoding="ascii")
+        self._owner = _owned(self.folder)
         descriptor = os.open(self.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(secrets.token_hex(32))
+            file.write(self.secret)
 
     @property
     def token(self) -> Path:
@@ -57,7 +106,13 @@ class RaySession:
             "RAY_AUTH_TOKEN_PATH": str(self.token),
             "RAY_enable_worker_prestart": "0",
             "RAY_prestart_worker_first_driver": "0",
+            **(FOR_MANY_NODES if self.nodes >= MANY_NODES else {}),
         }
+
+    def __str__(self) -> str:
+        """For the log."""
+        settings = " ".join(f"{name}={value}" for name, value in self.variables().items() if "TOKEN" not in name)
+        return f"Ray in {self.folder}, object store {self.object_store_bytes >> 20} MiB, {settings}"
 
     def keep_logs(self, destination: Path) -> None:
         """Copy Ray's own logs aside, for an attempt that failed."""
@@ -67,16 +122,38 @@ class RaySession:
                 shutil.copytree(logs, destination, dirs_exist_ok=True, ignore_dangling_symlinks=True)
 
     def remove(self) -> None:
+        self._owner.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def object_store_bytes(config: RunConfig, free_shm: int) -> int:
+    """What the completions of a step may take, and no more than half of the shared memory that is free: Ray would go to
+    the disk with the rest either way."""
+    completions = config.algorithm.prompts_per_step * config.algorithm.group_size
+    tokens = completions * (config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
+    return max(OBJECT_STORE_BYTES, min(tokens * BYTES_A_TOKEN, free_shm // 2))
+
+
 def sweep() -> None:
-    """Remove the folders of sessions whose launcher is gone: one that was killed could not tidy up."""
-    for owner in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{OWNER}"):
-        with contextlib.suppress(OSError, ValueError):  # another user's, or removed meanwhile
-            pid, started = owner.read_text(encoding="ascii").split()
-            if owner.stat().st_uid == os.getuid() and not Pid(int(pid), float(started)).alive():
-                shutil.rmtree(owner.parent, ignore_errors=True)
+    """Remove the folders of sessions whose launcher is gone: one that was killed could not tidy up. Whoever lives holds
+    a lock; a pid would say nothing across containers, which each count their own."""
+    for parent in dict.fromkeys((Path(tempfile.gettempdir()), SHORT)):
+        for owner in parent.glob(f"{PREFIX}*/{OWNER}"):
+            with contextlib.suppress(OSError), owner.open("rb") as file:    # held, another user's, or removed meanwhile
+                if os.fstat(file.fileno()).st_uid == os.getuid():
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(owner.parent, ignore_errors=True)
+
+
+def _owned(folder: Path) -> IO[bytes]:
+    """The folder's owner file, locked for as long as this process keeps it open. It gets its name when it is locked:
+    from the first moment nobody sweeps the folder. (Children do not inherit it, `open` sees to that.)"""
+    aside = folder / f".{OWNER}"
+    file = aside.open("wb")
+    with contextlib.suppress(OSError):      # a file system without locks: nobody else can lock it, or sweep, either
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    aside.rename(folder / OWNER)
+    return file
 
 
 def loopback_variables() -> dict[str, str]:
@@ -87,20 +164,13 @@ def loopback_variables() -> dict[str, str]:
 
 def head_command(session: RaySession, ports: Ports, *, node: str, address: str) -> list[str]:
     """`ray start --head` for this node. Pure."""
-    low, high = ports.ray_worker_range
-    return [
-        sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block",
-        "--node-ip-address", address, "--node-name", node, "--port", str(ports.ray_gcs),
-        "--node-manager-port", str(ports.ray_node_manager), "--object-manager-port", str(ports.ray_object_manager),
-        "--min-worker-port", str(low), "--max-worker-port", str(high),
-        "--ray-client-server-port", str(ports.ray_client),
-        "--include-dashboard", "false", "--dashboard-host", "127.0.0.1", "--dashboard-port", str(ports.ray_dashboard),
-        "--dashboard-agent-listen-port", str(ports.ray_dashboard_agent),
-        "--dashboard-agent-grpc-port", str(ports.ray_dashboard_agent_grpc),
-        "--runtime-env-agent-port", str(ports.ray_runtime_env), "--metrics-export-port", str(ports.ray_metrics),
-        "--num-cpus", str(LOGICAL_CPUS), "--num-gpus", "0", "--object-store-memory", str(OBJECT_STORE_BYTES),
-        "--temp-dir", str(session.scratch), "--include-log-monitor", "false", "--disable-usage-stats", "--no-monitor",
-    ]
+    return [*_start(session, ports, node, address), "--head", "--port", str(ports.ray_gcs),
+            "--ray-client-server-port", str(ports.ray_client), "--include-dashboard", "false", "--no-monitor"]
+
+
+def raylet_command(session: RaySession, ports: Ports, *, node: str, address: str, head: str) -> list[str]:
+    """`ray start --address=HEAD` for a further node. Pure."""
+    return [*_start(session, ports, node, address), "--address", head]
 
 
 def start_head(session: RaySession, ports: Ports, *, node: str, address: str, environment: Mapping[str, str],
@@ -108,3 +178,31 @@ def start_head(session: RaySession, ports: Ports, *, node: str, address: str, en
     """Start the head. It is up when the driver has counted its nodes, not when this returns."""
     return processes.start("ray", head_command(session, ports, node=node, address=address), log=log,
                            environment={**environment, **session.variables()})
+
+
+def start_raylet(session: RaySession, ports: Ports, *, node: str, address: str, head: str,
+                 environment: Mapping[str, str], log: Path) -> processes.Child:
+    """Start a further node of the Ray whose control store is at `head` (address:port)."""
+    return processes.start("ray", raylet_command(session, ports, node=node, address=address, head=head), log=log,
+                           environment={**environment, **session.variables()})
+
+
+def registered(ray: processes.Child) -> bool:
+    """Whether the node that this process started is known to Ray's control store."""
+    return ray.log.exists() and REGISTERED in ray.log.read_text(encoding="utf-8", errors="replace")
+
+
+def _start(session: RaySession, ports: Ports, node: str, address: str) -> list[str]:
+    low, high = ports.ray_worker_range
+    return [
+        sys.executable, "-m", "ray.scripts.scripts", "start", "--block",
+        "--node-ip-address", address, "--node-name", node,
+        "--node-manager-port", str(ports.ray_node_manager), "--object-manager-port", str(ports.ray_object_manager),
+        "--min-worker-port", str(low), "--max-worker-port", str(high),
+        "--dashboard-host", "127.0.0.1", "--dashboard-port", str(ports.ray_dashboard),
+        "--dashboard-agent-listen-port", str(ports.ray_dashboard_agent),
+        "--dashboard-agent-grpc-port", str(ports.ray_dashboard_agent_grpc),
+        "--runtime-env-agent-port", str(ports.ray_runtime_env), "--metrics-export-port", str(ports.ray_metrics),
+        "--num-cpus", str(LOGICAL_CPUS), "--num-gpus", "0", "--object-store-memory", str(session.object_store_bytes),
+        "--temp-dir", str(session.scratch), "--include-log-monitor", "false", "--disable-usage-stats",
+    ]

@@ -1,5 +1,5 @@
-"""What a job says last: how it ended, the reward curve, where everything lies, plan against measured, or the first error
-and its log."""
+"""What a job says last: how it ended, the reward curve, where everything lies, plan against measured, or the first
+error and its log."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from launch.runtime.attempts import Attempt, write_atomically
 from launch.runtime.outcome import Outcome
 
 LOG_TAIL_LINES = 15
+REHEARSAL = "rehearsal.txt"
+"""What a rehearsal found (`launch.runtime.rehearsal`), instead of a trained model."""
 
 
 def print_end(attempt: Attempt, outcome: Outcome) -> None:
@@ -27,7 +29,12 @@ def print_end(attempt: Attempt, outcome: Outcome) -> None:
         print(closing_summary(attempt.run_folder, history, report))
         if compared is not None:
             print(comparison_text(compared))
-    if outcome.status == "finished":
+    rehearsal = attempt.folder / REHEARSAL
+    if rehearsal.exists():
+        print(rehearsal.read_text(encoding="utf-8"))
+    if outcome.status == "finished" and rehearsal.exists():
+        print(f"rehearsed    {attempt.folder}")
+    elif outcome.status == "finished":
         exported = attempt.exported(outcome.step)
         if exported.exists():
             print(f"model        {exported}")

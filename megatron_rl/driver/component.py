@@ -9,9 +9,11 @@ import gc
 import inspect
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,6 +34,7 @@ def begin(attempt_folder: str | Path, name: str, node: str, *, own_log: bool = T
         node: name of the node it runs on.
         own_log: send stdout and stderr, those of C++ included, to `logs/<name>.log`.
     """
+    _keep_term_blocked()
     attempt = Attempt(Path(attempt_folder))
     record = register(attempt, name, node)
     if own_log:
@@ -46,6 +49,16 @@ def begin(attempt_folder: str | Path, name: str, node: str, *, own_log: bool = T
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True,
                         format=f"%(asctime)s {name} %(levelname)s %(message)s")
     return attempt
+
+
+def _keep_term_blocked() -> None:
+    """A Slurm job's processes start with SIGTERM blocked (`launch.runtime.supervisor`), so that a preemption's does not
+    end them. Python unblocks it in the thread that first needs multiprocessing's resource tracker: it is started
+    here."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    if signal.SIGTERM in before:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def settle() -> None:

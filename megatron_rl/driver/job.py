@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 SCORED_AT_ONCE = 64
 """Samples a reward process gets between two signs of life."""
+STOP_S = 180.0
+"""How long the actors may take to close, however long they may take to start."""
 ASK_EVERY_S = 2.0
 """How often the engines are asked for signs of progress during a rollout."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -62,9 +64,9 @@ class Job:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind is None:  # after a failure the actors stay as they are, so that the cause can be told
             gather({name: engine.stop.remote() for name, engine in self.engines.items()}, "stopping the engines",
-                   self.deadline_s)
+                   STOP_S)
             gather({name: worker.close.remote() for name, worker in self.rewards.items()}, "stopping the rewards",
-                   self.deadline_s)
+                   STOP_S)
             ray.shutdown()
         self._events.close()
 
@@ -173,8 +175,11 @@ class Job:
             gather({name: actor.export.remote(str(folder), part) for name, actor in actors.items()}, "export")
 
     def _environment(self, role: envvars.Role, node: str, gpus: Sequence[int]) -> dict[str, str]:
-        return envvars.environment(role, self.plan.device, self.config, job=self.attempt.mark, gpus=gpus,
-                                   address=self.placement.addresses[node])
+        variables = envvars.environment(role, self.plan.device, self.config, job=self.attempt.mark, gpus=gpus,
+                                        interface=self.placement.interface(node),
+                                        address=self.placement.addresses[node],
+                                        nics=self.placement.nics.get(node, ()))
+        return {**variables, envvars.NODE: node}
 
 
 def refuse_disagreement(facts: Mapping[str, Mapping[str, Any]]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -48,11 +50,22 @@ def test_a_folder_that_cannot_be_written_is_the_users_error(tmp_path):
         RunFolder(run(tmp_path)).__enter__()
 
 
+@pytest.mark.parametrize("wait_s", [0.0, 60.0])
+def test_a_file_system_without_locks_is_not_taken_for_another_job(monkeypatch, tmp_path, wait_s):
+    def refuses(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuses)        # no such file system is at hand
+    with pytest.raises(UserError, match="takes no lock: No locks available.*\n.*run.dir\n.*NFS"):
+        RunFolder(run(tmp_path), wait_s=wait_s).__enter__()
+
+
 def test_processes_of_other_nodes_are_never_judged_by_their_pids(tmp_path):
     with RunFolder(run(tmp_path)) as folder:
         attempt = folder.new_attempt()
     gone = ComponentRecord("trainer-0", Pid(2**22 - 1, 0.0), "elsewhere", "log")
-    (attempt.folder / "components" / "trainer-0.json").write_text(json.dumps(asdict(gone)))
+    (attempt.folder / "components" / "elsewhere").mkdir()
+    (attempt.folder / "components" / "elsewhere" / "trainer-0.json").write_text(json.dumps(asdict(gone)))
     assert dead(attempt, "here") == [] and dead(attempt, "elsewhere") == [gone]
 
 

@@ -1,0 +1,299 @@
+"""After an attempt: was it a node's fault, what follows, and doing it. Whatever fails on the way is said and does not
+keep the job from what follows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launch.config.load import LoadedConfig, load_config
+from launch.errors import UserError
+from launch.exit_codes import ExitCode
+from launch.health.check import Check, checks_from_json
+from launch.health.ledger import Ledger
+from launch.runtime.attempts import Attempt, write_atomically
+from launch.runtime.decide import CRASHES, Decision, decide
+from launch.runtime.find_run import attempts_of, read_json
+from launch.runtime.history import PastAttempt, append, read_history
+from launch.runtime.node_files import JOB, all_nodes
+from launch.runtime.outcome import Outcome
+from launch.runtime.stop_file import stop_reason, stopping_for_s
+from launch.slurm.client import JobRecord, Slurm
+from launch.slurm.job_facts import JobFacts
+from launch.slurm.refusals import SlurmError, names
+from launch.slurm.same_job import options_like
+
+BLAMED = ("node_failure", "hardware_fault")
+
+
+@dataclass(frozen=True)
+class Going:
+    """What an attempt that follows is made from."""
+
+    before: Sequence[PastAttempt]
+    min_nodes: int | None
+    words: Sequence[str]
+    record: JobRecord | None
+    """This job, if Slurm has just told of it."""
+
+
+@dataclass
+class Aftermath:
+    """What the leader does when its processes have ended."""
+
+    slurm: Slurm
+    facts: JobFacts
+    attempt: Attempt
+    ledger: Ledger
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.slurm = self.slurm.patient(self.say)
+
+    def with_evidence(self, outcome: Outcome) -> Outcome:
+        """A crash or a hang is a hardware fault where the checks after it find one. Faulty nodes go into the ledger. An
+        end by Slurm after a request to stop says that the time was too short."""
+        if outcome.status in ("crash", "hang"):
+            found = self._found()
+            if found:
+                lines = "; ".join(f"{node}: {check.name}: {check.evidence}" for node, check in found.items())
+                outcome = outcome.model_copy(update={"status": "hardware_fault", "nodes": tuple(found), "message":
+                                                     f"{lines}\nseen as: {outcome.message}"})
+        if outcome.status in BLAMED:
+            self._blame(outcome.status, outcome.message, outcome.nodes)
+        if outcome.status == "interrupted" and stop_reason(self.attempt.folder) not in (None, "user"):
+            asked = f"{stop_reason(self.attempt.folder)}) {stopping_for_s(self.attempt.folder):.0f} s before"
+            outcome = outcome.model_copy(update={"message": f"{outcome.message}; it had been asked to stop ({asked}, "
+                                                 "too short for the step and the checkpoint: raise run.stop_margin_s"})
+        return outcome
+
+    def conclude(self, past: PastAttempt, before: Sequence[PastAttempt], loaded: LoadedConfig, words: Sequence[str],
+                 code: ExitCode | None) -> int:
+        """Decide, write the attempt's line, and do what was decided. Returns the exit code of the job.
+
+        Args:
+            code: of an error that has one of its own.
+        """
+        run, record = loaded.config.run, None
+        decision = decide(past, before, run.max_attempts)
+        if past.status == "interrupted" or not decision.ends_the_run:
+            record = self._record()
+            past = _with_slurms_reason(past, record, self.facts)
+            decision = self._as_slurm_has_it(decide(past, before, run.max_attempts), record)
+        if run.work == "rehearse" and not decision.ends_the_run:
+            decision = replace(decision, action="stop", why=f"{decision.why}; a rehearsal is not repeated")
+        exit_code = code if code is not None and decision.ends_the_run else decision.exit_code
+        past = past.model_copy(update={"decision": decision.action, "why": decision.why, "exit_code": int(exit_code)})
+        self.say(f"{decision.action}: {decision.why}")
+        self._note(past)            # first: what follows may end this process, or fail
+        if decision.by_slurm:
+            return int(exit_code)
+        if past.status in CRASHES:
+            self._blame(past.status, past.message, decision.exclude)
+        if not decision.ends_the_run:
+            return self._go_on(past, Going(before, run.min_nodes, words, record))
+        if decision.action == "done" or exit_code == ExitCode.NO_PROGRESS:
+            self._cancel_successors(loaded, words)
+        return int(exit_code)
+
+    # ---- going on --------------------------------------------------------------------------------------------------
+
+    def _go_on(self, past: PastAttempt, going: Going) -> int:
+        """As was decided, or else the other way: sites forbid either, and a partition may have no further node."""
+        ways = [self._requeue, self._submit]
+        for way in ways if past.decision == "requeue" else reversed(ways):
+            code = way(past, going)
+            if code is not None:
+                return int(code)
+        code = past.exit_code or int(ExitCode.UNFINISHED)
+        self.say("the run can go on, and nothing does it: submit the job again")
+        self._note(past.model_copy(update={"exit_code": code, "why": f"{past.why}; neither requeued nor submitted: see "
+                                                                     "the job's output"}))
+        return code
+
+    def _requeue(self, past: PastAttempt, going: Going) -> ExitCode | None:
+        """This job again. None if Slurm does not do it."""
+        if not self.facts.requeue:
+            return None
+        if past.decision != "requeue":
+            self._note(past.model_copy(update={"decision": "requeue"}))
+        self.say("requeued: Slurm starts it again in some two minutes at the earliest")
+        try:
+            self.slurm.requeue(self.facts.job_id)
+        except SlurmError as error:
+            record = self._record()
+            if record is None or record.restarts <= self.facts.restart_count:   # else done: only the answer was lost
+                self.say(f"not requeued: {error.what}")
+                return None
+        return ExitCode.OK
+
+    def _submit(self, past: PastAttempt, going: Going) -> ExitCode | None:
+        """A fresh job of the same script, shape and words, without the bad nodes: a running job's exclusions cannot be
+        changed, and a requeue may give the bad node back. None if there is none."""
+        script = (self.attempt.folder / "job.sbatch").resolve()
+        try:
+            record = going.record or self.slurm.show_job(self.facts.job_id)
+            text = self.slurm.batch_script(self.facts.job_id)
+            write_atomically(script, text, mode=0o600)
+            sizes, bad = self._shape(going)
+            like = [*options_like(record, text), *([f"--exclude={','.join(bad)}"] if bad else []),
+                    *([f"--chdir={record.work_dir}"] if record.work_dir != self.facts.submit_dir else [])]
+            successor = self._first_taken(script, going.words, [[*like, f"--nodes={nodes}"] for nodes in sizes])
+        except (UserError, OSError) as error:
+            self.say(f"no fresh job: {error}")
+            return None
+        self.say(f"job {successor} goes on" + (f", without {', '.join(bad)}" if bad else ""))
+        code = ExitCode(past.exit_code or ExitCode.UNFINISHED)      # what depends on this job waits for the whole run
+        self._note(past.model_copy(update={"decision": "fresh", "successor": successor, "excluded": bad,
+                                           "exit_code": int(code)}))
+        return code
+
+    def _first_taken(self, script: Path, words: Sequence[str], choices: Sequence[Sequence[str]]) -> str:
+        """The job of the first options that Slurm does not refuse for the number of nodes."""
+        folder = Path(self.facts.submit_dir) if self.facts.submit_dir else None
+        for number, options in enumerate(choices):
+            try:
+                return self.slurm.submit_once(script, words, options, name=self.facts.name,
+                                              cwd=folder if folder and folder.is_dir() else None)
+            except SlurmError as error:
+                if number == len(choices) - 1 or "nodes" not in names(error):
+                    raise
+                self.say(f"{options[-1]}: {error.what}")
+        raise AssertionError("there is always a choice")
+
+    def _shape(self, going: Going) -> tuple[list[str], tuple[str, ...]]:
+        """(values of --nodes to try in turn, nodes to exclude): what the user excluded, and the ledger's nodes, capped
+        by the size of the partition and as long as enough remain. Where fewer are left than the run's first job had,
+        as many as there are will do, down to `run.min_nodes`."""
+        first = self._first_job(going.before)
+        wanted = len(first.get("nodes", self.facts.nodes))
+        least = min(going.min_nodes or wanted, wanted)
+        usable = self.slurm.usable(self.facts.partition, self.facts.reservation)
+        users = tuple(first.get("excluded", self.facts.excluded))
+        self.ledger.cluster_nodes = len(usable)
+        bad: list[str] = []
+        for node in self.ledger.excluded():
+            if len(set(usable) - {*users, *bad, node}) >= least:
+                bad.append(node)
+            else:
+                self.say(f"{node} is in the ledger and not excluded: fewer than {least} nodes would remain in "
+                         f"partition {self.facts.partition}")
+        left = sum(fit for node, fit in usable.items() if node not in (*users, *bad))
+        sizes = [] if least < wanted and left < wanted else [str(wanted)]
+        sizes += [f"{min(wanted - 1, max(least, left))}-{wanted}"] if least < wanted else []
+        return sizes, tuple(dict.fromkeys((*users, *bad)))
+
+    def _first_job(self, before: Sequence[PastAttempt]) -> dict:
+        """What is written of the job that a person submitted: its nodes, and those that the user excluded. A job that
+        followed another excludes that one's automatic ones too, which expire."""
+        return read_json(self.attempt.run_folder / "attempts" / str(before[0].attempt) / JOB) if before else {}
+
+    def _record(self) -> JobRecord | None:
+        """What Slurm says of this job now."""
+        try:
+            return self.slurm.show_job(self.facts.job_id)
+        except SlurmError as error:
+            self.say(f"asked Slurm for the state of this job: {error.what}")
+            return None
+
+    def _as_slurm_has_it(self, decision: Decision, job: JobRecord | None) -> Decision:
+        """Who cancels a job does not want it back; one that Slurm has preempted goes on; and one that Slurm restarts by
+        itself, since a node failed or for a preemption, needs nothing."""
+        if job is None:
+            return decision
+        if job.restarts > self.facts.restart_count:
+            return Decision("requeue", decision.exit_code, f"{decision.why}; Slurm restarts the job by itself",
+                            by_slurm=True)
+        if _preempted(job):
+            return decision
+        if job.state == "CANCELLED" or (job.state == "COMPLETING" and job.reason != "TimeLimit"):
+            return Decision("stop", decision.exit_code or ExitCode.INTERRUPTED,
+                            f"the job was cancelled ({decision.why})")
+        return decision
+
+    # ---- the end of the run ----------------------------------------------------------------------------------------
+
+    def _cancel_successors(self, loaded: LoadedConfig, words: Sequence[str]) -> None:
+        """Jobs of this run that wait for this one (a chain submitted beforehand, or a fresh job of an earlier attempt)
+        have nothing to do. A job's name is that of its script, which other runs share: a job is of this run if it
+        would start by the same command in the same folder, and the configuration still says the same run. The jobs of
+        an array have one command, and each its own run."""
+        if loaded.config.run.work == "rehearse":
+            return
+        commands = {(each.get("command"), each.get("submit_dir")) for each in
+                    (read_json(folder / JOB) for folder in attempts_of(self.attempt.run_folder))}
+        successors = {past.successor for past in read_history(self.attempt.run_folder)}
+        try:
+            waiting = [self.slurm.show_job(job.job_id) for job in self.slurm.queue(name=self.facts.name)
+                       if job.state == "PENDING" and job.job_id != self.facts.job_id and not job.of_array]
+            of_this_run = [job for job in waiting
+                           if job.job_id in successors or (job.command, job.work_dir) in commands]
+            if of_this_run and not _same_run(loaded, words):
+                return self.say(f"{loaded.path} names another run now: jobs that wait are left alone")
+            for job in of_this_run:
+                self.slurm.cancel(job.job_id)
+                self.say(f"cancelled job {job.job_id}, which waited to go on with this run")
+        except SlurmError as error:
+            self.say(f"jobs that wait for this one could not be cancelled: {error.what}")
+
+    def _note(self, past: PastAttempt) -> None:
+        """The attempt's line; of two lines the later counts. Without it the next attempt reads the outcome."""
+        try:
+            append(self.attempt.run_folder, past)
+        except OSError as error:
+            self.say(f"attempts.jsonl could not be written: {error}")
+
+    # ---- whose fault it was ----------------------------------------------------------------------------------------
+
+    def _blame(self, status: str, message: str, nodes: Sequence[str]) -> None:
+        for node in nodes:
+            try:
+                self.ledger.add(node, f"{status.replace('_', ' ')}: {(message.splitlines() or [''])[0]}",
+                                self._evidence(node), self.facts.job_id)
+            except (UserError, OSError) as error:
+                self.say(f"{node} could not be written into the ledger: {error}")
+
+    def _found(self) -> dict[str, Check]:
+        """The first critical finding of each node after the failure."""
+        found = {}
+        for files in all_nodes(self.attempt):
+            try:
+                text = (files.folder / "aftermath.json").read_text(encoding="utf-8")
+                checks = checks_from_json(json.loads(text))
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, KeyError, TypeError, UserError) as error:
+                self.say(f"{files.node}: its checks after the failure cannot be read: {error}")
+                continue
+            critical = next((check for check in checks if check.severity == "critical"), None)
+            if critical is not None:
+                found[files.node] = critical
+        return found
+
+    def _evidence(self, node: str) -> str:
+        folder = self.attempt.folder / "nodes" / node
+        return str(next((folder / name for name in ("aftermath.json", "beat") if (folder / name).exists()), folder))
+
+
+def _same_run(loaded: LoadedConfig, words: Sequence[str]) -> bool:
+    """Whether the configuration, read again, is still of the same run: its file may have been edited since."""
+    try:
+        run, now = loaded.config.run, load_config(loaded.path, words).config.run
+    except UserError:
+        return False
+    return (run.dir, run.name, run.work) == (now.dir, now.name, now.work)
+
+
+def _with_slurms_reason(past: PastAttempt, record: JobRecord | None, facts: JobFacts) -> PastAttempt:
+    """An end by Slurm whose signal came too late, or never, to be made a request to stop: Slurm's record says why."""
+    if past.status != "interrupted" or past.stop_reason is not None or record is None:
+        return past
+    if record.restarts > facts.restart_count or _preempted(record):
+        return past.model_copy(update={"stop_reason": "preemption"})
+    return past.model_copy(update={"stop_reason": "time-limit"}) if record.reason == "TimeLimit" else past
+
+
+def _preempted(record: JobRecord) -> bool:
+    return record.fields.get("PreemptTime", "") not in ("", "None")

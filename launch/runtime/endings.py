@@ -1,0 +1,81 @@
+"""The outcomes that a launcher writes where the job itself could not: on this machine and on a cluster the same."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.config.schema import RunConfig
+from launch.runtime import hang, progress_file
+from launch.runtime.attempts import Attempt
+from launch.runtime.outcome import Outcome, Status, read_outcome
+from launch.slurm.srun_log import LOST, failed_nodes, refused
+
+MOST_AT_FAULT = 0.5
+"""Where more than this share of at least three nodes fails alike, it is not the nodes' fault."""
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+def ended(attempt: Attempt, status: Status, message: str, component: str | None = None, log: str | None = None,
+          nodes: Sequence[str] = ()) -> Outcome:
+    """How the attempt ended, with the steps that its progress file shows."""
+    done = progress_file.steps_done(progress_file.read_progress(attempt.folder))
+    return Outcome(status=status, step=done, message=message, component=component, log=log, nodes=tuple(nodes))
+
+
+def hung(attempt: Attempt, config: RunConfig, progress: progress_file.Progress, stacks: list[hang.Stack]) -> Outcome:
+    """The outcome of a hang: names the absent. If the job has ended by itself meanwhile, what it wrote."""
+    written = read_outcome(attempt.folder)
+    if written is not None:
+        return written
+    guilty = hang.absent(stacks)
+    limit = progress_file.allowed_s(progress, config)
+    message = (f"no progress for {limit:.0f} s in step {progress.step}, phase {progress.phase}\n"
+               f"{hang.explain(stacks)}\nstacks: {attempt.folder / 'stacks'}")
+    name = guilty[0].name if guilty else None
+    return ended(attempt, "hang", message, name, str(attempt.logs / f"{name}.log") if name else None)
+
+
+def during_start_up(attempt: Attempt) -> Outcome:
+    """A stop before anything was trained."""
+    return ended(attempt, "stopped", "during start-up: nothing had been trained")
+
+
+def no_space(attempt: Attempt, error: OSError) -> Outcome:
+    """A full disk is the user's to mend. Other errors are raised again."""
+    if error.errno not in NO_SPACE:
+        raise error
+    return ended(attempt, "user_error", f"no space left to write {error.filename or attempt.folder}: free some, or set "
+                                        "run.dir to another disk. Complete checkpoints are untouched")
+
+
+class EndedEarly(Exception):
+    """The step ended before its supervisors had begun."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.message)
+        self.outcome = outcome
+
+
+def before_it_began(attempt: Attempt, status: int, log: Path, nodes: Sequence[str]) -> Outcome:
+    """A step that could not be started, or whose supervisors ended at once: by what srun says, a node's fault, the
+    user's, or unknown.
+
+    Args:
+        status: of srun.
+        nodes: of the job.
+    """
+    text = log.read_text(encoding="utf-8", errors="replace").strip()
+    lines = text.splitlines()
+    said = " / ".join([line for line in lines if "error:" in line][:5] or lines[-5:])
+    message = f"srun ended with status {status} before the supervisors had begun: {said}"
+    failed = tuple(node for node in failed_nodes(text) if node in nodes)
+    everywhere = len(nodes) > 1 and (len(failed) == len(nodes) or
+                                     len(nodes) > 2 and len(failed) > MOST_AT_FAULT * len(nodes))
+    if refused(text) or everywhere and not LOST.search(text):
+        return ended(attempt, "user_error", message, "srun", str(log))
+    if failed and not everywhere:
+        return ended(attempt, "node_failure", f"{', '.join(failed)} did not start its task; {message}", "srun", str(log),
+                     failed)
+    return ended(attempt, "crash", message, "srun", str(log))

@@ -1,0 +1,43 @@
+"""The fabric tier of the preflight inside a job: when it is wanted, and who takes part."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from launch.cluster.spec import ClusterSpec
+from launch.config.schema import RunConfig
+from launch.health import fabric_run
+from launch.health.check import Check, worst
+from launch.health.expected import Expected
+from launch.runtime.attempts import Attempt
+from launch.runtime.history import PastAttempt
+from launch.runtime.node_files import Hello
+
+COLLECTIVE = re.compile(r"(?i)nccl|gloo|collective|timed? ?out")
+
+
+def wanted(config: RunConfig, before: Sequence[PastAttempt]) -> str:
+    """Why it is measured; "" if it is not. A hang, or a collective that timed out, with no node to blame may be a link that
+    no node sees by itself."""
+    if config.run.preflight == "fabric":
+        return "run.preflight = fabric"
+    last = before[-1] if before and config.run.work == "train" else None
+    if last is None or last.nodes:
+        return ""
+    if last.status == "hang" or last.status == "crash" and COLLECTIVE.search(last.message):
+        return f"attempt {last.attempt} ended with a {last.status} and no node to blame"
+    return ""
+
+
+def with_fabric(attempt: Attempt, config: RunConfig, before: Sequence[PastAttempt], reports: Mapping[str, list[Check]],
+                hellos: Mapping[str, Hello], cluster: ClusterSpec, say: Callable[[str], None],
+                check: Callable[[], None]) -> dict[str, list[Check]]:
+    """The reports, with the fabric's checks of all nodes that are fit so far where they are wanted."""
+    why = wanted(config, before)
+    fit = [node for node, checks in reports.items() if worst(checks) != "critical"]
+    if not why or len(fit) < 2:
+        return dict(reports)
+    say(f"the fabric is measured: {why}")
+    found = fabric_run.measure(attempt.folder, fit, hellos, Expected.read(attempt.folder), cluster, say, check)
+    return {node: [*checks, *found.get(node, ())] for node, checks in reports.items()}

@@ -1,0 +1,117 @@
+"""Which run, and which attempt, a user means: a run's name, its folder, an attempt's folder, or a Slurm job id."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.errors import UserError
+
+JOB_FILE = "job.json"
+_JOB_ID = re.compile(r"\d+(_\d+)?")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run of ours, a job that only Slurm knows, or both."""
+
+    name: str
+    """The run's name; a job id where no run belongs to it."""
+    folder: Path | None
+    """The run's folder."""
+    attempt: Path | None
+    """The attempt in question: the newest, or that of the job; None while there is none."""
+    job: str | None = None
+    """The Slurm job of the attempt, or the one that was asked for."""
+
+    @property
+    def ended(self) -> bool:
+        return self.attempt is not None and (self.attempt / "outcome.json").exists()
+
+
+def find_run(run: str, runs_folder: str | Path = "runs", *, attempt: int | None = None) -> Found:
+    """The run that `run` names.
+
+    Args:
+        run: a run's name, the path of its folder or of one of its attempts, or a Slurm job id. A folder of that name
+            comes before a job id.
+        runs_folder: folder of all runs.
+        attempt: this attempt instead of the newest.
+
+    Raises:
+        UserError: there is no such run or attempt; names the nearest.
+    """
+    path = Path(run)
+    if path.parent.name == "attempts" and path.is_dir():
+        return _found(path.parent.parent, path if attempt is None else _attempt(path.parent.parent, attempt))
+    folder = next((each for each in (path, Path(runs_folder) / run) if (each / "attempts").is_dir()), None)
+    if folder is not None:
+        return _found(folder, _attempt(folder, attempt))
+    if _JOB_ID.fullmatch(run):
+        of_job = [each for each in Path(runs_folder).glob("*/attempts/*") if job_of(each) == run]
+        if of_job:
+            newest = max(of_job, key=lambda each: (each.stat().st_mtime, int(each.name)))
+            run_folder = newest.parent.parent
+            return _found(run_folder, newest if attempt is None else _attempt(run_folder, attempt))
+        return Found(run, None, None, run)
+    raise UserError(f"there is no run {run!r}", where=str((Path(runs_folder) / run).absolute()),
+                    fix=_nearest(run, Path(runs_folder)))
+
+
+def attempts_of(folder: Path) -> list[Path]:
+    """`attempts/<n>` of a run, oldest first; [] if there is none yet."""
+    attempts = folder / "attempts"
+    if not attempts.is_dir():
+        return []
+    found = [path for path in attempts.iterdir() if path.name.isdecimal() and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def job_of(attempt: Path) -> str | None:
+    """The Slurm job id that an attempt's leader wrote down; None for a run on one machine."""
+    return _text(read_json(attempt / JOB_FILE).get("job_id"))
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object that another process writes with a rename; {} while it is not there."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except json.JSONDecodeError as error:
+        raise UserError(f"not JSON: {error.msg}", where=str(path),
+                        fix="remove the file, if nothing writes it") from error
+    return values if isinstance(values, dict) else {}
+
+
+def _found(folder: Path, attempt: Path | None) -> Found:
+    return Found(folder.resolve().name, folder, attempt, job_of(attempt) if attempt else None)
+
+
+def _attempt(folder: Path, number: int | None) -> Path | None:
+    existing = attempts_of(folder)
+    if number is None:
+        return existing[-1] if existing else None
+    for path in existing:
+        if int(path.name) == number:
+            return path
+    names = ", ".join(path.name for path in existing[-12:])
+    raise UserError(f"run {folder.resolve().name!r} has no attempt {number}",
+                    where=str((folder / "attempts").absolute()),
+                    fix=f"attempts: {names}" if names else "none was made yet")
+
+
+def _text(value: object) -> str | None:
+    return None if value in (None, "") else str(value)
+
+
+def _nearest(run: str, runs_folder: Path) -> str:
+    known = sorted(path.parent.name for path in runs_folder.glob("*/attempts"))
+    if not known:
+        return "give the run's folder, or --dir"
+    close = difflib.get_close_matches(run, known, n=1, cutoff=0.5)
+    shown = ", ".join(known[:12]) + (f" and {len(known) - 12} more" if len(known) > 12 else "")
+    return (f"did you mean {close[0]}? " if close else "") + f"runs here: {shown}"

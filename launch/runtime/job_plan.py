@@ -1,0 +1,121 @@
+"""The plan of a Slurm job, held against the allocation that was really given, and its placement on accepted nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from launch.cluster.file import load_cluster
+from launch.cluster.spec import ClusterSpec, Switch
+from launch.config.load import LoadedConfig
+from launch.errors import UserError
+from launch.planner.place import place_cpu
+from launch.planner.placement import bind, place
+from launch.planner.plan import Placement
+from launch.planner.prepare import Prepared, prepare
+from launch.planner.topology import natural_order
+from launch.ports import Ports
+from launch.runtime.node_files import Hello
+from launch.runtime.replan import for_fewer, layouts
+from launch.slurm.job_facts import JobFacts
+from launch.slurm.render import plan_hash_of
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """What is to run, and on how many nodes."""
+
+    prepared: Prepared
+    cluster: ClusterSpec
+    """The kind of nodes; the job's own once they are known (`on_nodes`)."""
+    needed: int
+    """Nodes that the plan uses."""
+    spares: int
+    """Nodes that were asked for beyond these."""
+
+
+def plan_job(path: str, words: Sequence[str], loaded: LoadedConfig, facts: JobFacts) -> JobPlan:
+    """Plan the configuration and compare the plan with the allocation.
+
+    With `run.replan`, an allocation that differs is planned for anew. One with fewer nodes, but no fewer than
+    `run.min_nodes`, is taken as it is: the placement then makes the plan smaller.
+
+    Raises:
+        UserError: the configuration, or an allocation that differs from the plan; names both.
+    """
+    run = loaded.config.run
+    cluster = load_cluster(loaded.config.cluster)
+    made = _job_plan(prepare(path, words, to_run=True, on="slurm"), cluster)
+    differences = _differences(made, facts, run.min_nodes)
+    if not differences:
+        return made
+    if not run.replan:
+        raise UserError("the allocation differs from the plan: " + "; ".join(differences),
+                        where=f"job {facts.job_id}; {loaded.where('cluster')}",
+                        fix=f"submit with --nodes={made.needed + made.spares}, plan for what is given "
+                            "(cluster=...), or allow a new plan with run.replan=true")
+    given = replace(cluster, nodes=facts.nodes, switches=(),
+                    gpus_per_node=facts.gpus_per_node or cluster.gpus_per_node)
+    return _job_plan(prepare(path, words, to_run=True, on="slurm", cluster=given), given)
+
+
+def _job_plan(prepared: Prepared, cluster: ClusterSpec) -> JobPlan:
+    split, spares = prepared.plan.forecast.split, prepared.loaded.config.placement.spare_nodes
+    return JobPlan(prepared, cluster, split.training + split.rollout, spares)
+
+
+def _differences(made: JobPlan, facts: JobFacts, min_nodes: int | None) -> list[str]:
+    """Each names the plan's number and the allocation's."""
+    planned, given = made.needed + made.spares, len(facts.nodes)
+    found = []
+    if given > planned or given < (planned if min_nodes is None else min(planned, min_nodes)):
+        spare = f" ({made.spares} of them spare)" if made.spares else ""
+        found.append(f"planned for {planned} nodes{spare}, given {given}")
+    gpus = facts.gpus_per_node
+    if made.prepared.plan.device == "gpu" and gpus is not None and gpus != made.cluster.gpus_per_node:
+        found.append(f"planned for {made.cluster.gpus_per_node} GPUs a node, given {gpus}")
+    submitted, now = plan_hash_of(facts.comment), made.prepared.plan.fingerprint()
+    if submitted is not None and submitted != now:
+        found.append(f"submitted as plan {submitted}, and the configuration now makes plan {now}")
+    return found
+
+
+def place_job(made: JobPlan, accepted: Sequence[str], avoid: Collection[str], hellos: Mapping[str, Hello],
+              attempt: int, switches: tuple[Switch, ...] = ()) -> tuple[JobPlan, Placement, str]:
+    """Place the plan on the accepted nodes, or a smaller one where they are too few.
+
+    Args:
+        accepted: fit nodes, in any order; more than needed leaves spares.
+        avoid: those to leave among the spares if possible.
+        hellos: of every accepted node: address, ports.
+        switches: above them (`launch.runtime.job_topology`); () where that is not known.
+
+    Returns:
+        (the plan that is run, its placement, what was made smaller: "" if nothing).
+
+    Raises:
+        UserError: too few nodes, by `run.min_nodes` or because nothing fits.
+    """
+    smaller = ""
+    if len(accepted) < made.needed:
+        run = made.prepared.loaded.config.run
+        prepared, sizes = for_fewer(len(accepted), made.prepared, made.cluster, run.min_nodes)
+        made, smaller = JobPlan(prepared, made.cluster, sizes.nodes, made.spares), str(sizes)
+    cluster = replace(made.cluster, nodes=tuple(accepted), switches=switches)
+    addresses = {node: hellos[node].address for node in accepted}
+    interfaces = {node: hellos[node].interface for node in accepted}
+    ports = {node: Ports(hellos[node].ports) for node in accepted}
+    plan, config = made.prepared.plan, made.prepared.loaded.config
+    if plan.device == "cpu":
+        order = natural_order(set(accepted) - set(avoid)) + natural_order(avoid)
+        order = [node for node in order if node in accepted][:made.needed]
+        placement = place_cpu(plan, attempt, order, plan.forecast.split.training, addresses, ports, interfaces)
+        left = tuple(node for node in natural_order(accepted) if node not in placement.nodes)
+        return replace(made, cluster=cluster), placement.model_copy(update={"spares": left}), smaller
+    training, rollout = layouts(made.prepared)
+    sync = made.prepared.planned.found.sync
+    seating = place(training, rollout, cluster, accepted, mode=made.prepared.planned.found.mode, avoid=avoid,
+                    gpu_order=sync.gpu_order if sync else (),
+                    tp_across_nodes=config.placement.tp_across_nodes)
+    return (replace(made, cluster=cluster),
+            bind(seating, plan.fingerprint(), attempt, addresses, ports, interfaces), smaller)

@@ -1,0 +1,327 @@
+"""The leader's part of one attempt of a Slurm job: supervisors, preflight, placement, watching, the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from launch import envvars
+from launch.cluster.file import load_cluster
+from launch.config.load import LoadedConfig
+from launch.errors import UserError
+from launch.exit_codes import ExitCode
+from launch.health import canary
+from launch.health.check import Check, critical
+from launch.health.expected import expected_of
+from launch.health.gather import gather_reports
+from launch.health.ledger import Ledger
+from launch.health.verdict import Verdict, judge, record
+from launch.planner.plan import Placement
+from launch.processes import Child, start
+from launch.report.progress import make_progress
+from launch.runtime import endings, node_files
+from launch.runtime.aftermath import Aftermath
+from launch.runtime.attempts import Attempt, write_atomically
+from launch.runtime.fabric_tier import with_fabric
+from launch.runtime.components import record_error
+from launch.runtime.history import PastAttempt, record_of
+from launch.runtime.job_plan import JobPlan, place_job, plan_job
+from launch.runtime.job_topology import switches_of_job
+from launch.runtime.node_files import Beat, Hello, NodeFiles
+from launch.runtime.outcome import Outcome, write_outcome
+from launch.runtime.shared_files import seen
+from launch.runtime.start_deadline import greeting_s, with_start_deadline
+from launch.runtime.stop_clock import JobIsOver, Signals, StopClock
+from launch.runtime.stop_file import stop_requested
+from launch.runtime.summary import print_end
+from launch.runtime.view import View
+from launch.runtime.waiting import listed, wait_for
+from launch.runtime.watch import Watch
+from launch.runtime.workloads.train import TOKEN_FILE
+from launch.slurm.client import Slurm
+from launch.slurm.container import folders_of
+from launch.slurm.job_facts import JobFacts
+from launch.slurm.margin import stop_margin
+from launch.slurm.profiles import Profile, load_profile
+from launch.slurm.step import step
+
+TEARDOWN_S = 90.0
+"""How long the supervisors may take to end their processes, and to check their nodes after a failure."""
+STEP_S = 5.0
+"""How long the step itself may take to end when its tasks have."""
+CHECKED_AFTER = ("crash", "hang", "node_failure")
+
+
+class StopDuringStart(Exception):
+    """A stop was asked for before anything was trained."""
+
+
+def say(text: str) -> None:
+    """A line of the job's log."""
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} leader: {text}", flush=True)
+
+
+@dataclass
+class Leader:
+    """One attempt."""
+
+    slurm: Slurm
+    facts: JobFacts
+    signals: Signals
+    loaded: LoadedConfig
+    path: str
+    words: tuple[str, ...]
+    attempt: Attempt
+    ledger: Ledger
+    history: list[PastAttempt]
+    """All attempts of the run before this one."""
+    before: list[PastAttempt]
+    """Those that led here without a person in between."""
+    profile: Profile = field(default_factory=Profile)
+    step: Child | None = None
+    lag_s: float = 0.0
+    """How long a file takes to be seen on another node and back, as the preflight measured it on the slowest."""
+
+    def run(self) -> int:
+        """The attempt, its end, and what follows."""
+        folder = self.attempt.folder
+        write_atomically(folder / node_files.JOB, self.facts.model_dump_json(indent=1), durable=True)
+        beat = Beat(folder / node_files.LEADER_BEAT)
+        self.clock = StopClock(self.attempt, self.facts, self.slurm, self.signals, say)
+        if self.facts.controller_ahead_s:
+            say(f"warning: the controller's clock differs from this node's by {self.facts.controller_ahead_s:+.0f} s; "
+                "the time limit is kept by the controller's")
+        code: ExitCode | None = None
+        try:
+            outcome = self._attempt()
+        except endings.EndedEarly as early:
+            outcome = early.outcome
+            code = ExitCode.SLURM if outcome.status == "user_error" else None
+        except StopDuringStart:
+            outcome = endings.during_start_up(self.attempt)
+        except JobIsOver as reason:
+            outcome = self._over(str(reason))
+        except UserError as error:
+            code = error.exit_code
+            status = "preflight" if code == ExitCode.PREFLIGHT else "user_error"
+            outcome = endings.ended(self.attempt, status, str(error), nodes=self._unfit())
+        except Exception as error:
+            outcome = self._unforeseen(error)
+        write_outcome(folder, outcome)      # before the teardown, which may hang
+        after = Aftermath(self.slurm, self.facts, self.attempt, self.ledger, say)
+        try:
+            self._tear_down(outcome)
+            outcome = after.with_evidence(outcome)
+            write_outcome(folder, outcome)
+        except Exception:
+            say(f"after the attempt: {traceback.format_exc()}")     # what follows must be decided all the same
+        with suppress(OSError):     # the head's node removes it, unless it is the one that died
+            (folder / TOKEN_FILE).unlink(missing_ok=True)
+        beat.stop()
+        self._tell(outcome)
+        past = record_of(self.attempt, self.facts.job_id, outcome, self.history)
+        return after.conclude(past, self.before, self.loaded, self.words, code)
+
+    def _over(self, reason: str) -> Outcome:
+        """Slurm also ends a job whose node has failed, and may be faster at it than we are: then that node's beats
+        stopped before the others'."""
+        gone = node_files.vanished(self.attempt)
+        if gone:
+            return endings.ended(self.attempt, "node_failure", f"no sign of life from {listed(gone)}\n{reason}",
+                                 nodes=gone)
+        return endings.ended(self.attempt, "interrupted", reason)
+
+    def _unforeseen(self, error: Exception) -> Outcome:
+        """Whatever goes wrong in this process is a crash like another: the job ends, and what follows is decided."""
+        if isinstance(error, OSError) and error.errno in endings.NO_SPACE:
+            return endings.no_space(self.attempt, error)
+        summary, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+        say(f"the leader failed: {trace}")
+        record_error(self.attempt, "leader", summary, trace)
+        return endings.ended(self.attempt, "crash", f"the leader failed: {summary}", "leader", self.facts.log)
+
+    # ---- the attempt ---------------------------------------------------------------------------------------------
+
+    def _attempt(self) -> Outcome:
+        config = self.loaded.config
+        self.profile = load_profile(config.run.profile)
+        if late := self.profile.too_late(envvars.get(envvars.SITE, "")):
+            say(f"warning profile.late: {', '.join(late)} of {config.run.profile} came too late for this job's batch "
+                "script; `megatron-rl launch CONFIG --on slurm --profile FILE` writes one with them")
+        cluster = load_cluster(config.cluster)
+        expected_of(config, cluster, cluster.gpu.device, profile=self.profile, computes=config.run.work == "train",
+                    cpus=self.facts.cpus_per_node).write(self.attempt.folder)
+        self._start_supervisors()
+        with _answering(self.attempt):
+            made = plan_job(self.path, self.words, self.loaded, self.facts)
+        self.clock.margin_s = stop_margin(made.prepared.loaded.config, made.prepared.plan, self.profile)
+        hellos = self._hellos(greeting_s(config.run.deadline_s, self.profile))
+        verdict = self._preflight(made, hellos, config.run.deadline_s)
+        made, placement = self._place(made, hellos, verdict)
+        with make_progress(config.run.name, config.run.steps) as display:
+            return Watch(self.attempt, made.prepared.loaded.config, placement, self.step,
+                         View(self.attempt.folder, display), self.clock.tick, say).run()
+
+    def _start_supervisors(self) -> None:
+        """One step: a supervisor on every node, whatever the number of nodes."""
+        command, environment = step(
+            [sys.executable, "-m", "launch", "node", str(self.attempt.folder.resolve())], nodes=self.facts.nodes,
+            cpus=self.facts.cpus_per_node, profile=self.profile,
+            folders=[self.attempt.run_folder, *folders_of(self.loaded.config)], wait_s=0)
+        self.step = start("srun", command, log=self.attempt.logs / "srun.log", environment=environment)
+        say(f"attempt {self.attempt.number}: supervisors are starting ({self.attempt.folder})")
+
+    def _hellos(self, deadline_s: float) -> dict[str, Hello]:
+        """The greetings of all nodes that have come by the deadline."""
+        found: dict[str, Hello] = {}
+
+        def missing() -> list[str]:
+            for files in (NodeFiles(self.attempt, node) for node in self.facts.nodes if node not in found):
+                if (hello := files.hello()) is not None:
+                    found[files.node] = hello
+            return [node for node in self.facts.nodes
+                    if node not in found and NodeFiles(self.attempt, node).failure() is None]
+
+        late = wait_for(missing, "to greet", deadline_s, say=say, check=self._check)
+        if late:
+            say(f"no supervisor within {deadline_s:.0f} s on {listed(late)}")
+        return found
+
+    def _preflight(self, made: JobPlan, hellos: dict[str, Hello], deadline_s: float) -> Verdict:
+        """The findings of every node, those that did not greet included, and the verdict over them."""
+        came = [node for node in self.facts.nodes if node in hellos]
+        found = gather_reports(self.attempt.folder, came, deadline_s, say=say, check=self._check)
+        self._check()
+        reports = {node: found[node] if node in found else [self._absent(node)] for node in self.facts.nodes}
+        reports = with_fabric(self.attempt, self.loaded.config, self.before, reports, hellos, made.cluster, say,
+                              self._check)
+        verdict = judge(reports, made.needed, made.spares, self.ledger,
+                        skip=self.loaded.config.run.skip_checks)
+        write_atomically(self.attempt.folder / "verdict.json", json.dumps(verdict.to_json(), indent=1))
+        for line in self._grouped(verdict.warnings):
+            say(f"preflight warning: {line}")
+        for node, exclusion in verdict.excluded.items():
+            say(f"left out {node}: {exclusion.reason}")
+        record(verdict, self.ledger, {node: self.attempt.folder / "nodes" / node / "preflight.json"
+                                      for node in verdict.excluded}, self.facts.job_id)
+        self.verdict, self.reports = verdict, reports
+        self.lag_s = max((float(check.value) for checks in reports.values() for check in checks
+                          if check.name == "fs.round_trip"), default=0.0)
+        self.clock.margin_s += self.lag_s       # until the request to stop is seen, and the last checkpoint
+        if verdict.critical and not verdict.only_short:
+            raise UserError("the preflight failed: " + "; ".join(verdict.critical),
+                            where=str(self.attempt.folder / "verdict.json"),
+                            fix="see the remedies in that file", exit_code=ExitCode.PREFLIGHT)
+        return verdict
+
+    def _grouped(self, lines: Sequence[str]) -> list[str]:
+        """`node: text` once for all nodes of a text."""
+        nodes_of: dict[str, list[str]] = {}
+        for line in lines:
+            node, colon, text = line.partition(": ")
+            known = bool(colon) and node in self.facts.nodes
+            nodes_of.setdefault(text if known else line, []).extend([node] if known else [])
+        return [f"{listed(nodes)}: {text}" if nodes else text for text, nodes in nodes_of.items()]
+
+    def _absent(self, node: str) -> Check:
+        """The finding of a node whose supervisor did not greet."""
+        files = NodeFiles(self.attempt, node)
+        return critical("supervisor.absent", None, files.failure() or "no supervisor has begun there",
+                        f"see {files.log}; a node without this file did not start the step's task")
+
+    def _place(self, made: JobPlan, hellos: dict[str, Hello], verdict: Verdict) -> tuple[JobPlan, Placement]:
+        switches = switches_of_job(hellos, verdict.accepted, self.slurm, say)
+        made, placement, smaller = place_job(made, verdict.accepted, verdict.avoid, hellos, self.attempt.number, switches)
+        made = with_start_deadline(made, self.profile)
+        if smaller:
+            say(f"too few fit nodes for the whole plan: going on with {smaller}")
+        config, plan = made.prepared.loaded.config, made.prepared.plan
+        placement = placement.model_copy(update={"nics": self._nics(placement.nodes, made.cluster.nics_per_node)})
+        self.attempt.write(config, plan, placement, envvars.recordable())
+        spares = f", spare: {listed(placement.spares)}" if placement.spares else ""
+        say(f"plan {plan.fingerprint()} placed on {listed(placement.nodes)}{spares}")
+        write_atomically(self.attempt.folder / "slurm-calls.json", json.dumps(self.slurm.calls))
+        return made, placement
+
+    def _nics(self, nodes: Sequence[str], expected: int) -> dict[str, tuple[str, ...]]:
+        """NICs for NCCL by name: the site's, else those that the preflight found beside the GPUs. None where the user or
+        the site names them to NCCL."""
+        named = self.profile.interfaces.nccl
+        if named:
+            return {node: tuple(named) for node in nodes}
+        if envvars.get("NCCL_IB_HCA") or "NCCL_IB_HCA" in self.profile.environment:
+            return {}
+        found = {node: next((tuple(check.value) for check in self.reports[node] if check.name == "nic.rails"), ())
+                 for node in nodes}
+        unclear = [node for node, names in found.items() if len(names) != expected]
+        if unclear and expected:
+            say(f"warning nic.rails: NCCL chooses among the NICs by itself, since those beside the GPUs of "
+                f"{listed(unclear)} are not known; name them in interfaces.nccl of the site profile")
+        return {} if unclear else found
+
+    # ---- while it runs -------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """While the job starts: a stop, or the end of the step, ends the waiting."""
+        self.clock.tick()
+        if stop_requested(self.attempt.folder):
+            raise StopDuringStart
+        if self.step is not None and self.step.returncode is not None:
+            raise endings.EndedEarly(endings.before_it_began(self.attempt, self.step.returncode, self.step.log,
+                                                             self.facts.nodes))
+
+    def _unfit(self) -> tuple[str, ...]:
+        verdict = getattr(self, "verdict", None)
+        return tuple(verdict.excluded) if verdict is not None else ()
+
+    def _tear_down(self, outcome: Outcome) -> None:
+        """Everything ends, whatever hangs: the supervisors by themselves, else by the end of their step. `srun` waits
+        for the task of a dead node until Slurm has noticed: nobody else does."""
+        write_atomically(self.attempt.folder / node_files.END,
+                         json.dumps({"check": outcome.status in CHECKED_AFTER}), durable=True)
+        step = self.step
+        if step is None:
+            return
+        dead = outcome.nodes if outcome.status == "node_failure" else ()
+        alive = [files for files in node_files.all_nodes(self.attempt) if files.node not in dead]
+        answers = canary.Answers(self.attempt.folder)       # who still checks its node waits for one
+        left = wait_for(lambda: [files.node for files in alive if step.returncode is None and not seen(files.gone)],
+                        "to end", TEARDOWN_S + self.lag_s, say=say, check=answers.give)
+        if left:
+            say(f"{listed(left)} did not end within {TEARDOWN_S + self.lag_s:.0f} s: Slurm ends the step")
+        if step.wait(STEP_S) is None:
+            step.end(grace_s=STEP_S)
+
+    def _tell(self, outcome: Outcome) -> None:
+        """The summary of the run. Whatever goes wrong with it must not keep the job from what follows."""
+        if outcome.status == "stopped":
+            return say(f"stopped {outcome.message or f'after step {outcome.step}, with a checkpoint'}")
+        try:
+            print_end(self.attempt, outcome)
+        except Exception as error:
+            say(f"no report: {type(error).__name__}: {error}")
+
+
+class _answering:
+    """Answers the canaries of the nodes while the leader plans."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._answers, self._ended = canary.Answers(attempt.folder), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="canary", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(canary.LOOK_EVERY_S):
+            self._answers.give()

@@ -1,0 +1,58 @@
+"""The processes of a placement one by one: where each belongs and what it is started with. Pure.
+
+A training rank is one process. An engine is one process for each of its GPUs: all of them see all of its GPUs, as
+vLLM's workers do, and the i-th takes the i-th.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launch import envvars
+from launch.config.schema import RunConfig
+from launch.planner.plan import Placement
+
+NICS = "MEGATRON_RL_NICS"
+"""Tells a process which NIC is next to each of its GPUs, in the order of CUDA_VISIBLE_DEVICES."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process of a job."""
+
+    process: str
+    """`trainer-3`; `rollout-0.1` is the second process of the first engine."""
+    role: envvars.Role
+    node: str
+    gpu: int | None
+    nic: int | None
+    visible: tuple[int, ...] = ()
+    """GPUs that it sees; its own is the `index`-th."""
+    visible_nics: tuple[int, ...] = ()
+    index: int = 0
+
+
+def places(placement: Placement) -> tuple[Place, ...]:
+    """Every process that the placement gives a seat: training ranks in order, then the engines."""
+    found = [Place(f"trainer-{each.rank}", "trainer", each.node, each.gpu, each.nic,
+                   () if each.gpu is None else (each.gpu,), () if each.nic is None else (each.nic,))
+             for each in placement.training]
+    for engine in placement.rollout:
+        nodes = engine.nodes or (engine.node,) * max(1, len(engine.gpus))
+        for number, node in enumerate(nodes):
+            mine = [rank for rank, other in enumerate(nodes) if other == node]
+            found.append(Place(
+                f"rollout-{engine.replica}.{number}", "rollout", node,
+                engine.gpus[number] if engine.gpus else None, engine.nics[number] if engine.nics else None,
+                tuple(engine.gpus[rank] for rank in mine) if engine.gpus else (),
+                tuple(engine.nics[rank] for rank in mine) if engine.nics else (), mine.index(number)))
+    return tuple(found)
+
+
+def variables(place: Place, config: RunConfig, placement: Placement, device: envvars.Device,
+              mark: str) -> dict[str, str]:
+    """What this process is started with, on top of what its node's supervisor inherited."""
+    return {**envvars.environment(place.role, device, config, job=mark, gpus=place.visible,
+                                  interface=placement.interface(place.node), address=placement.addresses[place.node],
+                                  nics=placement.nics.get(place.node, ())),
+            envvars.NODE: place.node, NICS: ",".join(map(str, place.visible_nics))}

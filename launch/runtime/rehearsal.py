@@ -1,0 +1,252 @@
+"""What the processes of a rehearsal said of themselves, held against the placement.
+
+    attempts/<n>/
+        nodes/<node>/rehearsal.json     each process of a node in its own words
+        rehearsal.json rehearsal.txt    the report: every process once, what was checked, what differs
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch import envvars
+from launch.planner.plan import Placement, Plan
+from launch.report import rehearsal as table
+from launch.report.lines import few
+from launch.runtime.attempts import Attempt, write_atomically
+from launch.runtime.outcome import Outcome
+from launch.runtime.places import Place, places, variables
+
+SCHEMA_VERSION = 1
+NAMED = 4
+"""So many processes are named in a message; the report names all."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one process found in itself (`launch/runtime/workloads/rank_report.py`)."""
+
+    process: str
+    node: str
+    """SLURMD_NODENAME."""
+    gpu: int | None
+    """Its entry of CUDA_VISIBLE_DEVICES."""
+    nic: int | None
+    host: str = ""
+    pid: int = 0
+    cpus: int = 0
+    switches: str = ""
+    """SLURM_TOPOLOGY_ADDR: `core.spine1.leaf1.h100-001`; "" without the topology plug-in."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """The variables that `launch.envvars.recordable` keeps, secrets masked."""
+
+    @property
+    def leaf(self) -> str:
+        """The switch that the node hangs on."""
+        above = self.switches.removesuffix(self.node).rstrip(".")
+        return above.rpartition(".")[2] if "[" not in above.rpartition(".")[2] else above
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Report:
+        return Report(**values)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is not as placed."""
+
+    process: str
+    placed: str
+    found: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question, asked of many."""
+
+    name: str
+    asked: int
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def held(self) -> int:
+        return self.asked - len(self.findings)
+
+
+def node_file(attempt: Attempt, node: str) -> Path:
+    return attempt.folder / "nodes" / node / "rehearsal.json"
+
+
+def conclude(attempt: Attempt) -> Outcome:
+    """Compare when every node has reported, write the report, and say how the rehearsal ended."""
+    config, plan, placement = attempt.config(), attempt.plan(), attempt.placement()
+    reports = [Report.from_json(row) for node in placement.nodes
+               for row in json.loads(node_file(attempt, node).read_text(encoding="utf-8"))]
+    given = {place.process: variables(place, config, placement, plan.device, attempt.mark)
+             for place in places(placement)}
+    checks = compare(plan, placement, reports, given)
+    document = to_document(placement, reports, checks)
+    write_atomically(attempt.folder / "rehearsal.json", json.dumps(document, indent=1))
+    write_atomically(attempt.folder / "rehearsal.txt", table.text(document) + "\n")
+    failed = [check for check in checks if check.findings]
+    if not failed:
+        return Outcome(status="finished", step=0, message=f"rehearsed: {len(reports)} processes on "
+                       f"{len(placement.nodes)} nodes are where the placement wants them")
+    return Outcome(status="preflight", step=0, message="the rehearsal does not match the placement\n" +
+                   "\n".join(f"  {check.name}: {_listed(check.findings)}" for check in failed) +
+                   f"\n  report: {attempt.folder / 'rehearsal.txt'}")
+
+
+def compare(plan: Plan, placement: Placement, reports: Sequence[Report],
+            given: Mapping[str, Mapping[str, str]]) -> tuple[Check, ...]:
+    """Every check, those that hold too. Pure.
+
+    Args:
+        given: process -> the variables that it was to be started with.
+    """
+    wanted = {place.process: place for place in places(placement)}
+    said = {report.process: report for report in reports}
+    pairs = [(place, said[name]) for name, place in wanted.items() if name in said]
+    checks = [
+        _each_once(wanted, reports),
+        _equal("node", pairs, lambda place: place.node, lambda report: report.node),
+        _equal("GPU", pairs, lambda place: _on(place.node, place.gpu), lambda report: _on(report.node, report.gpu)),
+        _equal("NIC", pairs, lambda place: place.nic, lambda report: report.nic),
+        _one_process_a_gpu(placement, reports),
+        _groups_in_a_node(plan, wanted, said),
+        _rails(plan, wanted, said),
+        _environment(pairs, given)]
+    return tuple(check for check in checks if check.asked)
+
+
+def _each_once(wanted: Mapping[str, Place], reports: Sequence[Report]) -> Check:
+    times = Counter(report.process for report in reports)
+    findings = [Finding(name, "once", f"{times[name]} times" if times[name] else "no report")
+                for name in wanted if times[name] != 1]
+    findings += [Finding(name, "nowhere", "reported") for name in times if name not in wanted]
+    return Check("each process once", len(wanted), tuple(findings))
+
+
+def _equal(name: str, pairs: Sequence[tuple[Place, Report]], placed: Callable[[Place], Any],
+           found: Callable[[Report], Any]) -> Check:
+    findings = [Finding(place.process, str(placed(place)), str(found(report))) for place, report in pairs
+                if placed(place) != found(report)]
+    asked = sum(placed(place) is not None for place, _ in pairs)
+    return Check(f"{name} as placed", asked or len(findings), tuple(findings))
+
+
+def _one_process_a_gpu(placement: Placement, reports: Sequence[Report]) -> Check:
+    """As many processes on a GPU as the placement puts there: one, or two where both partitions share it."""
+    allowed = Counter((place.node, place.gpu) for place in places(placement) if place.gpu is not None)
+    holders: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for report in reports:
+        if report.gpu is not None:
+            holders[report.node, report.gpu].append(report.process)
+    findings = [Finding(", ".join(names), f"{allowed[seat]} on {_on(*seat)}", f"{len(names)}")
+                for seat, names in holders.items() if len(names) > allowed[seat]]
+    return Check("no GPU taken twice", len(allowed), tuple(findings))
+
+
+def _groups_in_a_node(plan: Plan, wanted: Mapping[str, Place], said: Mapping[str, Report]) -> Check:
+    """TP groups and engines, but for those that are placed over several nodes."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for rank in plan.training.ranks:
+        groups[f"TP group cp{rank.cp} dp{rank.dp} pp{rank.pp}"].append(f"trainer-{rank.rank}")
+    for name, place in wanted.items():
+        if place.role == "rollout":
+            groups[name.partition(".")[0]].append(name)
+    inside = {name: members for name, members in groups.items() if len({wanted[each].node for each in members}) == 1}
+    findings = []
+    for name, members in inside.items():
+        nodes = sorted({said[each].node for each in members if each in said})
+        if len(nodes) > 1:
+            findings.append(Finding(name, "one node", ", ".join(nodes)))
+    return Check("TP groups and engines inside a node", len(inside), tuple(findings))
+
+
+def _rails(plan: Plan, wanted: Mapping[str, Place], said: Mapping[str, Report]) -> Check:
+    """Ranks that exchange gradients or activations across nodes sit on GPUs of equal local index, so that their NICs
+    are on one rail; but for groups that the placement could not align."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for rank in plan.training.ranks:
+        if plan.training.dp > 1:
+            groups[f"DP group tp{rank.tp} cp{rank.cp} pp{rank.pp}"].append(f"trainer-{rank.rank}")
+    at = {(rank.tp, rank.cp, rank.dp, rank.pp): f"trainer-{rank.rank}" for rank in plan.training.ranks}
+    for (tp, cp, dp, pp), name in at.items():
+        following = at.get((tp, cp, dp, pp + 1))
+        if following and wanted[name].node != wanted[following].node:
+            groups[f"stages {pp}-{pp + 1} tp{tp} cp{cp} dp{dp}"] = [name, following]
+    aligned = {name: members for name, members in groups.items()
+               if None not in (rails := _across(wanted, members)) and len(rails) == 1}
+    findings = []
+    for name, members in aligned.items():
+        present = {each: said[each] for each in members if each in said}
+        if len(rails := _across(present, present)) > 1:
+            who = f"{name} ({few(list(present), NAMED)})"
+            findings.append(Finding(who, "equal local GPUs", ", ".join(map(str, sorted(rails, key=str)))))
+    return Check("rails aligned", len(aligned), tuple(findings))
+
+
+def _across(seats: Mapping[str, Place | Report], members: Sequence[str] | Mapping[str, Any]) -> set[int | None]:
+    return {seats[name].gpu for name in members}
+
+
+def _environment(pairs: Sequence[tuple[Place, Report]], given: Mapping[str, Mapping[str, str]]) -> Check:
+    """Each process has the variables that the launcher sets, with its values. The GPUs have a check of their own."""
+    findings = []
+    for place, report in pairs:
+        expected = envvars.recordable(given[place.process])
+        wrong = {name: (value, report.environment.get(name)) for name, value in expected.items()
+                 if name != "CUDA_VISIBLE_DEVICES" and report.environment.get(name) != value}
+        if wrong:
+            findings.append(Finding(place.process, ", ".join(f"{name}={value}" for name, (value, _) in wrong.items()),
+                                    ", ".join(f"{name}={found}" if found is not None else f"{name} unset"
+                                              for name, (_, found) in wrong.items())))
+    return Check("environment as set", len(pairs), tuple(findings))
+
+
+def to_document(placement: Placement, reports: Sequence[Report], checks: Sequence[Check]) -> dict[str, Any]:
+    """The report as JSON. Each process as it reported itself, without what is in its node's file."""
+    roles = {place.process: place.role for place in places(placement)}
+    nodes: dict[str, dict[str, Any]] = {}
+    for report in sorted(reports, key=lambda report: _order(placement, report)):
+        entry = nodes.setdefault(report.node, {"leaf": report.leaf, "host": report.host, "processes": []})
+        entry["processes"].append({"process": report.process, "role": roles.get(report.process), "gpu": report.gpu,
+                                   "nic": report.nic, "pid": report.pid, "cpus": report.cpus})
+    return {"schema_version": SCHEMA_VERSION, "attempt": placement.attempt,
+            "plan_fingerprint": placement.plan_fingerprint, "ok": not any(check.findings for check in checks),
+            "processes": len(reports), "nodes": nodes, "spares": list(placement.spares),
+            "checks": [{"name": check.name, "asked": check.asked, "held": check.held,
+                        "findings": [asdict(finding) for finding in check.findings]} for check in checks],
+            "environment": {role: _common([each.environment for each in reports if roles.get(each.process) == role])
+                            for role in ("trainer", "rollout")}}
+
+
+def _order(placement: Placement, report: Report) -> tuple[int, str, int]:
+    node = placement.nodes.index(report.node) if report.node in placement.nodes else len(placement.nodes)
+    return node, report.node, -1 if report.gpu is None else report.gpu
+
+
+def _common(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """What all of them agree on."""
+    if not environments:
+        return {}
+    first, *others = environments
+    return {name: value for name, value in sorted(first.items()) if all(each.get(name) == value for each in others)}
+
+
+def _on(node: str, gpu: int | None) -> str | None:
+    return None if gpu is None else f"{node} GPU {gpu}"
+
+
+def _listed(findings: Sequence[Finding]) -> str:
+    shown = "; ".join(f"{each.process}: {each.found}, placed: {each.placed}" for each in findings[:NAMED])
+    return shown + (f"; and {len(findings) - NAMED} more" if len(findings) > NAMED else "")

@@ -1,0 +1,304 @@
+"""The supervisor of one node of a job: the one task that Slurm starts there (`megatron-rl node ATTEMPT`).
+
+It greets, checks its node, waits for the placement, starts what the workload wants of this node, watches it, and ends
+all of it: by handle, and by the mark and the node's name in a process's environment, since simulated nodes share a
+host. It always exits 0: an exit code must not make Slurm kill ranks that still save. What it has to say is in files
+(`launch.runtime.node_files`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from launch import envvars, processes
+from launch.cluster.interfaces import job_address
+from launch.errors import UserError
+from launch.health import fabric, fabric_run
+from launch.health.check import checks_to_json, write_report
+from launch.health.expected import FILE as EXPECTED, Expected
+from launch.health.node import NodeContext as CheckContext, check_node
+from launch.ports import Ports, allocate
+from launch.runtime import caches, components, hang, node_files, progress_file
+from launch.runtime.attempts import Attempt, write_atomically
+from launch.runtime.components import Failure, NodeComponents
+from launch.runtime.node_files import Beat, Hello, NodeFiles
+from launch.runtime.outcome import read_outcome
+from launch.runtime.shared_files import names_in, read_shared, seen
+from launch.runtime.stop_file import ask_to_stop
+from launch.runtime.waiting import LOOK_EVERY_S, wait_until
+from launch.runtime.workloads.context import Running
+
+WITHOUT_LEADER_S = 120.0
+"""A leader that gives no sign of life for so long, or for twice `run.node_silent_s`, is gone, with the job."""
+SAVING = ("save", "export")
+SAVING_S = 1800.0
+"""The same while a checkpoint is written: it is worth more than the minutes that Slurm takes to end the step."""
+WATCH_EVERY_S = 1.0
+"""Between two looks at a node whose processes run: every node reads the shared file system at this rate, for days."""
+PORTS_S = 60.0
+"""How long a supervisor tries to find a free block of ports."""
+
+
+class Ended(Exception):
+    """The leader has ended the attempt, or is gone."""
+
+
+def supervise(attempt_folder: str) -> int:
+    """Entry point: the exit code of the task."""
+    node = envvars.get("SLURMD_NODENAME")
+    if not node:
+        raise UserError("SLURMD_NODENAME is not set: this is a part of a Slurm job", where="megatron-rl node",
+                        fix="submit a job instead: megatron-rl launch CONFIG --on slurm")
+    envvars.set_for_this_process(caches.variables())
+    return Supervisor(Attempt(Path(attempt_folder)), node).run()
+
+
+@dataclass
+class Context:
+    """What the workload is told; `launch.runtime.workloads.context.NodeContext`."""
+
+    attempt: Attempt
+    node: str
+    ports: Ports
+    check: Callable[[], None]
+    say: Callable[[str], None]
+
+    def wait(self, condition: Callable[[], bool], what: str, deadline_s: float) -> None:
+        wait_until(condition, what, deadline_s, say=self.say, check=self.check)
+
+
+class Supervisor:
+    """One node's part of an attempt."""
+
+    def __init__(self, attempt: Attempt, node: str) -> None:
+        self.attempt, self.node = attempt, node
+        self.files = NodeFiles(attempt, node)
+        self.leader = node_files.BeatWatch({"leader": attempt.folder / node_files.LEADER_BEAT}, self.files.beat)
+        self.leader_silent_s = WITHOUT_LEADER_S
+        self.components = NodeComponents(attempt, node)
+        self.running: Running | None = None
+        self.signalled: list[int] = []
+
+    def run(self) -> int:
+        """The node's part, from the greeting to the end."""
+        self.files.folder.mkdir(parents=True, exist_ok=True)
+        self._catch_signals()
+        log = os.open(self.files.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)     # by Slurm's pattern the file would be named after the host
+        os.dup2(log, 2)
+        os.close(log)
+        beat = Beat(self.files.beat)
+        try:
+            self._take_part()
+        except Ended as reason:
+            self.say(str(reason))
+        except Exception as error:
+            self._failed(error)
+        finally:
+            self._clean_up()
+            self._look_again()
+            beat.stop()
+            self.files.gone.touch()
+        return 0
+
+    def _take_part(self) -> None:
+        ports = self._claim_ports()
+        try:
+            self._greet(ports)
+            self._check_node()
+            self._until_placed()
+            self.leader_silent_s = max(WITHOUT_LEADER_S, 2 * self.attempt.config().run.node_silent_s)
+            if self.node not in self.attempt.placement().nodes:
+                self.say("a spare node: nothing is started here")
+                self._until(lambda: False, WATCH_EVERY_S)
+            self._work(ports)
+        finally:
+            ports.release()
+
+    def _until_placed(self) -> None:
+        """Wait for the placement; take part in the measurement of the fabric, if the leader wants one before that."""
+        placement = self.attempt.folder / "placement.json"
+        self._until(lambda: seen(placement) or fabric.Task.read(self.attempt.folder) is not None)
+        if not placement.exists():
+            marks = {envvars.JOB_MARK: self.attempt.mark, envvars.NODE: self.node}
+            members = fabric_run.start(self.attempt.folder, self.node, self.files.hello().interface, marks)
+            self._until(lambda: all(member.returncode is not None for member in members))
+            self._until(lambda: seen(placement))
+
+    def _claim_ports(self) -> Ports:
+        """This node's block. A node that a job has just left, or that is simulated beside many others, may have to wait
+        for one."""
+        found: list[Ports] = []
+        seed = int(envvars.get("SLURM_PROCID", "0")) + int(envvars.get("SLURM_JOB_ID", "0"))
+        deadline = time.monotonic() + PORTS_S
+        while not found:
+            self._check()
+            try:
+                found.append(allocate(seed))
+            except UserError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1.0)     # ports become free without telling anybody
+        return found[0]
+
+    def _greet(self, ports: Ports) -> None:
+        where = job_address(envvars.get(envvars.INTERFACE))
+        self.files.write_hello(Hello(
+            node=self.node, pid=os.getpid(), host=socket.gethostname(), address=where.address,
+            interface=where.interface, ports=ports.base, task=int(envvars.get("SLURM_PROCID", "0")),
+            cpus=len(os.sched_getaffinity(0)), topology=envvars.get("SLURM_TOPOLOGY_ADDR", ""),
+            topology_pattern=envvars.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""), at=time.time()))
+
+    def _check_node(self) -> None:
+        self._until(lambda: seen(self.attempt.folder / EXPECTED))
+        checks = check_node(self._check_context(self.attempt.folder))
+        write_report(self.files.folder, self.node, checks)
+
+    def _check_context(self, attempt: Path | None) -> CheckContext:
+        hello = self.files.hello()
+        return CheckContext(self.node, Expected.read(self.attempt.folder), attempt, mark=self.attempt.mark,
+                            address=hello.address if hello else None)
+
+    def _work(self, ports: Ports) -> None:
+        """Start the workload and watch it until the leader ends the attempt."""
+        workload = importlib.import_module(f"launch.runtime.workloads.{self.attempt.config().run.work}")
+        with _ignored(signal.SIGUSR1, signal.SIGUSR2), _blocked(signal.SIGTERM):
+            self.running = workload.start(Context(self.attempt, self.node, ports, self._check, self.say))
+        taken = False
+        while True:
+            self._check()
+            lost = self._lost()
+            if lost is not None and not self._ending():
+                components.report_lost(self.attempt, self.node, lost)
+            if not taken and seen(self.attempt.folder / node_files.STACKS_WANTED):
+                taken = True
+                hang.write_stacks(self.attempt, self.node, hang.take_stacks(self.attempt, node=self.node))
+            time.sleep(WATCH_EVERY_S)  # between two looks at processes and files
+
+    def _ending(self) -> bool:
+        """The job is closing what it started: what ends now is meant to."""
+        progress = progress_file.read_progress(self.attempt.folder)
+        return read_outcome(self.attempt.folder) is not None or progress is not None and progress.phase == "end"
+
+    def _lost(self) -> Failure | None:
+        """What died on this node. A component that left a word of its own comes first, then a silent one, then a
+        process that the workload started."""
+        ours = [record for record in self.components.look() if record.name != "driver"]
+        if {f"{record.name}.json" for record in ours} & set(names_in(self.attempt.folder / "errors", ".json")):
+            names = {record.name for record in ours}
+            error = next(error for error in components.errors(self.attempt) if error.name in names)
+            return Failure(error.name, str(self.attempt.logs / f"{error.name}.log"),
+                           error.summary if error.user_error else f"{error.name} failed first: {error.summary}",
+                           error.user_error)
+        for record in ours:
+            if not record.alive():
+                return components.silent_death(record)
+        for child in self.running.children if self.running else ():
+            if child.returncode is not None:
+                return Failure(child.name, str(child.log),
+                               f"{child.name} on {self.node} ended with status {child.returncode} without a word")
+        return None
+
+    def _until(self, condition: Callable[[], bool], every_s: float = LOOK_EVERY_S) -> None:
+        """Wait for something of the leader's. Its own deadlines bound this: it writes `end`, or falls silent."""
+        while not condition():
+            self._check()
+            time.sleep(every_s)     # the leader tells through a shared file system
+
+    def _check(self) -> None:
+        """Raises Ended when there is nothing to do here any more."""
+        self.leader.look()
+        while self.signalled:
+            self._pass_on(signal.Signals(self.signalled.pop(0)))
+        if seen(self.attempt.folder / node_files.END):
+            raise Ended("the leader has ended the attempt")
+        if self.leader.silent(self.leader_silent_s) and (self.leader.silent(SAVING_S) or not self._saving()):
+            raise Ended(f"no sign of life from the leader for {self.leader_silent_s:.0f} s")
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        """A signal to the step is a request to stop. TERM is no order to end at once: a preemption with a grace time
+        begins with it, and the grace is for a checkpoint. The leader asks Slurm which it is, and writes `end` if the
+        job is over; if nobody does, Slurm's KILL follows."""
+        reason = "signal" if number == signal.SIGUSR1 else "preemption"
+        ask_to_stop(self.attempt.folder, reason, f"{number.name} at {self.node}")
+        if number != signal.SIGUSR1:
+            (self.attempt.folder / node_files.TERMINATED).touch()
+
+    def _saving(self) -> bool:
+        progress = progress_file.read_progress(self.attempt.folder)
+        return progress is not None and progress.phase in SAVING
+
+    def _failed(self, error: Exception) -> None:
+        """Tell the leader, and wait for the end it then makes."""
+        users = isinstance(error, UserError)
+        self.say(str(error) if users else traceback.format_exc())
+        message = str(error) if users else f"{type(error).__name__}: {error}"
+        components.report_lost(self.attempt, self.node, Failure(
+            f"supervisor of {self.node}", str(self.files.log), message, users))
+        with contextlib.suppress(Ended):
+            self._until(lambda: False, WATCH_EVERY_S)
+
+    def _clean_up(self) -> None:
+        """End what carries the attempt's mark and this node's name: twice, since one may just have started another. No
+        grace: they were started with TERM blocked."""
+        outcome = read_outcome(self.attempt.folder)
+        for _ in range(2):
+            left = processes.marked(self.attempt.mark, self.node)
+            if left:
+                processes.end_processes(left, grace_s=0.0)
+        if self.running is not None:
+            self.running.close(failed=outcome is None or outcome.status in ("crash", "hang"))
+
+    def _look_again(self) -> None:
+        """After a failure the leader asks for the checks once more: a GPU that fell off the bus shows now."""
+        end = read_shared(self.attempt.folder / node_files.END)
+        if end and end.get("check"):
+            checks = check_node(self._check_context(None))
+            write_atomically(self.files.folder / "aftermath.json", json.dumps(checks_to_json(checks)), durable=True)
+
+    def _catch_signals(self) -> None:
+        """`scancel --signal=USR1 JOB` and a preemption's TERM reach the step: see `_pass_on`."""
+        def note(number: int, frame: FrameType | None) -> None:
+            self.signalled.append(number)
+
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, note)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+    def say(self, text: str) -> None:
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.node}: {text}", flush=True)
+
+
+@contextlib.contextmanager
+def _ignored(*numbers: signal.Signals) -> Iterator[None]:
+    """Processes that start inside ignore these signals: a signal to the step reaches all of them, and who has no
+    handler dies of it. (Our own components then install theirs.)"""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _blocked(number: signal.Signals) -> Iterator[None]:
+    """Processes that start inside never get this signal, nor do theirs: a preemption's TERM reaches every process of
+    the step, and Ray's and vLLM's have handlers that end them. To ignore it would not do: a handler replaces that, the
+    mask stays."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,158 @@
+"""The leader's eyes while a placed job runs: progress, outcome, deaths, silent nodes, hangs. Everything comes from
+files of the attempt and from the one step's process."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection
+
+from launch.config.schema import RunConfig
+from launch.planner.plan import Placement
+from launch.processes import Child
+from launch.runtime import components, endings, hang, node_files, progress_file
+from launch.runtime.attempts import Attempt
+from launch.runtime.node_files import BeatWatch, NodeFiles
+from launch.runtime.outcome import Outcome, read_outcome
+from launch.runtime.shared_files import seen
+from launch.runtime.stop_file import stop_requested
+from launch.runtime.view import View
+from launch.runtime.waiting import listed, wait_for
+
+LOOK_EVERY_S = 0.5
+DRIVER_GRACE_S = 5.0
+"""How long the driver may take to tell the cause of a death: it knows more of it than the supervisor that saw it."""
+STACKS_S = 90.0
+"""For every node to see that stacks are wanted, and to take them."""
+MANY_SILENT_S = 600.0
+"""How long a pause of the file system that silences most nodes may last."""
+
+
+class Watch:
+    """Watches one placed attempt until it has ended.
+
+    Args:
+        step: the process of `srun`.
+        tick: called in every round: deadlines and signals become stop requests there.
+    """
+
+    def __init__(self, attempt: Attempt, config: RunConfig, placement: Placement, step: Child, view: View,
+                 tick: Callable[[], None], say: Callable[[str], None]) -> None:
+        self.attempt, self.config, self.placement, self.step = attempt, config, placement, step
+        self.view, self.tick, self.say = view, tick, say
+        self.beats = BeatWatch({node: NodeFiles(attempt, node).beat for node in placement.nodes},
+                               attempt.folder / node_files.LEADER_BEAT)
+        self._nodes_looked_at, self._told_of_silence = -math.inf, False
+        self._lost: list[components.Failure] = []
+        self._progress_at, self._progress_moved = 0.0, 0.0
+
+    def run(self) -> Outcome:
+        """How the attempt ended. Its processes may still run."""
+        mourning: float | None = None
+        while True:
+            self.tick()
+            self.view.update()
+            self._look_at_nodes()
+            written = read_outcome(self.attempt.folder)
+            if written is not None:
+                return self._with_cause(written)
+            silent = self._silent()
+            if silent is not None:
+                return silent
+            if self.step.returncode is not None:
+                return self._step_ended()
+            progress = progress_file.read_progress(self.attempt.folder)
+            if stop_requested(self.attempt.folder) and (progress is None or progress.phase == "start"):
+                return endings.during_start_up(self.attempt)
+            mourning = mourning or (time.monotonic() if self._lost else None)
+            if mourning is not None and time.monotonic() - mourning > DRIVER_GRACE_S:
+                return self._with_cause(self._crashed(self._lost[0]))
+            if mourning is None and self._overdue(progress):
+                return self._hung(progress)
+            self.step.wait(LOOK_EVERY_S)
+
+    def _look_at_nodes(self) -> None:
+        """What every node has a file for, no more often than nodes beat: their number multiplies it."""
+        if time.monotonic() - self._nodes_looked_at >= node_files.BEAT_EVERY_S:
+            self._nodes_looked_at = time.monotonic()
+            self.beats.look()
+            self._lost = components.lost(self.attempt)
+
+    def _silent(self) -> Outcome | None:
+        """The end, if a node has failed. Many that fall silent together are not the nodes' fault: their file system or
+        network has a pause, which may pass."""
+        limit_s = self.config.run.node_silent_s
+        silent = self.beats.silent(limit_s)
+        if not self.beats.most(silent):
+            self._told_of_silence = False
+            return self._node_failed(silent) if silent else None
+        who = (f"{len(silent)} of {len(self.placement.nodes)} nodes at the same time: the shared file system or the "
+               "network")
+        if not self._told_of_silence:
+            self._told_of_silence = True
+            self.say(f"no sign of life from {who}; waiting for at most {MANY_SILENT_S:.0f} s")
+        if self.beats.most(self.beats.silent(limit_s + MANY_SILENT_S)):
+            return endings.ended(self.attempt, "node_failure", f"no sign of life from {who}, for more than "
+                                 f"{MANY_SILENT_S:.0f} s; no node is blamed")
+        return None
+
+    def _overdue(self, progress: progress_file.Progress | None) -> bool:
+        """By changes seen, in time in which the file system answered: see `BeatWatch`."""
+        if progress is None or progress.phase == "end":
+            return False
+        if progress.at != self._progress_at:
+            self._progress_at, self._progress_moved = progress.at, self.beats.watched_s
+        return self.beats.watched_s - self._progress_moved > progress_file.allowed_s(progress, self.config)
+
+    def _crashed(self, failure: components.Failure) -> Outcome:
+        status = "user_error" if failure.user_error else "crash"
+        return endings.ended(self.attempt, status, failure.message, failure.component, failure.log)
+
+    def _step_ended(self) -> Outcome:
+        """The supervisors are gone, though nobody has asked them to. Slurm ends the whole job when it has noticed that
+        a node is gone, and may be faster at it than we are: then that node's beats stopped before the others'."""
+        gone = node_files.vanished(self.attempt)
+        if gone:
+            return self._node_failed(gone)
+        for failure in components.lost(self.attempt):
+            return self._crashed(failure)
+        return endings.ended(self.attempt, "interrupted", f"Slurm ended the step (srun status {self.step.returncode}), "
+                             "before the job had ended", "srun", str(self.step.log))
+
+    def _with_cause(self, outcome: Outcome) -> Outcome:
+        """A crash may be the echo of a node's death, which closed connections tell long before the silence does: ask
+        whether every node still lives. And say on which node the component at fault ran."""
+        if outcome.status != "crash":
+            return outcome
+        asked = self.beats.watched_s
+
+        def missing() -> list[str]:
+            self.beats.look()
+            return self.beats.not_since(asked)
+
+        gone = wait_for(missing, "to show that they live", self.config.run.node_silent_s, say=self.say, check=self.tick)
+        if gone and not self.beats.most(gone):
+            return self._node_failed(gone, outcome)
+        return outcome.model_copy(update={"nodes": tuple(self._nodes_of({outcome.component}))})
+
+    def _node_failed(self, nodes: Collection[str], seen: Outcome | None = None) -> Outcome:
+        names = [node for node in self.placement.nodes if node in nodes]
+        ran = ", ".join(record.name for record in components.components(self.attempt) if record.node in nodes)
+        message = (f"no sign of life from {listed(names)}"
+                   + (f", where {ran} ran" if ran else "") + (f"\nfirst seen as: {seen.message}" if seen else ""))
+        return endings.ended(self.attempt, "node_failure", message, nodes=names)
+
+    def _hung(self, progress: progress_file.Progress) -> Outcome:
+        """Every supervisor takes the stacks of its node; the rank that the others wait for is named."""
+        (self.attempt.folder / node_files.STACKS_WANTED).touch()
+        folder = self.attempt.folder / "nodes"
+        mute = wait_for(lambda: [node for node in self.placement.nodes if not seen(folder / node / "stacks.json")],
+                        "to take stacks", STACKS_S, say=self.say)
+        stacks = hang.read_stacks(self.attempt)
+        stacks += [hang.Stack(record.name, "silent", "", hang.stack_file(self.attempt, record.name))
+                   for record in components.components(self.attempt) if record.node in mute]
+        outcome = endings.hung(self.attempt, self.config, progress, sorted(stacks, key=lambda stack: stack.name))
+        return outcome.model_copy(update={"nodes": tuple(self._nodes_of({outcome.component}))})
+
+    def _nodes_of(self, names: Collection[str | None]) -> list[str]:
+        return sorted({record.node for record in components.components(self.attempt) if record.name in names})

@@ -1,0 +1,98 @@
+"""The rehearsal on one node: a process for each of its ranks, started with the environment that the rank will have,
+which says where it finds itself. Everything of a job but the GPU work; no torch, no Ray, a few megabytes a process.
+
+Every node writes what its processes said (`nodes/<node>/rehearsal.json`), secrets masked. The placement's first node
+waits for all of them, compares them with the placement and writes the attempt's outcome (`launch.runtime.rehearsal`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from launch import envvars, processes
+from launch.errors import UserError
+from launch.runtime import faults, rehearsal
+from launch.runtime.attempts import write_atomically
+from launch.runtime.outcome import write_outcome
+from launch.runtime.places import Place, places, variables
+from launch.runtime.rehearsal import Report
+from launch.runtime.shared_files import seen
+from launch.runtime.workloads import rank_report
+from launch.runtime.workloads.context import NodeContext
+
+SCRIPT = Path(rank_report.__file__)
+
+
+@dataclass(frozen=True)
+class Started:
+    """What runs on this node now."""
+
+    children: list[processes.Child]
+
+    def close(self, *, failed: bool = False) -> None:
+        """Nothing of a rehearsal lies outside the attempt's folder."""
+
+
+def start(context: NodeContext) -> Started:
+    """Start this node's processes, collect what they say; on the first node, judge all of it.
+
+    Raises:
+        UserError: a process ended, or processes or nodes did not report within `run.deadline_s`.
+    """
+    attempt, node = context.attempt, context.node
+    config, placement, device = attempt.config(), attempt.placement(), attempt.plan().device
+    deadline_s = config.run.deadline_s
+    mine = [place for place in places(placement) if place.node == node]
+    folder = Path(tempfile.mkdtemp(prefix="mrl-"))      # private: what a process says of itself may hold secrets
+    try:
+        children = [_start(place, variables(place, config, placement, device, attempt.mark), folder) for place in mine]
+        context.wait(lambda: all(map(_has_said, children)), f"the {len(children)} processes on {node} to report",
+                     deadline_s)
+        reports = [report_of(child.log.read_bytes()) for child in children]
+    finally:
+        shutil.rmtree(folder)
+    target = rehearsal.node_file(attempt, node)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, json.dumps([report.to_json() for report in reports]))
+    if node == placement.nodes[0]:
+        for other in placement.nodes:
+            file = rehearsal.node_file(attempt, other)
+            context.wait(partial(seen, file), f"the rehearsal's report of {other}", deadline_s)
+        write_outcome(attempt.folder, rehearsal.conclude(attempt))
+        left = [psutil.Process(child.pid) for child in children if child.returncode is None]
+        processes.end_processes(left, grace_s=0.0)
+    return Started(children)
+
+
+def _start(place: Place, given: dict[str, str], folder: Path) -> processes.Child:
+    if place.gpu is not None:
+        given["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, faults.swapped(place.node, place.visible)))
+    command = [sys.executable, "-I", "-S", str(SCRIPT), place.process, str(place.index)]
+    return processes.start(place.process, command, log=folder / place.process,
+                           environment={**envvars.inherited(), **given})
+
+
+def _has_said(child: processes.Child) -> bool:
+    if child.returncode is not None:
+        raise UserError(f"{child.name} ended with status {child.returncode} instead of reporting: "
+                        f"{child.log.read_text(errors='replace')[-500:]}",
+                        fix="the interpreter does not run on this node: see the message")
+    return child.log.read_bytes().endswith(rank_report.END)
+
+
+def report_of(said: bytes) -> Report:
+    """What a process wrote, secrets masked."""
+    head, _, environ = said.removesuffix(rank_report.END).partition(b"\0\0")
+    fields, variables = (dict(entry.split("=", 1) for entry in os.fsdecode(text).split("\0") if "=" in entry)
+                         for text in (head, environ))
+    numbers = {key: int(fields[key]) if fields[key] else None for key in ("gpu", "nic", "pid", "cpus")}
+    return Report(**{**fields, **numbers}, environment=envvars.recordable(variables))

@@ -1,0 +1,157 @@
+"""The real job on one node: Ray's head and the driver on the placement's first node, a raylet on every other.
+
+Ray is up when it has been counted: each node writes `nodes/<node>/ray.json` when Ray's control store lists it, and
+the driver counts all of them again before it starts an actor. Raylets of one host start one after the other, since
+those that start at the same moment fight (simulated nodes share a host, real ones do not and start together).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch import envvars, processes
+from launch.errors import UserError
+from launch.planner.place import LOOPBACK
+from launch.planner.plan import Placement
+from launch.runtime.attempts import Attempt, write_atomically
+from launch.runtime.ray_node import (ADDRESS_VARIABLE, RaySession, loopback_variables, object_store_bytes, registered,
+                                     start_head, start_raylet)
+from launch.runtime.shared_files import read_shared, seen
+from launch.runtime.workloads.context import NodeContext
+
+TOKEN_FILE = "ray-token"
+"""In the attempt's folder, readable by the user alone, while the job runs: how the other nodes get the token."""
+
+
+class RayNotUp(RuntimeError):
+    """This node's Ray did not come up."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """What runs on this node now."""
+
+    children: list[processes.Child]
+    """As soon as one of them ends, the node's part of the job is over."""
+    session: RaySession
+    attempt: Attempt
+    node: str
+
+    def close(self, *, failed: bool = False) -> None:
+        """Remove what lies outside the attempt's folder. Call it when all processes of this node have ended.
+
+        Args:
+            failed: keep Ray's own logs in the attempt's folder.
+        """
+        if failed:
+            self.session.keep_logs(self.attempt.logs / f"ray-{self.node}")
+        self.session.remove()
+        if self.node == self.attempt.placement().nodes[0]:
+            (self.attempt.folder / TOKEN_FILE).unlink(missing_ok=True)
+
+
+def start(context: NodeContext) -> Started:
+    """Start this node's part of the job and return once Ray knows the node. The driver starts with the head: reading
+    the data takes as long as Ray does, and it waits for Ray itself.
+
+    Raises:
+        RayNotUp: Ray ended, or did not register within `run.deadline_s`.
+    """
+    attempt, node, placement = context.attempt, context.node, context.attempt.placement()
+    address = placement.addresses[node]
+    if len(placement.nodes) > 1 and address == LOOPBACK:
+        raise RayNotUp(f"a job on {len(placement.nodes)} nodes cannot meet at {LOOPBACK}, the address of {node}")
+    environment, log = _environment(attempt, placement, node), attempt.logs / f"ray-{node}.log"
+    if node == placement.nodes[0]:
+        session, listens = _session(context), f"{address}:{context.ports.ray_gcs}"
+        _share(session, attempt)
+        ray = start_head(session, context.ports, node=node, address=address, environment=environment, log=log)
+        driver = processes.start(
+            "driver", [sys.executable, "-m", "megatron_rl.train", str(attempt.folder)],
+            log=attempt.logs / "driver.log",
+            environment={**environment, **session.variables(), ADDRESS_VARIABLE: listens})
+        started = Started([ray, driver], session, attempt, node)
+    else:
+        for other in _before(placement, node):
+            _wait(context, lambda: ray_address(attempt, other) is not None, f"Ray on {other}")
+        token, listens = attempt.folder / TOKEN_FILE, f"{address}:{context.ports.ray_node_manager}"
+        _wait(context, lambda: seen(token), str(token))
+        session = _session(context, secret=token.read_text(encoding="ascii"))
+        head = ray_address(attempt, placement.nodes[0])
+        ray = start_raylet(session, context.ports, node=node, address=address, head=head, environment=environment,
+                           log=log)
+        started = Started([ray], session, attempt, node)
+    try:
+        _wait_registered(context, ray, listens)
+    except BaseException:
+        started.close(failed=True)
+        raise
+    return started
+
+
+def _session(context: NodeContext, **secret: str) -> RaySession:
+    """Ray's folder and settings on this node, told in its log."""
+    nodes, free = len(context.attempt.placement().nodes), shutil.disk_usage("/dev/shm").free
+    session = RaySession(nodes=nodes, object_store_bytes=object_store_bytes(context.attempt.config(), free), **secret)
+    context.say(str(session))
+    return session
+
+
+def ray_address(attempt: Attempt, node: str) -> str | None:
+    """address:port of Ray's control store (on the first node) or of the raylet, once `node` has registered."""
+    known = read_shared(_ray_file(attempt, node))
+    return None if known is None else known["address"]
+
+
+def _before(placement: Placement, node: str) -> list[str]:
+    """Whose Ray must be known before that of `node` starts: the head, and the node before it at the same address."""
+    same = [other for other in placement.nodes if placement.addresses[other] == placement.addresses[node]]
+    return [placement.nodes[0], *same[:same.index(node)][-1:]]
+
+
+def _wait(context: NodeContext, condition: Callable[[], bool], what: str) -> None:
+    """A deadline that passes here is a failure of the machines, not a mistake of the user's."""
+    try:
+        context.wait(condition, what, context.attempt.config().run.deadline_s)
+    except UserError as error:
+        raise RayNotUp(str(error)) from error
+
+
+def _wait_registered(context: NodeContext, ray: processes.Child, address: str) -> None:
+    def known() -> bool:
+        if ray.returncode is not None:
+            raise RayNotUp(f"Ray on {context.node} ended with status {ray.returncode} as it started: see {ray.log}")
+        return registered(ray)
+
+    began = time.monotonic()
+    _wait(context, known, f"Ray on {context.node} to register (log: {ray.log})")
+    _ray_file(context.attempt, context.node).parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(_ray_file(context.attempt, context.node), json.dumps(
+        {"node": context.node, "address": address, "pid": ray.pid, "seconds": time.monotonic() - began}),
+        durable=True)
+
+
+def _ray_file(attempt: Attempt, node: str) -> Path:
+    return attempt.folder / "nodes" / node / "ray.json"
+
+
+def _share(session: RaySession, attempt: Attempt) -> None:
+    """Put the token where the other nodes find it, whole from the first moment and closed to other users."""
+    write_atomically(attempt.folder / TOKEN_FILE, session.secret, mode=0o600)
+
+
+def _environment(attempt: Attempt, placement: Placement, node: str) -> dict[str, str]:
+    """For Ray and the driver on `node`; what Ray starts inherits it. Actors get the rest from the driver."""
+    address = placement.addresses[node]
+    variables = envvars.environment("driver", attempt.plan().device, attempt.config(), job=attempt.mark,
+                                    interface=placement.interface(node), address=address)
+    loopback = loopback_variables() if address == LOOPBACK else {}
+    search = ":".join(filter(None, [os.getcwd(), envvars.get("PYTHONPATH")]))
+    return {**envvars.inherited(), **variables, **loopback, envvars.NODE: node, "PYTHONPATH": search}
