@@ -14,10 +14,16 @@ from launch.exit_codes import ExitCode
 
 VERBS: dict[str, tuple[str, str]] = {
     "config": ("launch.cli.config", "Show a configuration, resolved, with the source of each value."),
+    "doctor": ("launch.cli.doctor", "Say why a run or job failed, and what to do."),
+    "job": ("launch.cli.job", "Inside a Slurm job: run a configuration on its nodes."),
     "launch": ("launch.cli.launch", "Run a configuration."),
+    "logs": ("launch.cli.logs", "Print a run's logs, merged by time, or its first error."),
     "models": ("launch.cli.models", "Make model folders that the shipped configurations use."),
+    "node": ("launch.cli.node", "Inside a Slurm job: supervise one node."),
     "plan": ("launch.cli.plan", "Print the plan of a configuration."),
+    "preflight": ("launch.cli.preflight", "Check nodes, network and configuration before a job starts."),
     "report": ("launch.cli.report", "Write the HTML report of a run."),
+    "status": ("launch.cli.status", "Say where a run or job is."),
     "stop": ("launch.cli.stop", "Ask a run to write a checkpoint and end."),
     "validate": ("launch.cli.validate", "Compare the planner's models with measured points."),
 }

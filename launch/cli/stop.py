@@ -6,14 +6,14 @@ import click
 
 
 @click.command()
-@click.argument("run", metavar="RUN")
+@click.argument("run", metavar="RUN|JOB")
 @click.option("--dir", "folder", default="runs", show_default=True, help="Folder of all runs (run.dir).")
 def command(run: str, folder: str) -> None:
     """Ask RUN to write a checkpoint and end at the next step boundary.
 
-    RUN is a run's name, or the path of its folder. Writes the file `stop` into the newest attempt; the job answers
-    when its current step is done.
+    RUN is a run's name, the path of its folder, or a Slurm job id. Writes the file `stop` into the newest attempt;
+    the job answers when its current step is done. A job that waits in Slurm's queue is cancelled.
     """
-    from launch.runtime.stop_file import request_stop
+    from launch.slurm.stop import stop
 
-    click.echo(f"asked to stop: {request_stop(run, folder)}")
+    click.echo(stop(run, folder))

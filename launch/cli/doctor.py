@@ -1,0 +1,25 @@
+"""`megatron-rl doctor`."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command()
+@click.argument("run", metavar="RUN|JOB")
+@click.option("--dir", "folder", default="runs", show_default=True, help="Folder of all runs (run.dir).")
+@click.option("--attempt", type=click.IntRange(min=1), help="This attempt; the newest if not given.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(run: str, folder: str, attempt: int | None, as_json: bool) -> None:
+    """Say why RUN failed or waits, and what to do.
+
+    RUN is a run's name, the path of its folder, or a Slurm job id. Reads Slurm's record, the outcome, every log and
+    the ledger of bad nodes; known failures are those of docs/troubleshooting.md.
+    """
+    import json
+
+    from launch.report.doctor_text import doctor_text
+    from launch.slurm.hint import diagnosis_of
+
+    diagnosis = diagnosis_of(run, folder, attempt)
+    click.echo(json.dumps(diagnosis.as_json()) if as_json else doctor_text(diagnosis))

@@ -1,0 +1,20 @@
+"""`megatron-rl job`."""
+
+from __future__ import annotations
+
+import click
+
+from launch.cli.options import config_and_overrides
+
+
+@click.command()
+@config_and_overrides
+def command(config: str, overrides: tuple[str, ...]) -> int:
+    """Inside a Slurm job: run CONFIG on the job's nodes.
+
+    The batch script's last line. Starts a supervisor on every node, places the plan on the nodes that pass the preflight,
+    watches the job, and at its end requeues it, submits it anew without bad nodes, or stops.
+    """
+    from launch.runtime.job import run_job
+
+    return run_job(config, overrides)

@@ -1,0 +1,43 @@
+"""`megatron-rl status`."""
+
+from __future__ import annotations
+
+import click
+
+WATCH_EVERY_S = 2.0
+ASK_SLURM_EVERY_S = 30.0
+
+
+@click.command()
+@click.argument("run", metavar="RUN|JOB")
+@click.option("--dir", "folder", default="runs", show_default=True, help="Folder of all runs (run.dir).")
+@click.option("--watch", is_flag=True, help="Show it again whenever it changes, until the run has ended.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (with --watch, one a change).")
+def command(run: str, folder: str, watch: bool, as_json: bool) -> None:
+    """Say where RUN is: QUEUED > PREFLIGHT 16/16 > RAY 14/16 > LOAD > STEP 37/500.
+
+    RUN is a run's name, the path of its folder, or a Slurm job id. What the run wrote counts; Slurm is asked where
+    the run is a job of Slurm's that has not ended, every 30 s at most.
+    """
+    import json
+    import time
+
+    from launch.report.status_text import state_line, status_text
+    from launch.slurm.hint import Hints, status_of
+
+    hints, said = Hints(ASK_SLURM_EVERY_S), None
+    while True:
+        status = status_of(run, folder, hints)
+        shown = json.dumps(status.as_json()) if as_json else state_line(status) if watch else status_text(status)
+        if not watch:
+            click.echo(shown)
+            return
+        key = [str(stage) for stage in status.stages]
+        if key != said:
+            click.echo(f"{time.strftime('%H:%M:%S')}  {shown}" if not as_json else shown)
+        said = key
+        if status.over:
+            if not as_json:
+                click.echo(status_text(status))
+            return
+        time.sleep(WATCH_EVERY_S)  # between two looks at files that others write

@@ -1,0 +1,58 @@
+"""Text for people, at most 100 columns: a label of 13 columns, and what belongs to it."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+
+WIDTH = 100
+LABEL = 13
+
+
+def field(label: str, text: str, width: int = WIDTH) -> str:
+    """`label        text ...`, wrapped under itself. A word longer than the line (a path) is not broken."""
+    lines = []
+    for part in text.splitlines() or [""]:
+        lines += textwrap.wrap(part, width - LABEL, break_long_words=False, break_on_hyphens=False) or [""]
+    return "\n".join(f"{label if number == 0 else '':<{LABEL}}{line}".rstrip() for number, line in enumerate(lines))
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12:30 min`, `5:12:10 h`, `3 d 4 h`."""
+    whole = int(round(max(0.0, seconds)))
+    if whole < 60:
+        return f"{whole} s"
+    minutes, second = divmod(whole, 60)
+    hours, minute = divmod(minutes, 60)
+    if hours >= 72:
+        return f"{hours // 24} d {hours % 24} h"
+    return f"{hours}:{minute:02}:{second:02} h" if hours else f"{minutes}:{second:02} min"
+
+
+def node_list(names: Sequence[str], most: int = 6) -> str:
+    """`h100-[001-016]` for neighbours of one prefix, by name otherwise."""
+    parts, at = [], 0
+    while at < len(names):
+        end = at
+        while end + 1 < len(names) and _follows(names[end], names[end + 1]):
+            end += 1
+        if end > at:
+            head, low = re.fullmatch(r"(.*?)(\d+)", names[at]).groups()
+            parts.append(f"{head}[{low}-{names[end][len(head):]}]")
+        else:
+            parts.append(names[at])
+        at = end + 1
+    return few(parts, most)
+
+
+def _follows(one: str, other: str) -> bool:
+    first, second = re.fullmatch(r"(.*?)(\d+)", one), re.fullmatch(r"(.*?)(\d+)", other)
+    return bool(first and second and first[1] == second[1] and len(first[2]) == len(second[2])
+                and int(first[2]) + 1 == int(second[2]))
+
+
+def few(names: Sequence[str], most: int = 6) -> str:
+    """`a, b, c and 12 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

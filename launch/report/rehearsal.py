@@ -1,0 +1,96 @@
+"""The report of a rehearsal as a table of at most 100 columns. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from textwrap import wrap
+from typing import Any
+
+from launch.report.lines import WIDTH, few, field
+
+SHOWN = 8
+
+
+def text(document: Mapping[str, Any]) -> str:
+    """`rehearsal.json` for people: a line a node, then what was checked, then every difference."""
+    nodes = document["nodes"]
+    lines = [f"rehearsal of attempt {document['attempt']}: {document['processes']} processes on {len(nodes)} nodes, "
+             f"plan {document['plan_fingerprint']}", ""]
+    width = max([4, *map(len, nodes)])
+    leaf_width = max([4, *(len(node["leaf"]) for node in nodes.values())])
+    lines.append(f"{'leaf':<{leaf_width}}  {'node':<{width}}  processes")
+    for name, node in nodes.items():
+        head = f"{node['leaf'] or '-':<{leaf_width}}  {name:<{width}}  "
+        for part in wrap(_processes(node["processes"]), WIDTH - len(head)):
+            lines.append(head + part)
+            head = " " * len(head)
+    lines += ["", *(field(label, value) for label, value in _leaves(document))]
+    if document["spares"]:
+        lines.append(field("spare", few(document["spares"], SHOWN)))
+    lines.append("")
+    for check in document["checks"]:
+        word = "ok" if not check["findings"] else "WRONG"
+        lines.append(f"{word:<5}  {check['name']}: {check['held']} of {check['asked']}")
+        for finding in check["findings"]:
+            lines.append(f"         {finding['process']}: {finding['found']}, placed: {finding['placed']}")
+    lines += ["", "the processes are where the placement wants them" if document["ok"] else
+              "the processes are NOT where the placement wants them"]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _processes(members: Sequence[Mapping[str, Any]]) -> str:
+    """`ranks 0-3 on GPUs 0-3; engines 0, 1 on GPUs 4-5 | 6-7`: GPUs in the order of the ranks that sit on them."""
+    ranks = sorted((int(each["process"].partition("-")[2]), each) for each in members if each["role"] == "trainer")
+    parts = [f"ranks {_ranges([rank for rank, _ in ranks])}{_where([[each for _, each in ranks]])}"] if ranks else []
+    engines: dict[int, list[Mapping[str, Any]]] = {}
+    for each in sorted((each for each in members if each["role"] == "rollout"),
+                       key=lambda each: _number(each["process"])):
+        engines.setdefault(_number(each["process"])[0], []).append(each)
+    if engines:
+        word = "engines" if len(engines) > 1 else "engine"
+        parts.append(f"{word} {_ranges(list(engines))}{_where(list(engines.values()))}")
+    parts += [each["process"] for each in members if each["role"] not in ("trainer", "rollout")]
+    return "; ".join(parts)
+
+
+def _number(process: str) -> tuple[int, int]:
+    """(engine, rank of it) of `rollout-3.1`."""
+    engine, _, rank = process.partition("-")[2].partition(".")
+    return int(engine), int(rank)
+
+
+def _where(groups: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+    """` on GPUs 0-3 | 4-7`, and the NICs where their numbers differ from the GPUs'."""
+    gpus, nics = ([[each[key] for each in group] for group in groups] for key in ("gpu", "nic"))
+    if any(None in group for group in gpus):
+        return ""
+    if all(len(group) == 1 for group in groups):
+        gpus, nics = [sum(gpus, [])], [sum(nics, [])]
+    there = " on GPU" + ("s " if sum(map(len, gpus)) > 1 else " ") + " | ".join(map(_ranges, gpus))
+    return there + (f", NICs {' | '.join(map(_ranges, nics))}" if nics != gpus and None not in sum(nics, []) else "")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3,8-11`, in the order given: a GPU order other than the natural one shows."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def _leaves(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Which leaf switches each partition is on, and which both share."""
+    of: dict[str, dict[str, int]] = {"trainer": {}, "rollout": {}}
+    for node in document["nodes"].values():
+        for role in {each["role"] for each in node["processes"]} & set(of):
+            of[role][node["leaf"]] = of[role].get(node["leaf"], 0) + 1
+    if not any(leaf for leaves in of.values() for leaf in leaves):
+        return [("leaves", "Slurm tells no topology (no topology plug-in): nodes were taken in order")]
+    rows = [(label, "nodes: " + ", ".join(f"{count} on {leaf}" for leaf, count in of[role].items()))
+            for label, role in (("training", "trainer"), ("rollout", "rollout")) if of[role]]
+    shared = [leaf for leaf in of["trainer"] if leaf in of["rollout"]]
+    return [*rows, ("shared", f"leaves with both: {', '.join(shared)}" if shared else "no leaf: each belongs to one "
+            "partition")]
