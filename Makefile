@@ -26,7 +26,7 @@ UV := .venv-lock/bin/uv
 COMPILE = cd requirements && UV_CUSTOM_COMPILE_COMMAND="make lock" ../$(UV) pip compile --quiet \
 	--python-platform x86_64-manylinux_2_28 --python-version 3.11
 
-.PHONY: help install grpo test slurm gpu-check bench bench-learning bench-plan results picture exercise lock docs clean
+.PHONY: help install grpo test slurm gpu-check bench bench-learning bench-plan bench-start results picture exercise lock docs clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ bench: $(INSTALLED) $(BENCH)/.installed models/smollm2-135m ## Measure samples/s
 
 bench-learning: $(INSTALLED) ## Train the tiny policy with five other seeds; at least four must learn
 	$(VENV)/bin/python -m benchmarks.learning $(ARGS)
+
+bench-start: $(INSTALLED) slurm ## Measure batch start to a report of every rank, 4 to 32 simulated nodes (ARGS=--write: docs/slurm.md)
+	$(VENV)/bin/python -m benchmarks.slurm_start $(ARGS)
 
 results: $(INSTALLED) models/smollm2-135m ## Train the 135M model and write docs/results.md again (some 10 minutes)
 	$(VENV)/bin/python -m benchmarks.results $(ARGS)
@@ -100,10 +103,11 @@ lock: $(UV) ## Resolve requirements/*.in into the lock files again (ARGS=--upgra
 	$(COMPILE) bench.in --constraints cpu.lock --overrides cpu.overrides --excludes cpu.excludes --output-file /dev/null
 	$(COMPILE) bench.in --constraints cpu.lock --no-deps --output-file bench.lock $(ARGS)
 
-docs: $(INSTALLED) ## Write the generated pages again (metrics, config, exit codes, validation)
+docs: $(INSTALLED) ## Write the generated pages again (metrics, config, exit codes, validation, troubleshooting)
 	$(VENV)/bin/python -m megatron_rl.monitor.metrics > docs/metrics.md
 	$(VENV)/bin/python -m launch.config.docs
 	$(VENV)/bin/python -m launch.planner.validate.page
+	$(VENV)/bin/python -m launch.report.doctor_page
 
 clean: ## Remove environments and caches; runs/ and models/ stay
 	rm -rf .venv .venv-gpu .venv-lock $(BENCH) build *.egg-info .pytest_cache .hypothesis

@@ -1,12 +1,31 @@
-"""What holds for every test: those marked `gpu` are skipped, and said to be, where there is no NVIDIA GPU."""
+"""What holds for every test: those marked `gpu` are skipped, and said to be, where there is no NVIDIA GPU; those
+marked `slurm` where Slurm is not installed, except in CI, where that is a failure."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 
 NO_GPU = "needs an NVIDIA GPU, and torch sees none"
 NO_MOUNT = "needs a small file system, and this user may not mount one"
 NO_SLURM = "needs Slurm's programs, which tests/install_slurm.sh could not install"
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if "slurm" in getattr(item, "fixturenames", ()):
+        item.add_marker("slurm")
+
+
+@pytest.hookimpl(tryfirst=True)     # before any fixture starts a daemon
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("slurm"):
+        from tests.slurm_cluster import missing_programs    # it needs pytest's markers, which are read after this file
+
+        if missing := missing_programs():
+            if os.environ.get("CI"):
+                pytest.fail(f"in CI the tests of a live Slurm may not be skipped; not installed: {', '.join(missing)}")
+            pytest.skip(f"{NO_SLURM}: {', '.join(missing)}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from launch.cli.main import CONTEXT, cli, main
 from launch.planner.prepare import prepare
+from launch.slurm.sweep_points import points
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -46,7 +47,9 @@ def test_command(page, words, capsys):
     if name in RUN_FOR_REAL:
         assert main(words[1:]) == 0, capsys.readouterr().err
     if name == "launch" and Path(words[2]).parent.name != "135m":  # its model folder is made by a command of its own
-        prepare(words[2], [word for word in words[3:] if "=" in word], "cpu")
+        overrides = [word for word in words[3:] if "=" in word]
+        for each in [point.words for point in points(overrides, "run")] if "--sweep" in words else [overrides]:
+            prepare(words[2], each, "cpu")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,0 +1,163 @@
+"""`make bench-start`: from the start of the batch script to a report of every rank, on a private simulated Slurm.
+
+All nodes are this machine: 32 supervisors and 256 ranks share its cores, which real nodes do not. What is measured is
+therefore an upper limit of what the launcher itself costs, and how that grows with nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from launch.cluster.file import load_cluster
+from tests.slurm.conftest import TOPOLOGY
+from tests.slurm_cluster import REPOSITORY, Group, SlurmCluster, running
+
+NODES, GPUS = 32, 8
+PAGE = REPOSITORY / "docs/slurm.md"
+FAULT = {"MEGATRON_RL_FAULT_SWAP": "h100-001:0:5"}
+STAGES = ("leader", "supervisors", "preflight", "placement", "reports")
+"""The leader has the job's facts; the last supervisor has greeted; the last node is checked; ranks are placed; the last
+node's ranks have reported."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One measured job: seconds from the start of the batch script to the end of each stage."""
+
+    label: str
+    nodes: int
+    processes: int
+    ends: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        return self.ends[-1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16, 32])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=180.0, help="seconds of one job")
+    parser.add_argument("--write", action="store_true", help="put table and recorded output into docs/slurm.md")
+    arguments = parser.parse_args()
+
+    with running([Group("h100", NODES)], TOPOLOGY) as slurm, tempfile.TemporaryDirectory() as folder:
+        rows = [[measure(slurm, count, Path(folder) / f"{count}-{repeat}", arguments.timeout)
+                 for repeat in range(arguments.repeats)] for count in arguments.nodes]
+        if max(arguments.nodes) == NODES:
+            rows.append([measure(slurm, None, Path(folder) / f"70b-{repeat}", arguments.timeout)
+                         for repeat in range(arguments.repeats)])
+        blocks = {"start-up": table(rows)}
+        print(blocks["start-up"])
+        if arguments.write:
+            blocks |= recorded(slurm, Path(folder), arguments.timeout)
+            write_page(blocks)
+    return 0
+
+
+def recorded(slurm: SlurmCluster, folder: Path, timeout_s: float) -> dict[str, str]:
+    """What a rehearsal prints, a good one and one with two GPUs exchanged."""
+    logs = {}
+    for name, script, variables, end in (("rehearsal", "slurm/grpo_70b.sbatch", {}, "COMPLETED"),
+                                         ("misplaced", "slurm/grpo_7b.sbatch", FAULT, "FAILED")):
+        (folder / name).mkdir()
+        job = slurm.submit(f"--output={folder / name}/log", script, "run.rehearse=true", f"run.dir={folder / name}/runs",
+                           variables=variables)
+        slurm.wait_for(job, end, timeout_s=timeout_s)
+        logs[name] = slurm.output(job).replace(f"{folder / name}/", "")
+    good, bad = logs["rehearsal"].splitlines(), logs["misplaced"].splitlines()
+    nodes = [number for number, line in enumerate(good) if line.startswith("leaf") and "h100-" in line]
+    good[nodes[3]:nodes[-2]] = ["..."]
+    return {"rehearsal": "\n".join(good),
+            "misplaced": "\n".join(bad[next(at for at, line in enumerate(bad) if line.startswith("WRONG")):])}
+
+
+def measure(slurm: SlurmCluster, nodes: int | None, folder: Path, timeout_s: float) -> Start:
+    """Rehearse one job and take the times of the files it leaves. `nodes` None: the shipped 70B script as it is."""
+    folder.mkdir(parents=True)
+    words = ["run.rehearse=true", f"run.dir={folder}/runs"]
+    if nodes is None:
+        script, options, label = "slurm/grpo_70b.sbatch", [], "slurm/grpo_70b.sbatch"
+    else:
+        script, options, label = "slurm/grpo_7b.sbatch", [f"--nodes={nodes}"], "7B, half of the nodes train"
+        words += [f"cluster={cluster_file(folder, nodes)}", "trainer.tp=4", "trainer.pp=1", "trainer.cp=1",
+                  f"trainer.dp={nodes}", "rollout.tp=4", f"rollout.replicas={nodes}"]
+    job = slurm.submit(f"--output={folder}/job.log", *options, script, *words)
+    began = batch_start(slurm, timeout_s)
+    slurm.wait_for(job, "COMPLETED", timeout_s=timeout_s)
+    (attempt,) = folder.glob("runs/*/attempts/*")
+    report = json.loads((attempt / "rehearsal.json").read_text(encoding="utf-8"))
+    if not report["ok"]:
+        raise RuntimeError(f"the rehearsal failed:\n{(attempt / 'rehearsal.txt').read_text()}")
+    stages = (attempt / "job.json", *(newest(attempt, name) for name in ("hello.json", "preflight.json")),
+              attempt / "placement.json", newest(attempt, "rehearsal.json"))
+    ends = tuple(file.stat().st_mtime - began for file in stages)
+    return Start(label, len(report["nodes"]), report["processes"], ends)
+
+
+def batch_start(slurm: SlurmCluster, timeout_s: float) -> float:
+    """When slurmd wrote the copy of the batch script that it is about to run (Slurm's own times are whole seconds)."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        for script in (slurm.folder / "spool").glob("*/job*/slurm_script"):
+            return script.stat().st_mtime
+        time.sleep(0.02)    # nobody tells of a new file
+    raise TimeoutError(f"no job started within {timeout_s:g} s")
+
+
+def newest(attempt: Path, name: str) -> Path:
+    """The file of this name that a node wrote last."""
+    return max(attempt.glob(f"nodes/*/{name}"), key=lambda path: path.stat().st_mtime)
+
+
+def cluster_file(folder: Path, nodes: int) -> Path:
+    """The cluster of the 70B template with fewer nodes."""
+    text = (REPOSITORY / "configs/clusters/h100x32.yaml").read_text(encoding="utf-8")
+    path = folder / "cluster.yaml"
+    path.write_text(text.replace("count: 32", f"count: {nodes}").replace("[001-032]", f"[001-{nodes:03d}]"),
+                    encoding="utf-8")
+    if len(load_cluster(str(path)).nodes) != nodes:
+        raise ValueError("configs/clusters/h100x32.yaml has another form than this benchmark expects")
+    return path
+
+
+def table(rows: Sequence[Sequence[Start]]) -> str:
+    """A line for each size: when each stage ended (median), and the whole (minimum and median)."""
+    head = (f"{'job':<28} {'nodes':>5} {'ranks':>5}  " + "  ".join(f"{stage:>11}" for stage in STAGES) + "  minimum")
+    lines = [f"Seconds from the start of the batch script to the end of each stage, median of {len(rows[0])} jobs; all "
+             f"nodes are one", f"machine of {psutil.cpu_count()} cores. The last column is the fastest job.", "", head]
+    for starts in rows:
+        medians = [statistics.median(each) for each in zip(*(start.ends for start in starts), strict=True)]
+        first = starts[0]
+        lines.append(f"{first.label:<28} {first.nodes:>5} {first.processes:>5}  " +
+                     "  ".join(f"{value:>11.1f}" for value in medians) +
+                     f"  {min(each.total for each in starts):>7.1f}")
+    return "\n".join(lines)
+
+
+def write_page(blocks: Mapping[str, str]) -> None:
+    """Put each text between its marks in docs/slurm.md."""
+    page = PAGE.read_text(encoding="utf-8")
+    for name, text in blocks.items():
+        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+        head, found, rest = page.partition(begin)
+        _, closed, tail = rest.partition(end)
+        if not found or not closed:
+            raise ValueError(f"{PAGE} needs a block {begin} ... {end}")
+        indented = "".join(f"    {line}".rstrip() + "\n" for line in text.splitlines())
+        page = f"{head}{begin}\n\n{indented}\n{end}{tail}"
+    PAGE.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,125 @@
+"""A run of the stub workload in a test: composed as `megatron-rl launch --on slurm` does, submitted, watched by its
+files. Runs of different names go on side by side: most of their time is waiting for Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from launch import envvars, processes
+from launch.runtime.attempts import Attempt
+from launch.runtime.components import components
+from launch.runtime.history import PastAttempt, read_history
+from launch.runtime.outcome import Outcome, read_outcome
+from launch.runtime.progress_file import read_progress, steps_done
+from launch.runtime.stub import STEP_VARIABLE
+from launch.slurm.render import Flags
+from launch.slurm.submit import compose
+from tests.slurm_cluster import REPOSITORY, SlurmCluster
+
+CONFIG = "configs/tiny/grpo.yaml"
+CLUSTER = """\
+nodes: {{count: {nodes}, names: "planned-[001-{nodes:03d}]"}}
+gpus: {{kind: H100-SXM-80GB, per_node: 8}}
+network: {{nics_per_node: 8, nic_gbit_per_s: 400, rails: 8}}
+host: {{memory_gb: 2048}}
+"""
+WORDS = ("run.workload=stub", "trainer.tp=2", "trainer.pp=2", "trainer.dp=2", "rollout.replicas=auto",
+         "algorithm.prompts_per_step=512", "algorithm.group_size=2", "run.hang_min_s=8", "run.node_silent_s=8")
+"""A node of 8 GPUs trains, the others roll out."""
+
+
+class StubRun:
+    """One run on `nodes` nodes.
+
+    Args:
+        folder: of the test; runs of different names may share it.
+        step_s: what a step of the stub takes.
+        fault: `MEGATRON_RL_FAULT`.
+        gpus: what the preflight finds (`launch.health.simulated`); None: healthy nodes.
+    """
+
+    def __init__(self, slurm: SlurmCluster, folder: Path, name: str, nodes: int, *words: str, steps: int = 10,
+                 step_s: float = 0.1, fault: str = "", gpus: Mapping | None = None, time: str = "10:00") -> None:
+        self.slurm, self.name, self.folder = slurm, name, folder / "runs" / name
+        cluster = folder / f"{name}-cluster.yaml"
+        cluster.write_text(CLUSTER.format(nodes=nodes), encoding="utf-8")
+        self.words = (f"cluster={cluster}", f"run.dir={folder / 'runs'}", f"run.name={name}", f"run.steps={steps}",
+                      *WORDS, *words)
+        self.variables = {STEP_VARIABLE: str(step_s), "PYTHONPATH": str(REPOSITORY)}
+        if fault:
+            self.variables["MEGATRON_RL_FAULT"] = fault
+        if gpus is not None:
+            (folder / f"{name}-gpus.json").write_text(json.dumps(gpus), encoding="utf-8")
+            self.variables[envvars.SIMULATED_GPUS] = str(folder / f"{name}-gpus.json")
+        job = compose(CONFIG, self.words, Flags(time=time))
+        job.folder.mkdir(parents=True)
+        self.script = job.folder / "job.sbatch"
+        self.script.write_text(job.script, encoding="utf-8")
+        self.job = 0
+        """The first job, once it is submitted."""
+
+    def submit(self, *options: str) -> StubRun:
+        self.job = self.slurm.submit(*options, str(self.script), variables=self.variables)
+        return self
+
+    def attempt(self, number: int) -> Attempt:
+        return Attempt(self.folder / "attempts" / str(number))
+
+    def history(self) -> list[PastAttempt]:
+        return read_history(self.folder)
+
+    def outcome(self, number: int) -> Outcome:
+        outcome = read_outcome(self.attempt(number).folder)
+        assert outcome is not None, f"attempt {number} has not ended"
+        return outcome
+
+    def step(self, number: int) -> int:
+        """Steps that an attempt has made."""
+        return steps_done(read_progress(self.attempt(number).folder))
+
+    def at_step(self, number: int, step: int, timeout_s: float = 60.0) -> None:
+        self.slurm.wait_until(lambda: self.step(number) >= step, f"step {step} of attempt {number}\n{self.text()}",
+                              timeout_s)
+
+    def ended(self, attempts: int, timeout_s: float = 90.0) -> list[PastAttempt]:
+        """Wait until the history holds so many attempts and no job of this run is left; the history."""
+        def done() -> bool:
+            return len(self.history()) >= attempts and not self.slurm.run(
+                "squeue", "--noheader", f"--name={self.name}").stdout.strip()
+
+        try:
+            self.slurm.wait_until(done, "the run to end", timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.history()}\n{self.text()}") from error
+        assert self.left_running() == []
+        return self.history()
+
+    def left_running(self) -> list[str]:
+        """Processes that carry a mark of this run."""
+        return [processes.describe(process) for folder in (self.folder / "attempts").glob("*")
+                for process in processes.marked(Attempt(folder).mark)]
+
+    @property
+    def state(self) -> dict[str, str]:
+        """What Slurm says of the first job."""
+        return self.slurm.job(self.job)
+
+    def questions(self, number: int) -> list[str]:
+        """What the leader asked Slurm until its job ran."""
+        return json.loads((self.attempt(number).folder / "slurm-calls.json").read_text())
+
+    def given(self, number: int) -> list[str]:
+        """The nodes that an attempt's job had."""
+        return json.loads((self.attempt(number).folder / "job.json").read_text())["nodes"]
+
+    def node_of(self, number: int, component: str) -> str:
+        return next(each.node for each in components(self.attempt(number)) if each.name == component)
+
+    def text(self) -> str:
+        """Output of all jobs of this run, and its supervisors' logs."""
+        files = sorted((self.folder / "slurm").glob("*.log")) + sorted(self.folder.glob("attempts/*/logs/*.log"))
+        return "\n".join(f"--- {os.path.relpath(file, self.folder)}\n{file.read_text(errors='replace')[-3000:]}"
+                         for file in files)

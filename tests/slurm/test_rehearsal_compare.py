@@ -1,0 +1,170 @@
+"""The comparison of a rehearsal with its placement, on what processes might say. The plan is that of the 70B template:
+TP 8 x PP 2 x DP 9 on 18 nodes, 28 engines of four GPUs on 14."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from launch import envvars
+from launch.planner.placement import bind
+from launch.planner.plan import Placement, Plan
+from launch.planner.prepare import prepare
+from launch.ports import Ports
+from launch.report import rehearsal as table
+from launch.runtime import faults
+from launch.runtime.places import Place, places, variables
+from launch.runtime.rehearsal import Check, Report, compare, to_document
+from launch.runtime.workloads.rank_report import END, entry_of
+from launch.runtime.workloads.rehearse import SCRIPT, report_of
+from tests.slurm_cluster import REPOSITORY
+
+MARK = "/runs/x/attempts/1"
+
+
+@pytest.fixture(scope="module")
+def prepared():
+    return prepare(str(REPOSITORY / "configs/70b/grpo.yaml"),
+                   ["trainer.tp=8", "trainer.pp=2", "trainer.cp=1", "trainer.dp=9", "rollout.tp=4",
+                    "rollout.replicas=28", f"cluster={REPOSITORY}/configs/clusters/h100x32.yaml"])
+
+
+@pytest.fixture(scope="module")
+def placement(prepared) -> Placement:
+    seating = prepared.planned.seating
+    return bind(seating, prepared.plan.fingerprint(), 1,
+                {node: "10.0.0.1" for node in (*seating.training_nodes, *seating.rollout_nodes)}, Ports(12288))
+
+
+@pytest.fixture(scope="module")
+def given(prepared, placement) -> dict[str, dict[str, str]]:
+    return {place.process: variables(place, prepared.loaded.config, placement, "gpu", MARK)
+            for place in places(placement)}
+
+
+def as_placed(place: Place, environment: dict[str, str]) -> Report:
+    leaf = (int(place.node.rpartition("-")[2]) - 1) // 8 + 1 if place.node.rpartition("-")[2].isdecimal() else 0
+    return Report(place.process, place.node, place.gpu, place.nic, host="sim", pid=1000,
+                  switches=f"core.spine[1-2].leaf{leaf}.{place.node}", environment=envvars.recordable(environment))
+
+
+@pytest.fixture(scope="module")
+def reports(placement, given) -> list[Report]:
+    return [as_placed(place, given[place.process]) for place in places(placement)]
+
+
+def wrong(plan: Plan, placement: Placement, reports: Sequence[Report], given) -> dict[str, Check]:
+    return {check.name: check for check in compare(plan, placement, reports, given) if check.findings}
+
+
+def test_processes_where_they_belong(prepared, placement, reports, given):
+    checks = {check.name: check for check in compare(prepared.plan, placement, reports, given)}
+    assert {check.held - check.asked for check in checks.values()} == {0}
+    assert checks["each process once"].asked == 256 and checks["no GPU taken twice"].asked == 256
+    assert checks["TP groups and engines inside a node"].asked == 2 * 9 + 28
+    assert checks["rails aligned"].asked == 8 * 2 + 8 * 9, "8 x 2 DP groups, and 8 x 9 pairs of stages between nodes"
+
+
+def test_two_gpus_exchanged_on_one_node(prepared, placement, reports, given):
+    one, other = placement.training[40], placement.training[43]
+    assert one.node == other.node
+    swap = {one.rank: other.gpu, other.rank: one.gpu}
+    said = [replace(report, gpu=swap[int(report.process.partition("-")[2])])
+            if report.process in ("trainer-40", "trainer-43") else report for report in reports]
+    found = wrong(prepared.plan, placement, said, given)
+    assert set(found) == {"GPU as placed", "rails aligned"}
+    assert [finding.process for finding in found["GPU as placed"].findings] == ["trainer-40", "trainer-43"]
+    assert found["GPU as placed"].findings[0].found == f"{one.node} GPU {other.gpu}"
+    assert found["GPU as placed"].findings[0].placed == f"{one.node} GPU {one.gpu}"
+
+
+def test_a_process_that_did_not_report_and_one_that_nobody_asked_for(prepared, placement, reports, given):
+    said = [*reports[:-1], replace(reports[0], process="trainer-999", gpu=None)]
+    (check,) = wrong(prepared.plan, placement, said, given).values()
+    assert [(each.process, each.found) for each in check.findings] == [(reports[-1].process, "no report"),
+                                                                      ("trainer-999", "reported")]
+
+
+def test_a_process_that_reported_twice(prepared, placement, reports, given):
+    found = wrong(prepared.plan, placement, [*reports, reports[7]], given)
+    assert found["each process once"].findings[0].found == "2 times" and "no GPU taken twice" in found
+
+
+def test_a_rank_on_another_node_breaks_its_tp_group(prepared, placement, reports, given):
+    other = placement.nodes[-1]
+    said = [replace(report, node=other) if report.process == "trainer-3" else report for report in reports]
+    found = wrong(prepared.plan, placement, said, given)
+    assert {"node as placed", "GPU as placed", "no GPU taken twice"} <= set(found)
+    assert found["TP groups and engines inside a node"].findings[0].process == "TP group cp0 dp0 pp0"
+
+
+def test_two_processes_on_one_gpu(prepared, placement, reports, given):
+    said = [replace(report, gpu=0) if report.process == "rollout-5.2" else report for report in reports]
+    assert {"GPU as placed", "no GPU taken twice"} <= set(wrong(prepared.plan, placement, said, given))
+
+
+@pytest.mark.parametrize("change", [{"NCCL_CUMEM_ENABLE": "1"}, {"CUDA_DEVICE_ORDER": None}])
+def test_a_variable_that_did_not_arrive(prepared, placement, reports, given, change):
+    environment = {**reports[9].environment, **change}
+    environment = {name: value for name, value in environment.items() if value is not None}
+    said = [replace(report, environment=environment) if report is reports[9] else report for report in reports]
+    (check,) = wrong(prepared.plan, placement, said, given).values()
+    assert check.name == "environment as set" and check.findings[0].process == reports[9].process
+    assert next(iter(change)) in check.findings[0].found
+
+
+def test_a_wrong_nic(prepared, placement, reports, given):
+    said = [replace(report, nic=5) if report is reports[0] else report for report in reports]
+    assert set(wrong(prepared.plan, placement, said, given)) == {"NIC as placed"}
+
+
+def test_the_report_names_every_process_and_fits_the_terminal(prepared, placement, reports, given):
+    checks = compare(prepared.plan, placement, reports, given)
+    document = json.loads(json.dumps(to_document(placement, reports, checks)))
+    told = {each["process"]: (node, each["gpu"], each["nic"]) for node, entry in document["nodes"].items()
+            for each in entry["processes"]}
+    assert told == {place.process: (place.node, place.gpu, place.nic) for place in places(placement)} and document["ok"]
+    text = table.text(document)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "ranks 0-7 on GPUs 0-7" in text and "are where the placement wants them" in text
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in document["environment"]["trainer"]
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in document["environment"]["rollout"]
+
+
+def test_an_engine_is_one_process_a_gpu_and_all_see_all_of_its_gpus(placement):
+    mine = [place for place in places(placement) if place.process.startswith("rollout-3.")]
+    engine = placement.rollout[3]
+    assert [place.process for place in mine] == [f"rollout-3.{number}" for number in range(4)]
+    assert {place.visible for place in mine} == {engine.gpus} and [place.gpu for place in mine] == list(engine.gpus)
+
+
+def test_a_process_tells_what_it_was_started_with():
+    child = subprocess.Popen([sys.executable, "-I", "-S", str(SCRIPT), "rollout-0.1", "1"], stdout=subprocess.PIPE,
+                             env={"CUDA_VISIBLE_DEVICES": "4,7", "MEGATRON_RL_NICS": "2,3", "SLURMD_NODENAME": "n1",
+                                  "RAY_API_TOKEN": "s3cret\nin two lines", "HOME": "/root"})
+    said = b""
+    while not said.endswith(END):
+        said += os.read(child.stdout.fileno(), 65536)
+    child.terminate()
+    child.wait(5)
+    report = report_of(said)
+    assert (report.process, report.node, report.gpu, report.nic) == ("rollout-0.1", "n1", 7, 3)
+    assert report.pid == child.pid and report.environment["CUDA_VISIBLE_DEVICES"] == "4,7"
+    assert report.environment["RAY_API_TOKEN"] == "***" and "HOME" not in report.environment
+
+
+@pytest.mark.parametrize(("listed", "entry"), [("", ""), ("3", "3"), ("3,-1,5", "3"), ("GPU-1", "")])
+def test_the_gpu_is_read_as_cuda_reads_it(listed, entry):
+    assert entry_of(listed, 0) == entry and entry_of(listed, 2) == ""
+
+
+def test_the_fault_exchanges_two_gpus_of_one_node(monkeypatch):
+    monkeypatch.setenv(faults.SWAP, "n1:1:3")
+    assert faults.swapped("n1", (0, 1, 2, 3)) == (0, 3, 2, 1) and faults.swapped("n2", (1, 3)) == (1, 3)
+    assert faults.swapped("n1", (3,)) == (1,)
