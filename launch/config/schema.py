@@ -265,8 +265,11 @@ class Data(Section):
 
 
 class WeightSync(Section):
+    route: Literal["auto", "direct", "chain", "tree"] = "auto"
+    """How weights travel (docs/weight-sync.md): straight to every engine, or from engine to engine in chains or in two
+    trees. `auto` takes the one that is predicted to be the fastest."""
     bucket_mb: PositiveFloat = 256.0
-    """Size of a packed bucket in MiB."""
+    """Most MiB of a packed bucket; where engines pass buckets on, the plan may choose smaller ones."""
     timeout_s: PositiveFloat = 120.0
     """Deadline of one sync; past it the attempt ends and names who is missing."""
     verify: Literal["always"] = "always"

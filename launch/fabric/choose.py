@@ -8,7 +8,7 @@ from math import sqrt
 
 from launch.cluster.spec import ClusterSpec
 from launch.fabric.bounds import Bounds, bounds
-from launch.fabric.estimate import DEFAULT_BUCKET, KINDS, Kind, Loads, loads, times
+from launch.fabric.estimate import DEFAULT_BUCKET, KINDS, RECEIVING, SENDING, Kind, Loads, loads, times
 from launch.fabric.lanes import Fabric, Traffic, fabric_of, traffic
 from launch.fabric.record import write
 from launch.fabric.routes import Route, build
@@ -193,8 +193,8 @@ def _cost(moved: Traffic, kind: Kind, load: Loads, coefficients: SyncCoefficient
         kind=kind, lower_bound_s=found.lower_bound, wire_s=found.wire, expected_s=found.expected,
         trainer_nic_out_bytes=round(load.egress), rollout_nic_in_bytes=load.ingress,
         rollout_nic_out_bytes=load.relay_egress, nvlink_bytes=load.nvlink, hops=load.hops,
-        chunk_bytes=found.chunk_bytes, trainer_staging_bytes=2 * found.chunk_bytes,
-        rollout_staging_bytes=2 * found.chunk_bytes * load.streams, transfers=load.transfers)
+        chunk_bytes=found.chunk_bytes, trainer_staging_bytes=SENDING * found.chunk_bytes,
+        rollout_staging_bytes=RECEIVING * found.chunk_bytes * load.streams, transfers=load.transfers)
 
 
 def _pinned(route: str) -> Kind:

@@ -26,6 +26,9 @@ KINDS: tuple[Kind, ...] = ("direct", "chain", "tree")
 """From the simplest to the most involved: a tie goes to the first."""
 MIB = 1 << 20
 DEFAULT_BUCKET = 256 * MIB
+SENDING, RECEIVING = 2, 2
+"""Chunks that a training rank holds, and a receiver of each transfer that it takes in at once: one travels while the
+other is packed, or written and passed on."""
 MINOR = 20
 """A transfer below 1/MINOR of what its NIC takes in (vocabulary rows on the border of two ranks) is a small one."""
 
@@ -74,7 +77,8 @@ def loads(traffic: Traffic, kind: Kind) -> Loads:
         hops = max(hops, depth)
         relays = max(relays, max(each.ingress, default=0) if forwards else 0)
     transfers = max((_transfers(traffic, each) for each in kinds), default=0)
-    streams = 1 if kind == "direct" or not relays else transfers * (2 if kind == "tree" else 1)
+    # With slots the first chunks of the next transfer arrive while the last of this one are unpacked.
+    streams = min(2, transfers) if kind == "direct" else transfers * (2 if kind == "tree" and relays else 1)
     return Loads(
         ingress=max((max(each.ingress, default=0) for each in kinds), default=0), egress=_egress(traffic, kind),
         relay_egress=relays, nvlink=max((each.twin_bytes for each in kinds), default=0), hops=hops, streams=streams,

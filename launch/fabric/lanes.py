@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from launch.cluster.spec import ClusterSpec
 from launch.fabric.gpu_order import engine_gpu_order
-from launch.fabric.shards import Flow, Shard, Worker, flows
+from launch.fabric.shards import Flow, Shard, Worker, flows, share
 from launch.planner.layouts import RolloutLayout, TrainingLayout
 from launch.planner.shape import ModelShape
 
@@ -58,13 +58,18 @@ class Fabric:
 
 def fabric_of(cluster: ClusterSpec, nodes: Sequence[str] | None = None, spine_bandwidth: float = 0.0) -> Fabric:
     """`nodes`: names in the plan's order, training first (default: the cluster's order)."""
-    leaf_of = {node: number for number, switch in enumerate(each for each in cluster.switches if each.nodes)
-               for node in switch.nodes}
+    leaf_of = leaf_of_nodes(cluster)
     leaves = tuple(leaf_of.get(node, 0) for node in nodes or cluster.nodes)
     nics = min(cluster.nics_per_node, cluster.gpus_per_node)      # a GPU with two NICs: one of twice the rate
     return Fabric(cluster.gpus_per_node, nics, cluster.nic_bandwidth * cluster.nics_per_node / nics,
                   cluster.gpu.nvlink_bandwidth, min(cluster.rails, nics), leaves if any(leaves) else (),
                   spine_bandwidth)
+
+
+def leaf_of_nodes(cluster: ClusterSpec) -> dict[str, int]:
+    """The number of the leaf switch of each node that hangs on one."""
+    return {node: number for number, switch in enumerate(each for each in cluster.switches if each.nodes)
+            for node in switch.nodes}
 
 
 class Piece(NamedTuple):
@@ -126,6 +131,8 @@ class Traffic:
     """Bytes that one engine takes."""
     senders_limit: int
     """Most holders of a shard that may send; 0: all."""
+    seats: tuple[Place | None, ...] = ()
+    """GPU of each training rank, None for one that does not send; (): rank after rank, node by node."""
 
     @property
     def rollout_nodes(self) -> int:
@@ -133,11 +140,11 @@ class Traffic:
 
     def senders(self, shard: Shard, rail: int) -> Senders:
         """Holders of `shard` on `rail`, or all of them where there is none."""
-        return _senders(self.training, self.fabric, shard, rail, self.senders_limit)
+        return _senders(self.training, self.fabric, shard, rail, self.senders_limit, self.seats)
 
     def sender_places(self, shard: Shard, rail: int) -> tuple[Place, ...]:
         """Where these senders are, in rank order."""
-        places = holders(self.training, shard, self.fabric.gpus_per_node, self.senders_limit)
+        places = holders(self.training, shard, self.fabric.gpus_per_node, self.senders_limit, self.seats)
         aligned = tuple(place for place in places if self.fabric.rail(place.gpu) == rail)
         return aligned or places
 
@@ -165,16 +172,22 @@ def traffic(shape: ModelShape, training: TrainingLayout, rollout: RolloutLayout,
 
 
 def assemble(fabric: Fabric, training: TrainingLayout, kinds: tuple[NodeKind, ...], order: tuple[int, ...],
-             replica_bytes: int, senders_limit: int = 0) -> Traffic:
+             replica_bytes: int, senders_limit: int = 0, seats: tuple[Place | None, ...] = ()) -> Traffic:
     """Node kinds with the senders of what they take."""
-    demands = tuple(tuple(Demand(shard, rail, size, *_senders(training, fabric, shard, rail, senders_limit))
-                          for (shard, rail), size in kind.egress_per_copy.items()) for kind in kinds)
-    return Traffic(fabric, training, kinds, demands, order, replica_bytes, senders_limit)
+    demands = tuple(tuple(
+        Demand(shard, rail, size, *_senders(training, fabric, shard, rail, senders_limit, seats))
+        for (shard, rail), size in kind.egress_per_copy.items()) for kind in kinds)
+    return Traffic(fabric, training, kinds, demands, order, replica_bytes, senders_limit, seats)
 
 
-def _senders(training: TrainingLayout, fabric: Fabric, shard: Shard, rail: int, limit: int) -> Senders:
-    counts = _holder_counts(training.tp, training.cp * training.dp, training.ep, training.etp, shard,
-                            fabric.gpus_per_node, fabric.rails, limit)
+def _senders(training: TrainingLayout, fabric: Fabric, shard: Shard, rail: int, limit: int,
+             seats: tuple[Place | None, ...]) -> Senders:
+    if seats:
+        places = holders(training, shard, fabric.gpus_per_node, limit, seats)
+        counts = tuple(sum(fabric.rail(place.gpu) == each for place in places) for each in range(fabric.rails))
+    else:
+        counts = _holder_counts(training.tp, training.cp * training.dp, training.ep, training.etp, shard,
+                                fabric.gpus_per_node, fabric.rails, limit)
     return Senders(counts[rail], True) if counts[rail] else Senders(sum(counts), False)
 
 
@@ -183,12 +196,16 @@ def _total(moved: tuple[Flow, ...]) -> int:
     return sum(flow.bytes for flow in moved)
 
 
-def holders(training: TrainingLayout, shard: Shard, gpus_per_node: int, limit: int = 0) -> tuple[Place, ...]:
+def holders(training: TrainingLayout, shard: Shard, gpus_per_node: int, limit: int = 0,
+            seats: Sequence[Place | None] = ()) -> tuple[Place, ...]:
     """GPUs that hold a shard, in rank order. rank = tp + TP (cp + CP (dp + DP pp)); inside a stage, routed
-    experts follow the order (expert TP, EP, the rest)."""
+    experts follow the order (expert TP, EP, the rest). `seats`: see `Traffic`."""
     stage_ranks = training.tp * training.cp * training.dp
     first, step = _first_and_step(shard, training.tp, training.ep, training.etp)
     ranks = range(shard.pp * stage_ranks + first, (shard.pp + 1) * stage_ranks, step)
+    if seats:
+        places = tuple(seats[rank] for rank in ranks if seats[rank] is not None)
+        return places[:limit] if limit else places
     return tuple(Place(*divmod(rank, gpus_per_node)) for rank in (ranks[:limit] if limit else ranks))
 
 
@@ -236,29 +253,35 @@ def _kinds(moved: tuple[Flow, ...], tp: int, pp: int, replicas: int, first_node:
                  (tuple(range(size * left)), (first_node + full,))]
     kinds = []
     for held, nodes in ranks:
-        if not held or not nodes:
-            continue
-        pieces, twin_bytes = _pieces(moved, tp, size, held, order)
-        ingress, egress = [0] * nics, defaultdict(int)
-        for piece in pieces:
-            ingress[piece.gpu * nics // gpus] += piece.bytes
-            egress[piece.shard, piece.gpu * rails // gpus] += piece.bytes
-        kinds.append(NodeKind(pieces, nodes, tuple(ingress), dict(egress), twin_bytes))
+        if held and nodes:
+            workers = tuple((Worker(rank % size // tp, rank % tp), order[rank] if order else number)
+                            for number, rank in enumerate(held))
+            kinds.append(node_kind(moved, workers, nodes, gpus, nics, rails))
     return tuple(kinds)
 
 
+def node_kind(moved: tuple[Flow, ...], workers: tuple[tuple[Worker, int], ...], nodes: tuple[int, ...], gpus: int,
+              nics: int, rails: int) -> NodeKind:
+    """The nodes that hold `workers`: (engine rank, GPU of the node), twins in the order of their replicas."""
+    pieces, twin_bytes = _pieces(moved, workers)
+    ingress, egress = [0] * nics, defaultdict(int)
+    for piece in pieces:
+        ingress[piece.gpu * nics // gpus] += piece.bytes
+        egress[piece.shard, piece.gpu * rails // gpus] += piece.bytes
+    return NodeKind(pieces, nodes, tuple(ingress), dict(egress), twin_bytes)
+
+
 @lru_cache(maxsize=1024)
-def _pieces(moved: tuple[Flow, ...], tp: int, size: int, held: tuple[int, ...],
-            order: tuple[int, ...]) -> tuple[tuple[Piece, ...], int]:
-    """Pieces of a node that holds the engine ranks `held` (rank of the node -> engine rank modulo `size`), and most
-    bytes into one GPU over NVLink.
+def _pieces(moved: tuple[Flow, ...],
+            workers: tuple[tuple[Worker, int], ...]) -> tuple[tuple[Piece, ...], int]:
+    """Pieces of a node that holds `workers`, and most bytes into one GPU over NVLink.
 
     Twins cut what each training stage sends at equal bytes, dense tensors and experts apart, shards in order: twin i
     of k takes the i-th part (the order of GPUs counts on that).
     """
     gpus_of: dict[Worker, list[int]] = defaultdict(list)
-    for number, rank in enumerate(held):
-        gpus_of[Worker(rank % size // tp, rank % tp)].append(order[rank] if order else number)
+    for worker, gpu in workers:
+        gpus_of[worker].append(gpu)
     groups: dict[tuple[Worker, int, bool], list[Flow]] = defaultdict(list)
     for flow in moved:
         groups[flow.worker, flow.shard.pp, flow.shard.routed].append(flow)
@@ -269,8 +292,8 @@ def _pieces(moved: tuple[Flow, ...], tp: int, size: int, held: tuple[int, ...],
             continue
         for flow in members:
             for number, gpu in enumerate(gpus):
-                low = max(start, total * number // len(gpus))
-                high = min(start + flow.bytes, total * (number + 1) // len(gpus))
+                first, last = share(total, len(gpus), number)
+                low, high = max(start, first), min(start + flow.bytes, last)
                 if high > low:
                     copies = tuple(other for other in gpus if other != gpu)
                     pieces.append(Piece(flow.shard, worker, gpu, low - start, high - low, copies))

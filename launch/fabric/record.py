@@ -103,7 +103,7 @@ class _Notes:
                   (f"{key}.chunk_bytes",))
         self._put(f"{kind}.rollout_staging_bytes", cost.rollout_staging_bytes, "bytes",
                   "2 chunks x transfers into a GPU at the same time", (f"{key}.chunk_bytes", *(
-                      ("sync.transfers", *depth) if forwards else ())))
+                      "sync.transfers", *depth)))
 
     def _floor(self) -> None:
         limits, parts = self.prediction.limits, {

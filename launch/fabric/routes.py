@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from launch.fabric.estimate import MINOR, Kind, dealt_whole
 from launch.fabric.lanes import Fabric, NodeKind, Piece, Place, Traffic
-from launch.fabric.shards import Shard, Worker
+from launch.fabric.shards import ALIGN, Shard, Worker, share
 
 ROOT = -1
 """Parent of an edge whose source holds the shard."""
@@ -162,7 +162,7 @@ def _direct(fabric: Fabric, lanes: Sequence[_Lane]) -> tuple[list[Edge], int]:
         else:
             modulus = max(len(lane.nodes), lane.lanes * count)
             for number, sender in enumerate(lane.senders):
-                low, high = piece.bytes * number // count, piece.bytes * (number + 1) // count
+                low, high = share(piece.bytes, count, number)
                 for index, node in enumerate(lane.nodes):
                     offset = (index - lane.number - lane.lanes * number) % modulus
                     wanted.append((lane.minor, offset, sender, Place(node, piece.gpu), piece, low, high))
@@ -218,11 +218,11 @@ def _add(edges: list[Edge], piece: Piece, source: Place, destination: Place, low
 
 def _shapes(kind: Kind, receivers: int, size: int) -> list[tuple[dict[int, int], int, int]]:
     """[(position -> position of its parent, parents first; first byte, last byte)]; 0 is the sender."""
-    if kind == "chain" or receivers < 2 or size < 2:
+    if kind == "chain" or receivers < 2 or size < 2 * ALIGN:
         return [({position: position - 1 for position in range(1, receivers + 1)}, 0, size)]
     first = binary_tree(receivers)
     second = second_tree(first)
-    return [(_parents_first(first), 0, size // 2), (_parents_first(second), size // 2, size)]
+    return [(_parents_first(tree), *share(size, 2, half)) for half, tree in enumerate((first, second))]
 
 
 def binary_tree(receivers: int) -> dict[int, int]:

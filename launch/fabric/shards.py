@@ -20,6 +20,8 @@ from launch.planner.shape import ModelShape
 
 ENGINE_VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this (`vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE`)."""
+ALIGN = 4
+"""Flows are cut at multiples of so many bytes, which are whole elements of every type."""
 DENSE = -1
 """In place of an EP rank: tensors that are not split over EP."""
 
@@ -217,6 +219,12 @@ def _adapter_layer(shape: ModelShape, tp: int, engine_tp: int, element_bytes: in
     size = adapter_bytes(shape, rank, element_bytes)
     cuts = [_even(size, tp, source) for source in range(tp)]
     return {(source, target): high - low for source, (low, high) in enumerate(cuts) for target in range(engine_tp)}
+
+
+def share(size: int, parts: int, part: int) -> tuple[int, int]:
+    """(first, last) byte of one of `parts` equal parts of `size` bytes, cut between elements."""
+    low, high = _even(size // ALIGN, parts, part)
+    return low * ALIGN, high * ALIGN if part + 1 < parts else size
 
 
 def _even(units: int, parts: int, part: int) -> tuple[int, int]:

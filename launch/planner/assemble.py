@@ -166,6 +166,7 @@ def _sync(found: Candidate) -> SyncForecast:
     routes = tuple(SyncRoute(route=kind, lower_bound_s=cost.lower_bound_s, expected_s=cost.expected_s,
                              busiest_nic_out_bytes=max(cost.trainer_nic_out_bytes, cost.rollout_nic_out_bytes),
                              busiest_nic_in_bytes=cost.rollout_nic_in_bytes, hops=cost.hops,
+                             chunk_bytes=cost.chunk_bytes,
                              edges=_edges(found, kind))
                    for kind, cost in sync.routes.items())
     return SyncForecast(chosen=sync.chosen, reason=sync.reason, payload_bytes=sync.replica_bytes, routes=routes,

@@ -99,6 +99,8 @@ class SyncRoute(Record):
     busiest_nic_out_bytes: int
     busiest_nic_in_bytes: int
     hops: int
+    chunk_bytes: int = 0
+    """Of a bucket; 0 where nothing crosses a network."""
     edges: tuple[SyncEdge, ...] = ()
     """Node to node, for the picture; () where nothing crosses a network."""
 

@@ -76,9 +76,10 @@ def _share(core: Gpu, share: float) -> Gpu:
                    fp32_flops=core.fp32_flops * share, hbm_bandwidth=core.hbm_bandwidth * share)
 
 
-def local_forecast(loaded: LoadedConfig, shape: ModelShape, plan: Plan, machine: ClusterSpec) -> Forecast:
+def local_forecast(loaded: LoadedConfig, found: Candidate) -> Forecast:
     """What a run on this machine is predicted to take. Memory is predicted on GPUs only."""
-    return forecast(None, pinned_candidate(loaded, shape, plan, machine), {
+    machine = found.problem.cluster
+    return forecast(None, found, {
         "model": loaded.where("model.path"), "gpu": machine.gpu.source, "workload": f"{loaded.path}, workload",
         "cluster": "this machine", "trainer": loaded.path, "rollout": loaded.path, **machine.sources})
 

@@ -157,6 +157,8 @@ class Placement(Frozen):
     """Node -> first port of its block (`launch.ports`). Empty: one block serves all of them."""
     interfaces: dict[str, str] = {}
     """Node -> the network interface that its address belongs to. Empty: loopback, the job is on one machine."""
+    leaves: dict[str, int] = {}
+    """Node -> number of its leaf switch. Empty: all hang on one."""
 
     nics: dict[str, tuple[str, ...]] = {}
     """Node -> names of its NICs in rail order, such as `mlx5_0`. Empty: NCCL finds them."""

@@ -18,7 +18,8 @@ from launch.errors import UserError
 from launch.planner.architecture import from_hf_config
 from launch.planner.architectures import architecture_for_planning, from_architecture, from_builtin, known
 from launch.planner.build import plan
-from launch.planner.here import is_here, local_forecast, this_machine
+from launch.planner.here import is_here, local_forecast, pinned_candidate, this_machine
+from launch.planner.joint import Candidate
 from launch.planner.plan import Architecture, Plan
 from launch.planner.planning import Planned, plan_on_cluster
 from launch.planner.shape import ModelShape
@@ -35,6 +36,8 @@ class Prepared:
     plan: Plan
     planned: Planned | None = None
     """With its seats, where it was planned for a cluster."""
+    found: Candidate | None = None
+    """The plan in numbers; None where nothing was predicted (`plan.no_forecast`)."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ def prepare(path: str, words: Sequence[str] = (), device: Literal["auto", "cpu",
             _check_files(loaded)
         planned = plan_on_cluster(inputs.loaded, inputs.architecture, inputs.shape, inputs.cluster,
                                   inputs.cluster.gpu.device)
-        return Prepared(planned.loaded, Path(loaded.config.model.path), inputs.architecture, planned.plan, planned)
+        return Prepared(planned.loaded, Path(loaded.config.model.path), inputs.architecture, planned.plan, planned,
+                        planned.found)
     loaded = loaded.with_values(auto.local_values(loaded.config), "auto")
     if to_run:
         check_runnable(loaded, here=True, on=on)
@@ -90,8 +94,9 @@ def prepare(path: str, words: Sequence[str] = (), device: Literal["auto", "cpu",
         missing = error.what
     if missing:
         return Prepared(loaded, folder, architecture, made.model_copy(update={"no_forecast": missing}))
-    predicted = local_forecast(loaded, shape, made, machine)
-    return Prepared(loaded, folder, architecture, made.model_copy(update={"forecast": predicted}))
+    found = pinned_candidate(loaded, shape, made, machine)
+    made = made.model_copy(update={"forecast": local_forecast(loaded, found)})
+    return Prepared(loaded, folder, architecture, made, found=found)
 
 
 def check_workload(loaded: LoadedConfig) -> str:

@@ -28,7 +28,7 @@ def problem_of(loaded: LoadedConfig, shape: ModelShape, cluster: ClusterSpec) ->
         shape=shape, workload=workload_of(loaded), cluster=cluster, pins=pins_of(loaded),
         coefficients=SiteCoefficients.of(cluster.coefficients), asynchronous=config.algorithm.asynchronous,
         lora_rank=config.model.lora_rank or 0,
-        token_budget=token_budget(config, cluster),
+        token_budget=token_budget(config, cluster), route=config.weight_sync.route,
         bucket_bytes=int(config.weight_sync.bucket_mb * MIB), max_staleness=config.algorithm.max_staleness,
         mode_pinned=config.placement.mode != "auto", spare_nodes=config.placement.spare_nodes)
 

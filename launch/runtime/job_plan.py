@@ -9,6 +9,7 @@ from launch.cluster.file import load_cluster
 from launch.cluster.spec import ClusterSpec, Switch
 from launch.config.load import LoadedConfig
 from launch.errors import UserError
+from launch.fabric.lanes import leaf_of_nodes
 from launch.planner.place import place_cpu
 from launch.planner.placement import bind, place
 from launch.planner.plan import Placement
@@ -111,11 +112,12 @@ def place_job(made: JobPlan, accepted: Sequence[str], avoid: Collection[str], he
         order = [node for node in order if node in accepted][:made.needed]
         placement = place_cpu(plan, attempt, order, plan.forecast.split.training, addresses, ports, interfaces)
         left = tuple(node for node in natural_order(accepted) if node not in placement.nodes)
-        return replace(made, cluster=cluster), placement.model_copy(update={"spares": left}), smaller
+        return (replace(made, cluster=cluster),
+                placement.model_copy(update={"spares": left, "leaves": leaf_of_nodes(cluster)}), smaller)
     training, rollout = layouts(made.prepared)
     sync = made.prepared.planned.found.sync
     seating = place(training, rollout, cluster, accepted, mode=made.prepared.planned.found.mode, avoid=avoid,
                     gpu_order=sync.gpu_order if sync else (),
                     tp_across_nodes=config.placement.tp_across_nodes)
-    return (replace(made, cluster=cluster),
-            bind(seating, plan.fingerprint(), attempt, addresses, ports, interfaces), smaller)
+    bound = bind(seating, plan.fingerprint(), attempt, addresses, ports, interfaces)
+    return replace(made, cluster=cluster), bound.model_copy(update={"leaves": leaf_of_nodes(cluster)}), smaller

@@ -86,15 +86,19 @@ class TrainerActor:
         return self.sender.sync_describe()
 
     @guarded
-    def sync_open(self, lane: Any, edges: Sequence[Any], timeout_s: float) -> dict:
-        fingerprints = self.sender.sync_open(lane, edges, timeout_s)
+    def sync_open(self, part: Any) -> Any:
+        held = self.sender.sync_open(part)
         settle()
-        return fingerprints
+        return held
 
     @guarded
     def sync_send(self, epoch: int) -> Any:
         faults.strike(self.name, "sync", epoch)
         return self.sender.sync_send(epoch)
+
+    @guarded
+    def sync_discard(self, epoch: int, reason: str) -> None:
+        self.sender.sync_discard(epoch, reason)
 
 
 class RolloutActor:
@@ -140,8 +144,8 @@ class RolloutActor:
         return await self.engine.sync_describe(canonical)
 
     @guarded
-    async def sync_open(self, lanes: Sequence[Any], edges: Sequence[Any], timeout_s: float) -> dict:
-        return await self.engine.sync_open(lanes, edges, timeout_s)
+    async def sync_open(self, part: Any) -> list:
+        return await self.engine.sync_open(part)
 
     @guarded
     async def sync_prepare(self, epoch: int) -> None:

@@ -17,13 +17,14 @@ from launch.runtime.attempts import Attempt
 from megatron_rl.data.batch import Group, PolicyBatch, Prompt
 from megatron_rl.driver.actors import RewardActor, RolloutActor, TrainerActor
 from megatron_rl.driver.cluster import connect, gather, pinned
+from megatron_rl.driver.sync_plan import announced, differences, sync_plan
 from megatron_rl.rewards.sample import Score, group_samples
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.scheduler import RolloutScheduler
 from megatron_rl.weight_sync.coordinator import Endpoint, SyncCoordinator
 from megatron_rl.weight_sync.facts import disagreements, shared_gpus
 from megatron_rl.weight_sync.megatron_layout import canonical_tensors
-from megatron_rl.weight_sync.protocol import SyncReport
+from megatron_rl.weight_sync.protocol import SyncError, SyncReport
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Job:
         self.engines: dict[str, Any] = {}
         self.rewards: dict[str, Any] = {}
         self._events = asyncio.Runner()
+        self._coordinator: SyncCoordinator | None = None
 
     def __enter__(self) -> Job:
         return self
@@ -67,6 +69,8 @@ class Job:
                    STOP_S)
             gather({name: worker.close.remote() for name, worker in self.rewards.items()}, "stopping the rewards",
                    STOP_S)
+            if self._coordinator is not None:
+                self._coordinator.close()
             ray.shutdown()
         self._events.close()
 
@@ -109,16 +113,21 @@ class Job:
     def open_sync(self) -> None:
         """Prove the weight-sync manifest and open its lanes."""
         self.say("tracing layouts and opening the weight-sync lanes")
-        sync = self.config.weight_sync
+        way = sync_plan(self.config, self.plan, self.placement)
         endpoints = [Endpoint(self.placement.addresses[rank.node], rank.port) for rank in self.placement.training]
         self._coordinator = SyncCoordinator(
             [Handle(actor) for actor in self.trainers.values()], [Handle(actor) for actor in self.engines.values()],
             endpoints, canonical_tensors(self.plan.architecture),
-            backend="gloo" if self.plan.device == "cpu" else "nccl", bucket_bytes=int(sync.bucket_mb * 2**20),
-            timeout_s=sync.timeout_s, aliases=TIED if self.plan.architecture.tied_embeddings else None)
+            backend="gloo" if self.plan.device == "cpu" else "nccl", bucket_bytes=way.bucket_bytes,
+            timeout_s=self.config.weight_sync.timeout_s,
+            aliases=TIED if self.plan.architecture.tied_embeddings else None, route=way.route, seats=way.seats,
+            address=self.placement.addresses[self.placement.nodes[0]])
         manifest = self._events.run(self._coordinator.setup())
-        log.info("weight sync: %d edges, %.1f MiB a sync, manifest %s", len(manifest.edges),
+        log.info("weight sync: route %s %s, %d streams over %d hops, %.1f MiB a sync, manifest %s", manifest.kind,
+                 manifest.route_fingerprint(), len(manifest.streams), sum(len(each.hops) for each in manifest.streams),
                  manifest.total_bytes / 2**20, manifest.fingerprint())
+        for line in differences(announced(self.config, self.plan), self.plan, manifest):
+            log.warning("weight sync: %s", line)
 
     # ---- the verbs of a step -----------------------------------------------------------------------------------
 
@@ -148,6 +157,8 @@ class Job:
     def sync(self, version: int) -> SyncReport:
         """Bring every engine to the trainer's weights; returns once all have committed `version`."""
         report = self._events.run(self._coordinator.sync(version))
+        if report.lost:
+            raise SyncError(f"{', '.join(report.lost)} died during the sync of version {version}; the others hold it")
         self._scheduler.committed(version)
         return report
 

@@ -113,10 +113,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("staleness/max", "versions", "the oldest token's", "0 here"),
     ),
     "Weight sync": (
-        Metric("sync/bytes", "bytes", "payload that left the trainer ranks"),
+        Metric("sync/bytes", "bytes", "payload that the engines took in, from the trainer or from one another"),
         Metric("sync/seconds", "s", "duration of the transfer alone"),
         Metric("sync/pause_seconds", "s", "how long the engines served nothing"),
-        Metric("sync/verify_seconds", "s", "digests of the source and of what the engines hold"),
+        Metric("sync/verify_seconds", "s", "digests of the source and of what the engines hold, of the slowest member; "
+               "they are taken while other buckets travel"),
         Metric("sync/gb_per_s", "GB/s", "`sync/bytes` over `sync/seconds`, 1e9 bytes"),
     ),
     "Evaluation": (

@@ -22,9 +22,9 @@ from megatron_rl.data.batch import Completion, Group, Prompt
 from megatron_rl.rollout.sampling import Sampling, engine_seed, group_seed, instances
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weights import EngineWeights
+from megatron_rl.weight_sync.copies import Destination
 from megatron_rl.weight_sync.facts import process_facts
-from megatron_rl.weight_sync.manifest import Destination, Edge
-from megatron_rl.weight_sync.protocol import EdgeKey, LaneSpec, TransferReport
+from megatron_rl.weight_sync.protocol import Held, SyncPart, TransferReport
 from megatron_rl.weight_sync.tiles import CanonicalTensor
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -142,9 +142,8 @@ class RolloutEngine:
     async def sync_describe(self, canonical: Sequence[CanonicalTensor]) -> list[Destination]:
         return await self.weights.describe(canonical)
 
-    async def sync_open(self, lanes: Sequence[LaneSpec], edges: Sequence[Edge], timeout_s: float
-                        ) -> dict[EdgeKey, str]:
-        return await self.weights.open(lanes, edges, timeout_s)
+    async def sync_open(self, part: SyncPart) -> list[Held]:
+        return await self.weights.open(part)
 
     async def sync_prepare(self, epoch: int) -> None:
         await self.weights.prepare(epoch)

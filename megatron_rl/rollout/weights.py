@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from megatron_rl.rollout.vllm_engine import VllmEngine
-from megatron_rl.weight_sync.manifest import Destination, Edge
+from megatron_rl.weight_sync.copies import Destination
 from megatron_rl.weight_sync.protocol import (
-    EdgeKey, EngineState, LaneSpec, NotServing, SyncError, TransferReport,
+    EngineState, Held, NotServing, SyncError, SyncPart, TransferReport, engine_name,
 )
 from megatron_rl.weight_sync.tiles import CanonicalTensor
 from megatron_rl.weight_sync.vllm_layout import decode_layout
@@ -28,6 +29,8 @@ class EngineWeights:
         self.version: int | None = None
         self._admission = asyncio.Lock()
         self._paused = False
+        self._epoch: int | None = None
+        """The one that it is prepared for."""
         self._reason = "no weights were synced yet"
 
     def check_serving(self) -> None:
@@ -57,24 +60,24 @@ class EngineWeights:
         return [Destination(self._replica, worker, tuple(map(decode_layout, answer["layouts"])), answer["dtypes"],
                             answer["padding"]) for worker, answer in enumerate(answers)]
 
-    async def open(self, lanes: Sequence[LaneSpec], edges: Sequence[Edge], timeout_s: float) -> dict[EdgeKey, str]:
-        """Every worker joins its lanes, in the order given, and keeps its edges.
-
-        Returns the fingerprints of the edges as the workers hold them.
-        """
-        by_worker = [[edge.encode() for edge in edges if edge.worker == worker] for worker in range(self._tp)]
-        await self._vllm.open_transfer({
-            "replica": self._replica, "lanes": [lane.plain() for lane in lanes], "edges": by_worker,
-            "timeout_s": timeout_s, "address": self._address})
+    async def open(self, part: SyncPart) -> list[Held]:
+        """Every worker joins its lanes, in the order given, and keeps its streams. Returns what each holds then."""
+        parts = []
+        for worker in range(self._tp):
+            mine = (self._replica, worker)
+            streams = tuple(each if mine in each.receivers else each.outline() for each in part.streams)
+            parts.append(replace(part, streams=streams).plain())
+        await self._vllm.open_transfer({"replica": self._replica, "parts": parts, "address": self._address})
         answers = await self._vllm.rpc("sync_status")
         self._raise_errors(answers)
-        return {(rank, self._replica, worker): fingerprint for worker, answer in enumerate(answers)
-                for rank, fingerprint in answer.get("fingerprints", [])}
+        return [Held(**answer["held"]) for answer in answers]
 
     async def prepare(self, epoch: int) -> None:
         """Stop serving. Requests that are running are frozen in their place and go on with the new weights."""
         async with self._admission:
-            self.state, self._reason = EngineState.UPDATING, f"epoch {epoch} is not committed yet"
+            self._epoch = epoch
+            if self.state is not EngineState.DISCARDED:
+                self.state, self._reason = EngineState.UPDATING, f"epoch {epoch} is not committed yet"
             if self._vllm.unfinished:
                 await self._vllm.freeze(clear_cache=False)
                 self._paused = True
@@ -85,19 +88,21 @@ class EngineWeights:
         await self._vllm.update({"epoch": epoch})
         reports = []
         for worker, status in enumerate(await self._vllm.rpc("sync_status")):
-            member = f"engine {self._replica} worker {worker}"
+            member = engine_name(self._replica, worker)
             error = status["error"]
             if error is None and status["epoch"] != epoch:
                 error = f"reports epoch {status['epoch']} instead of {epoch}"
             reports.append(TransferReport(
                 member, {(rank, self._replica, worker): digest for rank, digest in status.get("digests", [])},
-                status.get("nbytes", 0), status.get("seconds", {}), error))
+                status.get("nbytes", 0), status.get("seconds", {}), error, status.get("forwarded", 0),
+                dict(status.get("arrivals", []))))
         return reports
 
     async def commit(self, epoch: int, version: int) -> None:
         """The live weights are `version`: drop what was cached under the old ones, then serve."""
-        if self.state is not EngineState.UPDATING:
-            raise SyncError(f"engine {self._replica} is {self.state.value}: it cannot commit epoch {epoch}")
+        if self._epoch != epoch:
+            raise SyncError(f"engine {self._replica} is {self.state.value}: it cannot commit epoch {epoch}, which it "
+                            "is not prepared for")
         self._raise_errors(await self._vllm.rpc("sync_end"))
         await self._vllm.label_version(str(version))
         # vLLM keeps the prefix cache over an update, and refuses to drop it while requests hold blocks.
@@ -106,15 +111,14 @@ class EngineWeights:
         if self._paused:
             await self._vllm.resume()
             self._paused = False
-        self.state, self.version = EngineState.SERVING, version
+        self.state, self.version, self._epoch = EngineState.SERVING, version, None
 
     async def discard(self, epoch: int, reason: str) -> None:
-        """An epoch failed after PREPARE: the weights are a mixture, serve nothing until a full sync."""
-        was_updating = self.state is EngineState.UPDATING
+        """An epoch failed after PREPARE: the weights are a mixture, serve nothing until a full sync. The workers leave
+        their lanes."""
         self.state, self._reason = EngineState.DISCARDED, f"epoch {epoch} failed: {reason}"
-        self.version = None
-        if was_updating:
-            self._raise_errors(await self._vllm.rpc("sync_end"))
+        self.version = self._epoch = None
+        self._raise_errors(await self._vllm.rpc("sync_leave", f"epoch {epoch} failed"))
 
     def _raise_errors(self, answers: Sequence[dict]) -> None:
         failed = [f"engine {self._replica} worker {worker}: {answer['error']}"

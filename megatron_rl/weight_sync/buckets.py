@@ -97,6 +97,42 @@ def pack(copies: Iterable[Copy], bucket_bytes: int) -> tuple[Bucket, ...]:
     return tuple(buckets)
 
 
+def part_of(copies: Iterable[Copy], first: int, nbytes: int) -> list[Copy]:
+    """The elements in bytes [first, first + nbytes) of `copies` laid one after the other without gaps, in order."""
+    part, at, end = [], 0, first + nbytes
+    for copy in copies:
+        item = ITEM_BYTES[copy.dtype]
+        low, high = max(first - at, 0) // item, min(end - at, copy.nbytes) // item
+        if high > low:
+            part += [_part(copy, start, shape, 0) for start, shape in _range(*copy.source_tile.box, low, high)]
+        at += copy.nbytes
+    return part
+
+
+def _range(start: tuple[int, ...], shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple, tuple]]:
+    """Boxes that hold elements [low, high) of a box in row-major order."""
+    if (low, high) == (0, prod(shape)):
+        yield start, shape
+        return
+    d = next(d for d, extent in enumerate(shape) if extent > 1)
+    size = prod(shape[d + 1:])
+
+    def rows(first: int, last: int) -> tuple[tuple, tuple]:
+        return (*start[:d], start[d] + first, *start[d + 1:]), (*shape[:d], last - first, *shape[d + 1:])
+
+    (first, skipped), (last, rest) = divmod(low, size), divmod(high, size)
+    if first == last:
+        yield from _range(*rows(first, first + 1), skipped, rest)
+        return
+    if skipped:
+        yield from _range(*rows(first, first + 1), skipped, size)
+        first += 1
+    if last > first:
+        yield rows(first, last)
+    if rest:
+        yield from _range(*rows(last, last + 1), 0, rest)
+
+
 def _split(start: tuple[int, ...], shape: tuple[int, ...], room: int) -> Iterator[tuple[tuple, tuple]]:
     """Two boxes, the first of as many whole rows as fit in `room`, or of one row if none fits (cut again then)."""
     d = next(d for d, extent in enumerate(shape) if extent > 1)

@@ -1,24 +1,36 @@
 """The driver's side of a sync: proves the manifest, opens the lanes, and runs PREPARE, TRANSFER, VERIFY, COMMIT.
 
 It knows trainer ranks and engines only as handles with awaitable methods, so it runs on Ray actors and on plain
-objects alike. One RPC a member and phase; no call per tensor.
+objects alike. One RPC a member and phase; no call per tensor. Who dies is left out: the epoch is aborted, the others
+get a new route and new lanes, and the transfer starts again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
+import logging
 import time
-from collections.abc import Awaitable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from launch.fabric.estimate import Kind
+from launch.fabric.seated import Seats
+from megatron_rl.weight_sync.abort import AbortLine
+from megatron_rl.weight_sync.calls import answers, outcomes, raise_failures
+from megatron_rl.weight_sync.compare import compare_digests, compare_held
+from megatron_rl.weight_sync.copies import Destination, Source
 from megatron_rl.weight_sync.coverage import prove_coverage
-from megatron_rl.weight_sync.manifest import EdgeKey, SyncManifest, build_manifest
+from megatron_rl.weight_sync.manifest import SyncManifest, build_manifest
 from megatron_rl.weight_sync.protocol import (
-    Backend, EngineHandle, LaneSpec, SyncError, SyncReport, TrainerHandle, TransferReport,
+    Backend, EngineHandle, LaneSpec, Link, SyncError, SyncPart, SyncReport, TrainerHandle, TransferReport, engine_name,
+    trainer_name,
 )
 from megatron_rl.weight_sync.tiles import CanonicalTensor
+
+log = logging.getLogger(__name__)
+
+OPENING = 2.0
+"""Opening lanes may take so many times the deadline of a transfer: who waited for one until its end comes late."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +51,30 @@ class SyncCoordinator:
         canonical: the tensors of the checkpoint.
         backend: `gloo` on CPUs, `nccl` on GPUs.
         bucket_bytes: most bytes of a packed bucket.
-        timeout_s: deadline of opening the lanes, and of each sync.
+        timeout_s: deadline of a transfer; opening lanes may take twice as long.
         aliases: see `build_manifest`.
+        route: `direct`, `chain` or `tree`.
+        seats: see `build_manifest`.
+        address: this process's address inside the job, where members listen for aborts. None: there is no such line,
+            and a failure is noticed by the neighbours of who failed, by the others at their deadline.
     """
 
     def __init__(self, trainers: Sequence[TrainerHandle], engines: Sequence[EngineHandle],
                  endpoints: Sequence[Endpoint], canonical: Sequence[CanonicalTensor], *, backend: Backend,
-                 bucket_bytes: int, timeout_s: float, aliases: Mapping[str, str] | None = None) -> None:
-        self._trainers = {f"trainer rank {rank}": handle for rank, handle in enumerate(trainers)}
-        self._engines = {f"engine {replica}": handle for replica, handle in enumerate(engines)}
+                 bucket_bytes: int, timeout_s: float, aliases: Mapping[str, str] | None = None, route: Kind = "direct",
+                 seats: Seats | None = None, address: str | None = None) -> None:
+        self._trainers = dict(enumerate(trainers))
+        self._engines = dict(enumerate(engines))
         self._endpoints, self._canonical = endpoints, canonical
         self._backend, self._bucket_bytes, self._timeout_s = backend, bucket_bytes, timeout_s
-        self._aliases = aliases
+        self._opening_s = 1.5 * OPENING * timeout_s
+        self._aliases, self._route, self._seats = aliases, route, seats
+        self._line = AbortLine(address) if address else None
+        self._sources: list[Source] = []
+        self._destinations: dict[int, list[Destination]] = {}
         self._epoch = 0
-        self._broken: str | None = None
+        self._open = self._handed_out = False
+        """Whether all members are on their lanes, and whether some may be."""
         self._lock = asyncio.Lock()
         self.version: int | None = None
         """The committed version; None before the first sync."""
@@ -62,61 +84,106 @@ class SyncCoordinator:
     async def setup(self) -> SyncManifest:
         """Collect the layouts of both sides, prove that every destination element is written exactly once, hand
         every member its part and open the lanes in one global order. Every member answers with the fingerprints of
-        the edges it was handed, and both ends of every edge must have the one that was proved.
+        the route and of the streams that it was handed, which must be those that were proved.
 
         Raises:
             SyncError, CoverageError, UserError: nothing was sent.
         """
-        deadline = time.monotonic() + self._timeout_s
-        self._broken = "a set-up that did not finish"
-        sources, described = await asyncio.gather(
-            self._all({name: handle.sync_describe() for name, handle in self._trainers.items()}, deadline),
-            self._all({name: handle.sync_describe(self._canonical) for name, handle in self._engines.items()},
-                      deadline))
-        destinations = [worker for workers in described for worker in workers]
-        manifest = build_manifest(sources, destinations, self._bucket_bytes, self._aliases)
-        prove_coverage(manifest, sources, destinations)
+        async with self._lock:
+            deadline = time.monotonic() + self._timeout_s
+            self._sources, described = await asyncio.gather(
+                answers({trainer_name(rank): t.sync_describe() for rank, t in self._trainers.items()}, deadline,
+                        first_failure=True),
+                answers(self._on_engines("sync_describe", self._canonical), deadline, first_failure=True))
+            self._destinations = dict(zip(self._engines, described))
+            await self._close_lanes()
+            await self._open_lanes(self._epoch)
+            return self.manifest
 
-        lanes = lane_specs(manifest, self._endpoints, self._backend)
-        opening: dict[str, Awaitable] = {}
-        for rank, (name, trainer) in enumerate(self._trainers.items()):
-            opening[name] = trainer.sync_open(lanes.get(rank), manifest.from_rank(rank), self._timeout_s)
-        for replica, (name, engine) in enumerate(self._engines.items()):
-            edges = [edge for edge in manifest.edges if edge.replica == replica]
-            joined = [lanes[rank] for rank in sorted({edge.rank for edge in edges})]
-            opening[name] = engine.sync_open(joined, edges, self._timeout_s)
-        # The members' own deadline names who is absent: let it speak first.
-        held = await self._all(opening, time.monotonic() + 1.5 * self._timeout_s)
-        compare_fingerprints(manifest.edge_fingerprints(), held[:len(self._trainers)], held[len(self._trainers):])
-        self._broken = None
-        self.manifest = manifest
-        return manifest
-
-    async def sync(self, version: int) -> SyncReport:
-        """Bring every engine to the trainer's weights and commit them as `version`.
+    async def admit(self, replica: int, engine: EngineHandle) -> None:
+        """Take an engine that was started again in the place of one that was lost. It serves once the next sync, which
+        runs over new lanes, has committed.
 
         Raises:
-            SyncError: nothing was committed; the engines are DISCARDED and serve nothing. After a digest mismatch
-                another `sync` may heal them; after a failed transfer the lanes are gone and `setup` must run first.
+            SyncError: it does not answer, or its workers cannot describe their layouts.
+        """
+        async with self._lock:
+            call = {engine_name(replica): engine.sync_describe(self._canonical)}
+            (described,) = await answers(call, time.monotonic() + self._timeout_s)
+            await self._close_lanes()
+            self._engines[replica] = engine
+            self._destinations[replica] = described
+
+    async def sync(self, version: int) -> SyncReport:
+        """Bring every engine to the trainer's weights and commit them as `version`. Members that die meanwhile are left
+        out of it and of all later syncs; the report names them.
+
+        Raises:
+            SyncError: nothing was committed; the engines are DISCARDED and serve nothing. Another `sync` may heal them.
         """
         async with self._lock:
             if self.manifest is None:
                 raise SyncError("no lanes are open: set them up first")
-            if self._broken:
-                raise SyncError(f"the lanes are gone since {self._broken}; set them up again first")
             if self.version is not None and version <= self.version:
                 raise SyncError(f"version {version} does not follow the committed version {self.version}")
-            self._epoch += 1
-            try:
-                return await self._run_epoch(self._epoch, version)
-            except Exception as error:
-                await self._discard(self._epoch, str(error))
-                raise
+            lost: list[str] = []
+            while True:
+                self._epoch += 1
+                try:
+                    if not self._open:
+                        await self._open_lanes(self._epoch - 1)
+                    return replace(await self._run_epoch(self._epoch, version), lost=tuple(lost))
+                except Exception as error:
+                    died = await self._discard(self._epoch, str(error))
+                    if not died or not self._engines:
+                        if lost:
+                            raise SyncError(f"{', '.join(lost)} died, and without: {error}") from error
+                        raise
+                    lost += died
+                    log.warning("weight sync: epoch %d aborted, %s died; the others start again", self._epoch,
+                                ", ".join(died))
+
+    def close(self) -> None:
+        """The run is over: members leave their lanes."""
+        if self._line is not None:
+            self._line.close()
+
+    async def _open_lanes(self, last_epoch: int) -> None:
+        destinations = [each for replica in self._engines for each in self._destinations[replica]]
+        gone = {source.coordinates.rank for source in self._sources} - self._trainers.keys()
+        try:
+            manifest = build_manifest(self._sources, destinations, self._bucket_bytes, self._aliases,
+                                      route=self._route, seats=self._seats, gone=gone)
+        except ValueError as error:
+            raise SyncError(str(error)) from error
+        prove_coverage(manifest, self._sources, destinations)
+        part = SyncPart(lane_specs(manifest, self._endpoints, self._backend), (), self._timeout_s,
+                        OPENING * self._timeout_s, last_epoch, self._line.endpoint if self._line else None)
+        self._handed_out = True
+        calls = {trainer_name(rank): trainer.sync_open(replace(part, streams=manifest.part_of_rank(rank)))
+                 for rank, trainer in self._trainers.items()}
+        calls |= {engine_name(replica): engine.sync_open(replace(part, streams=manifest.part_of_engine(replica)))
+                  for replica, engine in self._engines.items()}
+        # The members' own deadline names who is absent: let it speak first.
+        held = await answers(calls, time.monotonic() + self._opening_s, first_failure=True)
+        trainers = len(self._trainers)
+        members = [trainer_name(rank) for rank in self._trainers]
+        members += [engine_name(each.replica, each.worker) for each in destinations]
+        compare_held(manifest, members, [*held[:trainers], *(each for workers in held[trainers:] for each in workers)])
+        self.manifest, self._open = manifest, True
+
+    async def _close_lanes(self) -> None:
+        """The stores of the lanes end before others listen in their place."""
+        if self._handed_out:
+            self._open = self._handed_out = False
+            await answers({trainer_name(rank): trainer.sync_discard(self._epoch, "new lanes are opened")
+                           for rank, trainer in self._trainers.items()},
+                          time.monotonic() + self._opening_s)
 
     async def _run_epoch(self, epoch: int, version: int) -> SyncReport:
         marks = [time.monotonic()]
         deadline = marks[0] + 1.5 * self._timeout_s
-        await self._all({name: e.sync_prepare(epoch) for name, e in self._engines.items()}, deadline)
+        await answers(self._on_engines("sync_prepare", epoch), deadline)
         marks.append(time.monotonic())
 
         sent, received = await self._transfer(epoch, deadline)
@@ -125,7 +192,7 @@ class SyncCoordinator:
         compare_digests(self.manifest.bytes_per_edge().keys(), sent, received)
         marks.append(time.monotonic())
 
-        await self._all({name: e.sync_commit(epoch, version) for name, e in self._engines.items()}, deadline)
+        await answers(self._on_engines("sync_commit", epoch, version), deadline)
         self.version = version
         marks.append(time.monotonic())
 
@@ -135,113 +202,71 @@ class SyncCoordinator:
         for report in (*sent, *received):
             for name, value in report.seconds.items():
                 seconds[name] = max(seconds.get(name, 0.0), value)
-        return SyncReport(version, epoch, sum(report.nbytes for report in received), seconds)
+        arrivals = {(sender, report.member): value for report in received for sender, value in report.arrivals.items()}
+        return SyncReport(version, epoch, sum(report.nbytes for report in received), seconds, arrivals=arrivals)
 
     async def _transfer(self, epoch: int, deadline: float) -> tuple[list[TransferReport], list[TransferReport]]:
-        members = {name: t.sync_send(epoch) for name, t in self._trainers.items()}
-        members |= {name: e.sync_receive(epoch) for name, e in self._engines.items()}
-        try:
-            # All answers, not the first failure: a member that fails leaves its lanes, and the others fail with it.
-            answers = await self._all(members, deadline, return_when=asyncio.ALL_COMPLETED)
-        except SyncError as error:
-            self._broken = f"epoch {epoch} failed ({error})"
-            raise
-        sent, by_engine = answers[:len(self._trainers)], answers[len(self._trainers):]
-        received = [report for reports in by_engine for report in reports]
-        failed = [f"{report.member}: {report.error}" for report in (*received, *sent) if report.error]
-        if failed:
-            # A lane that broke names only a neighbour; what broke it comes first.
-            failed.sort(key=lambda message: "TransportError" in message or ": lane " in message)
-            self._broken = f"epoch {epoch} failed ({failed[0]})"
-            raise SyncError("the transfer failed\n" + "\n".join(failed))
-        return sent, received
+        calls = {trainer_name(rank): t.sync_send(epoch) for rank, t in self._trainers.items()}
+        calls |= self._on_engines("sync_receive", epoch)
+        aborted = False
 
-    async def _discard(self, epoch: int, reason: str) -> None:
-        """Tell every engine that its weights are a mixture; engines that do not answer serve nothing anyway, since
-        they are past PREPARE."""
-        calls = {name: e.sync_discard(epoch, reason) for name, e in self._engines.items()}
-        try:
-            await self._all(calls, time.monotonic() + self._timeout_s)
-        except SyncError as error:
-            self._broken = f"{self._broken or f'epoch {epoch} failed'}; {error}"
+        def arrived(name: str, outcome: object) -> None:
+            nonlocal aborted
+            if not aborted and self._line is not None and (isinstance(outcome, BaseException) or _errors(outcome)):
+                aborted = True
+                self._line.abort(epoch)         # the others need not wait for their deadline
 
-    async def _all(self, calls: dict[str, Awaitable | Any], deadline: float,
-                   return_when: str = asyncio.FIRST_EXCEPTION) -> list[Any]:
-        """The answers in order. Failures are raised with their members' names; at the deadline, the names of those
-        that did not answer."""
-        tasks = {asyncio.ensure_future(_awaitable(call)): name for name, call in calls.items()}
-        try:
-            done, waiting = await asyncio.wait(tasks, timeout=max(0.0, deadline - time.monotonic()),
-                                               return_when=return_when)
-        except asyncio.CancelledError:
-            for task in tasks:
-                task.cancel()
-            raise
-        failed = {tasks[task]: task.exception() for task in done if task.exception() is not None}
-        for task in waiting:
-            task.cancel()
-        if failed:
-            first = next(iter(failed.values()))
-            raise SyncError("; ".join(f"{name}: {error}" for name, error in failed.items())) from first
-        if waiting:
-            raise SyncError(f"no answer in time from {', '.join(sorted(tasks[task] for task in waiting))}")
-        return [task.result() for task in tasks]
+        found = await outcomes(calls, deadline, arrived=arrived)
+        errors = [error for outcome in found.values() for error in _errors(outcome)]
+        if errors:
+            # A lane that broke names only a neighbour, an abort nobody; what broke it comes first.
+            errors.sort(key=lambda message: (": the coordinator aborted" in message,
+                                             "TransportError" in message or ": lane " in message))
+            deaths = [f"{name}: {outcome}" for name, outcome in found.items() if isinstance(outcome, Exception)]
+            raise SyncError("the transfer failed\n" + "\n".join(deaths + errors))
+        raise_failures(found)
+        found = list(found.values())
+        return (found[:len(self._trainers)],
+                [report for reports in found[len(self._trainers):] for report in reports])
+
+    async def _discard(self, epoch: int, reason: str) -> list[str]:
+        """Every member leaves its lanes, and the engines' weights count as a mixture. Who does not answer is lost, and
+        its name is returned: it serves nothing, since it is past PREPARE."""
+        # Who is still opening lanes answers when that has failed, at the latest at its deadline.
+        patience = self._timeout_s if self._open else self._opening_s
+        self._open = self._handed_out = False
+        if self._line is not None:
+            self._line.abort(epoch)
+        calls = {trainer_name(rank): t.sync_discard(epoch, reason) for rank, t in self._trainers.items()}
+        calls |= self._on_engines("sync_discard", epoch, reason)
+        found = await outcomes(calls, time.monotonic() + patience)
+        lost = [name for name, outcome in found.items() if isinstance(outcome, Exception)]
+        self._trainers = {rank: t for rank, t in self._trainers.items() if trainer_name(rank) not in lost}
+        self._engines = {replica: e for replica, e in self._engines.items() if engine_name(replica) not in lost}
+        return lost
+
+    def _on_engines(self, method: str, *args: object) -> dict[str, object]:
+        return {engine_name(replica): getattr(engine, method)(*args) for replica, engine in self._engines.items()}
 
 
-def lane_specs(manifest: SyncManifest, endpoints: Sequence[Endpoint], backend: Backend) -> dict[int, LaneSpec]:
-    """One lane a sending rank, with its receivers in the order of its edges."""
-    specs = {}
-    for rank in sorted({edge.rank for edge in manifest.edges}):
-        receivers = tuple(f"engine {edge.replica} worker {edge.worker}" for edge in manifest.from_rank(rank))
-        specs[rank] = LaneSpec(rank, endpoints[rank].address, endpoints[rank].port, receivers, backend)
-    return specs
+def lane_specs(manifest: SyncManifest, endpoints: Sequence[Endpoint], backend: Backend) -> tuple[LaneSpec, ...]:
+    """One lane a sending rank, by rank, with its receivers and links in the order of its streams."""
+    specs = []
+    for rank in sorted({stream.rank for stream in manifest.streams}):
+        streams = [stream for stream in manifest.streams if stream.rank == rank]
+        numbers: dict = {None: 0}
+        for stream in streams:
+            for receiver in stream.receivers:
+                numbers.setdefault(receiver, len(numbers))
+        links = tuple(Link(stream.number, numbers[hop.sender], numbers[hop.receiver])
+                      for stream in streams for hop in stream.hops)
+        receivers = tuple(engine_name(*receiver) for receiver in numbers if receiver is not None)
+        specs.append(LaneSpec(rank, endpoints[rank].address, endpoints[rank].port, receivers, backend, links))
+    return tuple(specs)
 
 
-def compare_digests(edges: Collection[EdgeKey], sent: Sequence[TransferReport],
-                    received: Sequence[TransferReport]) -> None:
-    """VERIFY: for every edge of the manifest, what the source holds is what the destination holds live.
-
-    Raises:
-        SyncError: naming every edge whose digests differ, of which a side did not report, or which the manifest does
-            not have.
-    """
-    sources: dict[EdgeKey, int] = {key: value for report in sent for key, value in report.digests.items()}
-    live: dict[EdgeKey, int] = {key: value for report in received for key, value in report.digests.items()}
-    wrong = []
-    for key in sorted({*edges, *sources, *live}):
-        if key not in edges:
-            wrong.append(f"{_edge(key)}: a digest of an edge that the manifest does not have")
-        elif sources.get(key) is None or sources.get(key) != live.get(key):
-            found = [f"{d:016x}" if d is not None else "no digest" for d in (sources.get(key), live.get(key))]
-            wrong.append(f"{_edge(key)}: source {found[0]}, live {found[1]}")
-    if wrong:
-        raise SyncError("the engines do not hold what the trainer sent\n" + "\n".join(wrong))
-
-
-def compare_fingerprints(expected: Mapping[EdgeKey, str], sources: Sequence[Mapping[EdgeKey, str] | None],
-                         destinations: Sequence[Mapping[EdgeKey, str] | None]) -> None:
-    """Before the first byte: both ends of every edge hold the copies that were proved.
-
-    Raises:
-        SyncError: naming every edge of which an end reports another fingerprint or none.
-    """
-    wrong = []
-    for end, answers in (("source", sources), ("destination", destinations)):
-        held = {key: value for answer in answers for key, value in (answer or {}).items()}
-        for key in sorted({*expected, *held}):
-            ours, theirs = expected.get(key, "none"), held.get(key, "nothing")
-            if ours != theirs:
-                wrong.append(f"{_edge(key)}: the {end} holds {theirs}, the manifest {ours}")
-    if wrong:
-        raise SyncError("the members do not hold the manifest that was proved\n" + "\n".join(wrong))
-
-
-def _edge(key: EdgeKey) -> str:
-    rank, replica, worker = key
-    return f"trainer rank {rank} -> engine {replica} worker {worker}"
-
-
-def _awaitable(call: Awaitable | Any) -> Awaitable:
-    if inspect.isawaitable(call):
-        return call
-    raise TypeError(f"a handle's method must return an awaitable, not {type(call).__name__}")
+def _errors(outcome: object) -> list[str]:
+    """Of one member's report or reports."""
+    reports = outcome if isinstance(outcome, list) else [outcome]
+    return [f"{report.member}: {report.error}" for report in reports
+            if isinstance(report, TransferReport) and report.error]

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 from megatron_rl.weight_sync.buckets import ITEM_BYTES, Bucket, Copy
-from megatron_rl.weight_sync.manifest import Destination, Edge, Source, SyncManifest
+from megatron_rl.weight_sync.copies import Destination, Source
+from megatron_rl.weight_sync.manifest import Edge, SyncManifest
+from megatron_rl.weight_sync.streams import Stream
 from megatron_rl.weight_sync.tiles import ParamLayout, Tile, contiguous_stride, cut
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -25,11 +27,15 @@ class CoverageError(Exception):
 def prove_coverage(manifest: SyncManifest, sources: Iterable[Source], destinations: Iterable[Destination]) -> None:
     """Raise CoverageError, naming worker, parameter and region, unless all of this holds:
 
+    - every hop of a stream starts at its training rank or at a member that has the bytes by then, and ends at one that
+      has not;
     - every bucket is at most `bucket_bytes`, its copies aligned and without overlap;
     - every copy reads the box that it claims, by the source's layout, and writes it where the destination's layout
       has it, in the type of both;
     - for each destination parameter the copies are disjoint and, with the loader's padding, fill it.
     """
+    for stream in manifest.streams:
+        _prove_hops(stream)
     source_of = {source.coordinates.rank: _Side(source) for source in sources}
     to_worker: dict[tuple[int, int], list[Edge]] = defaultdict(list)
     for edge in manifest.edges:
@@ -60,6 +66,16 @@ def prove_coverage(manifest: SyncManifest, sources: Iterable[Source], destinatio
         if key not in proven_workers:
             _prove_worker(destination, [copy for edge in edges for copy in _copies(edge)])
             proven_workers.add(key)
+
+
+def _prove_hops(stream: Stream) -> None:
+    has: set = {None}
+    for hop in stream.hops:
+        if hop.sender not in has or hop.receiver in has:
+            why = "has the bytes already" if hop.receiver in has else f"hears from {hop.sender}, which has none"
+            raise CoverageError(f"stream {stream.number} from rank {stream.rank}: (replica, worker) {hop.receiver} "
+                                f"{why}")
+        has.add(hop.receiver)
 
 
 def _copies(edge: Edge) -> Iterator[Copy]:

@@ -1,51 +1,114 @@
 """What trainer ranks, engines and the coordinator say to each other during a sync. Plain, picklable values.
 
     PREPARE   engines stop serving (from here on an engine serves nothing until COMMIT)
-    TRANSFER  trainer ranks send packed buckets, workers write them straight into live parameters
+    TRANSFER  trainer ranks send packed buckets; workers write them straight into live parameters and pass them on
     VERIFY    for every edge: digest of what the source holds == digest of what the destination then holds live
     COMMIT    the version advances, the prefix cache is dropped, serving resumes
 
 Each sync has an epoch number; buckets carry it, so that late ones are fenced. Writes are in place: a failed epoch
-leaves an engine DISCARDED, and only a full sync brings it back (the trainer no longer holds the old version).
+leaves an engine DISCARDED, and only a full sync brings it back (the trainer no longer holds the old version). If a
+member died, the others get a new route without it and the transfer starts again under another epoch.
 No torch here: the driver needs none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
-from megatron_rl.weight_sync.manifest import Destination, Edge, EdgeKey, Source
+from megatron_rl.weight_sync.copies import Destination, Source
+from megatron_rl.weight_sync.streams import EdgeKey, Stream
 from megatron_rl.weight_sync.tiles import CanonicalTensor
 
 Backend = Literal["gloo", "nccl"]
 
 
+def trainer_name(rank: int) -> str:
+    return f"trainer rank {rank}"
+
+
+def engine_name(replica: int, worker: int | None = None) -> str:
+    return f"engine {replica}" if worker is None else f"engine {replica} worker {worker}"
+
+
+class Link(NamedTuple):
+    """One hop of one stream: a communicator of two."""
+
+    stream: int
+    sender: int
+    """Number of the member on the lane."""
+    receiver: int
+
+
 @dataclass(frozen=True)
 class LaneSpec:
-    """Who is on a lane and where they meet. Plain values: it travels by RPC."""
+    """Who is on a lane, where they meet, and the links between them. Plain values: it travels by RPC."""
 
     source: int
-    """Trainer rank; rank 0 of the lane and host of its store."""
+    """Trainer rank; member 0 of the lane and host of its store."""
     address: str
     """The source's address inside the job."""
     port: int
     receivers: tuple[str, ...]
-    """Names of the receiving workers in lane order; receiver i is rank 1 + i."""
+    """Names of the workers that its streams reach; receiver i is member 1 + i."""
     backend: Backend
+    links: tuple[Link, ...] = ()
+    """In the order in which they are opened."""
 
     @property
     def members(self) -> tuple[str, ...]:
-        return (f"trainer rank {self.source}", *self.receivers)
+        return (trainer_name(self.source), *self.receivers)
 
-    def plain(self) -> dict:
-        return asdict(self)
+    def plain(self) -> list:
+        return [self.source, self.address, self.port, list(self.receivers), self.backend,
+                [list(link) for link in self.links]]
 
     @staticmethod
-    def from_plain(values: dict) -> LaneSpec:
-        return LaneSpec(**{**values, "receivers": tuple(values["receivers"])})
+    def from_plain(plain: Sequence) -> LaneSpec:
+        source, address, port, receivers, backend, links = plain
+        return LaneSpec(source, address, port, tuple(receivers), backend, tuple(Link(*link) for link in links))
+
+
+@dataclass(frozen=True)
+class SyncPart:
+    """What a member is handed before the first sync: the whole route, and its own share of it."""
+
+    lanes: tuple[LaneSpec, ...]
+    """Of all members, in the one order in which everybody opens those it is on."""
+    streams: tuple[Stream, ...]
+    """All of the route, with buckets at least where the member is on the stream."""
+    timeout_s: float
+    """Deadline of a transfer."""
+    open_timeout_s: float
+    """Deadline of opening the lanes."""
+    epoch: int = 0
+    """The last epoch before these lanes."""
+    line: tuple[str, int] | None = None
+    """Where the coordinator's `AbortLine` listens; None: there is none."""
+
+    def plain(self) -> dict:
+        return {"lanes": [lane.plain() for lane in self.lanes], "streams": [each.encode() for each in self.streams],
+                "timeout_s": self.timeout_s, "open_timeout_s": self.open_timeout_s, "epoch": self.epoch,
+                "line": list(self.line) if self.line else None}
+
+    @staticmethod
+    def from_plain(plain: Mapping) -> SyncPart:
+        return SyncPart(tuple(map(LaneSpec.from_plain, plain["lanes"])), tuple(map(Stream.decode, plain["streams"])),
+                        plain["timeout_s"], plain["open_timeout_s"], plain["epoch"],
+                        tuple(plain["line"]) if plain["line"] else None)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a member was handed, as it arrived: compared with the manifest before the first byte."""
+
+    member: str
+    route: str
+    """`route_fingerprint` of all streams."""
+    streams: dict[int, str]
+    """`Stream.fingerprint` of those that the member is on."""
 
 
 class EngineState(Enum):
@@ -76,8 +139,13 @@ class TransferReport:
     digests: dict[EdgeKey, int] = field(default_factory=dict)
     """Digest of each edge's elements, in [0, 2^64)."""
     nbytes: int = 0
+    """Bytes packed and sent, or received."""
     seconds: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    forwarded: int = 0
+    """Bytes passed on to other workers."""
+    arrivals: dict[str, float] = field(default_factory=dict)
+    """Name of each member that this worker receives from -> seconds until its last bucket had arrived."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +158,10 @@ class SyncReport:
     """Bytes that travelled, all edges together."""
     seconds: dict[str, float]
     """prepare, transfer, verify, commit, total; and the slowest member's pack, send, receive, digest."""
+    lost: tuple[str, ...] = ()
+    """Members that died during this sync; the others went on without them."""
+    arrivals: dict[tuple[str, str], float] = field(default_factory=dict)
+    """(sender, receiver) of each hop, by name -> seconds until its last bucket had arrived."""
 
 
 class TrainerHandle(Protocol):
@@ -97,11 +169,12 @@ class TrainerHandle(Protocol):
 
     def sync_describe(self) -> Awaitable[Source]: ...
 
-    def sync_open(self, lane: LaneSpec | None, edges: Sequence[Edge], timeout_s: float
-                  ) -> Awaitable[dict[EdgeKey, str]]:
-        """Answers with `Edge.fingerprint` of each edge as it arrived."""
+    def sync_open(self, part: SyncPart) -> Awaitable[Held]: ...
 
     def sync_send(self, epoch: int) -> Awaitable[TransferReport]: ...
+
+    def sync_discard(self, epoch: int, reason: str) -> Awaitable[None]:
+        """The epoch failed: leave the lanes. A member that does not answer is lost."""
 
 
 class EngineHandle(Protocol):
@@ -109,9 +182,8 @@ class EngineHandle(Protocol):
 
     def sync_describe(self, canonical: Sequence[CanonicalTensor]) -> Awaitable[list[Destination]]: ...
 
-    def sync_open(self, lanes: Sequence[LaneSpec], edges: Sequence[Edge], timeout_s: float
-                  ) -> Awaitable[dict[EdgeKey, str]]:
-        """Answers with `Edge.fingerprint` of each edge as it arrived at its worker."""
+    def sync_open(self, part: SyncPart) -> Awaitable[list[Held]]:
+        """By worker."""
 
     def sync_prepare(self, epoch: int) -> Awaitable[None]: ...
 
@@ -119,4 +191,5 @@ class EngineHandle(Protocol):
 
     def sync_commit(self, epoch: int, version: int) -> Awaitable[None]: ...
 
-    def sync_discard(self, epoch: int, reason: str) -> Awaitable[None]: ...
+    def sync_discard(self, epoch: int, reason: str) -> Awaitable[None]:
+        """The epoch failed: leave the lanes, serve nothing. An engine that does not answer is lost."""

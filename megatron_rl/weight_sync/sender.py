@@ -1,4 +1,4 @@
-"""The trainer's side of a sync: a rank packs what it already holds and sends it on its own lane.
+"""The trainer's side of a sync: a rank packs what it already holds and sends it once; receivers pass it on.
 
 Nothing is gathered, nothing is called once a tensor. Packing, sending and the digest overlap.
 """
@@ -8,20 +8,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 import torch
 
+from launch.fabric.estimate import SENDING
 from launch.planner.plan import RankCoordinates
-from megatron_rl.weight_sync.digest import digest_layouts
-from megatron_rl.weight_sync.manifest import Edge, Source
-from megatron_rl.weight_sync.protocol import EdgeKey, LaneSpec, TransferReport
+from megatron_rl.weight_sync.copies import Source
+from megatron_rl.weight_sync.digest import add, digest_layouts
+from megatron_rl.weight_sync.member import Membership
+from megatron_rl.weight_sync.protocol import EdgeKey, Held, SyncPart, TransferReport, engine_name, trainer_name
+from megatron_rl.weight_sync.streams import Stream
 from megatron_rl.weight_sync.tiles import ParamLayout
-from megatron_rl.weight_sync.transport import Deadline, Lane, Pending, TransportError, open_lane
+from megatron_rl.weight_sync.transport import Deadline, Pending, TransportError
 from megatron_rl.weight_sync.wire import buffer_bytes, pack_bucket, source_tiles
-
-BUFFERS = 4
-"""Buckets of one rank in flight: enough to pack for one receiver while others are being sent to."""
-
 
 class WeightSender:
     """One trainer rank's end of its lane.
@@ -38,10 +38,9 @@ class WeightSender:
                  parameters: Mapping[str, torch.Tensor], *, address: str | None = None) -> None:
         self._coordinates, self._layouts, self._parameters = coordinates, tuple(layouts), parameters
         self._address = address
-        self._name = f"trainer rank {coordinates.rank}"
+        self._name = trainer_name(coordinates.rank)
         self._device = next(iter(parameters.values())).device
-        self._lane: Lane | None = None
-        self._edges: tuple[Edge, ...] = ()
+        self._member: Membership | None = None
         self._buffers: list[torch.Tensor] = []
 
     def sync_describe(self) -> Source:
@@ -50,89 +49,108 @@ class WeightSender:
                   for layout in self._layouts}
         return Source(self._coordinates, self._layouts, dtypes)
 
-    def sync_open(self, lane: LaneSpec | None, edges: Sequence[Edge], timeout_s: float) -> dict[EdgeKey, str]:
-        """Open this rank's lane (None: nobody receives from it) and keep its edges for all later syncs.
+    def sync_open(self, part: SyncPart) -> Held:
+        """Open this rank's lane, if anybody receives from it, and keep its streams for all later syncs.
 
-        Returns:
-            The fingerprints of the edges as this rank holds them.
         Raises:
             TransportError: naming the receivers that did not arrive.
         """
-        self._timeout_s = timeout_s
-        self._edges = tuple(edges)
         self.close()
-        if lane is None:
-            return {}
-        self._peer = {(edge.replica, edge.worker): 1 + index for index, edge in enumerate(edges)}
-        size = buffer_bytes(edges)
-        self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
-        # Replicas receive the same elements: one digest serves the edges that read the same tiles.
-        tiles_of = {edge.key: source_tiles(edge) for edge in edges}
-        self._digest_groups: dict[tuple[ParamLayout, ...], list[EdgeKey]] = {}
-        for key, tiles in tiles_of.items():
-            self._digest_groups.setdefault(tiles, []).append(key)
-        self._lane = open_lane(lane, 0, timeout_s, address=self._address, device=self._device)
-        return {edge.key: edge.fingerprint() for edge in edges}
+        rank = self._coordinates.rank
+        self._member = Membership(self._name, part, lambda stream: stream.rank == rank, address=self._address,
+                                  device=self._device)
+        size = buffer_bytes(self._member.streams)
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device)
+                         for _ in range(SENDING if size else 0)]
+        return self._member.held
 
     @torch.no_grad()
     def sync_send(self, epoch: int) -> TransferReport:
-        """Send every bucket of this rank; returns when the receivers have taken them.
+        """Send every bucket of this rank; returns when the first receivers have taken them.
 
         A failed transfer is told in the report's `error`; the lane is closed then, so that no receiver waits for the
         rest until its deadline.
         """
-        if not self._edges:
-            return TransferReport(self._name)
-        if self._lane is None:
-            return TransferReport(self._name, error="its lane is closed")
+        if self._member is None:
+            return TransferReport(self._name, error="its lanes were never opened")
         try:
-            return self._send(self._lane, epoch)
+            return self._send(self._member, epoch)
         except TransportError as error:
-            self.close()
+            self._member.close(f"{self._name} left: {error}")
             return TransferReport(self._name, error=str(error))
 
-    def _send(self, lane: Lane, epoch: int) -> TransferReport:
+    def sync_discard(self, epoch: int, reason: str) -> None:
+        """The epoch failed: leave the lane."""
+        self.close(f"epoch {epoch} failed: {reason}")
+
+    def close(self, reason: str = "") -> None:
+        """Leave the lane."""
+        if self._member is not None:
+            self._member.close(reason)
+
+    def _send(self, member: Membership, epoch: int) -> TransferReport:
         started = time.perf_counter()
-        deadline = Deadline(self._timeout_s)
+        deadline = Deadline(member.timeout_s)
         free, in_flight = deque(self._buffers), deque()
+        digests = _SourceDigests(self._parameters)
         packing = 0.0
-        for edge, number in self._schedule():
+        for stream, number in schedule(member.streams):
+            lane = member.lane(stream)
             if not free:
                 _release(in_flight, free, deadline)
             began = time.perf_counter()
             buffer = free.popleft()
-            filled = pack_bucket(edge.buckets[number], number, epoch, self._parameters, buffer)
+            filled = pack_bucket(stream.buckets[number], number, epoch, self._parameters, buffer, stream.number)
             packing += time.perf_counter() - began
-            in_flight.append((lane.send(filled, self._peer[edge.replica, edge.worker]), buffer))
-        began = time.perf_counter()
-        digests = {}
-        for tiles, keys in self._digest_groups.items():
-            digest = digest_layouts(tiles, self._parameters)
-            digests |= dict.fromkeys(keys, digest)
-        digesting = time.perf_counter() - began
+            in_flight.append(([lane.send(stream.number, filled, lane.spec.members.index(engine_name(*receiver)))
+                               for receiver in stream.receivers_from(None)], buffer))
+            digests.take(stream, number)               # while the bucket travels
         while in_flight:
             _release(in_flight, free, deadline)
-        seconds = {"pack": packing, "digest": digesting, "send": time.perf_counter() - started}
-        return TransferReport(self._name, digests, sum(edge.nbytes for edge in self._edges), seconds)
-
-    def close(self) -> None:
-        """Leave the lane."""
-        if self._lane is not None:
-            self._lane.close()
-            self._lane = None
-
-    def _schedule(self) -> Iterator[tuple[Edge, int]]:
-        """Bucket by bucket over the receivers, each rank starting at another one: a Latin square, so that two
-        senders do not hit the same receiver at once."""
-        first = self._coordinates.rank % len(self._edges)
-        rotated = self._edges[first:] + self._edges[:first]
-        for number in range(max(len(edge.buckets) for edge in rotated)):
-            for edge in rotated:
-                if number < len(edge.buckets):
-                    yield edge, number
+        seconds = {"pack": packing, "digest": digests.seconds, "send": time.perf_counter() - started}
+        return TransferReport(self._name, digests.by_edge(member.streams),
+                              sum(stream.nbytes for stream in member.streams), seconds)
 
 
-def _release(in_flight: deque[tuple[Pending, torch.Tensor]], free: deque[torch.Tensor], deadline: Deadline) -> None:
-    pending, buffer = in_flight.popleft()
-    pending.wait(deadline)
+class _SourceDigests:
+    """Digests of what was packed, bucket by bucket. Replicas receive the same buckets: each is digested once."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._of: dict[tuple, int] = {}
+        self.seconds = 0.0
+
+    def take(self, stream: Stream, number: int) -> None:
+        tiles = source_tiles(stream.buckets[number:number + 1])
+        if tiles not in self._of:
+            began = time.perf_counter()
+            self._of[tiles] = digest_layouts(tiles, self._parameters)
+            self.seconds += time.perf_counter() - began
+
+    def by_edge(self, streams: Sequence[Stream]) -> dict[EdgeKey, int]:
+        digests: dict[EdgeKey, int] = {}
+        for stream in streams:
+            total = add(*(self._of[source_tiles((bucket,))] for bucket in stream.buckets))
+            for key in stream.edges:
+                digests[key] = add(digests.get(key, 0), total)
+        return digests
+
+
+def schedule(streams: Sequence[Stream]) -> Iterator[tuple[Stream, int]]:
+    """Slot after slot, so that two senders do not hit one receiver's network card at once; the streams of a slot take
+    turns bucket by bucket, so that all their receivers have something to pass on."""
+    for _, group in groupby(sorted(streams, key=lambda stream: (stream.slot, stream.number)),
+                            key=lambda stream: stream.slot):
+        together = list(group)
+        for number in range(max(len(stream.buckets) for stream in together)):
+            for stream in together:
+                if number < len(stream.buckets):
+                    yield stream, number
+
+
+def _release(in_flight: deque[tuple[list[Pending], torch.Tensor]], free: deque[torch.Tensor],
+             deadline: Deadline) -> None:
+    sends, buffer = in_flight.popleft()
+    for pending in sends:
+        pending.wait(deadline)
     free.append(buffer)

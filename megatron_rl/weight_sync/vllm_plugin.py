@@ -1,8 +1,7 @@
 """The rollout side of a sync, inside vLLM's workers: a worker extension and a registered weight transfer engine.
 
 Named as `worker_extension_cls`, this module is imported by every worker before its model is loaded. The transfer
-engine receives packed buckets from several trainer ranks, each on a lane of its own, and writes them straight into
-the live parameters.
+engine is a `WeightReceiver` over the live parameters.
 
 No exception may leave a worker RPC: at TP >= 2 vLLM's executor raises at the first failing rank without draining the
 others, and every later answer is off by one. Failures are recorded and reported by `sync_status`.
@@ -10,11 +9,9 @@ others, and every later answer is off by one. Failures are recorded and reported
 
 from __future__ import annotations
 
-import time
 import traceback
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -24,18 +21,14 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
-from megatron_rl.weight_sync.digest import digest_layouts
-from megatron_rl.weight_sync.manifest import Edge
-from megatron_rl.weight_sync.protocol import LaneSpec
+from megatron_rl.weight_sync.protocol import SyncPart
+from megatron_rl.weight_sync.receiver import WeightReceiver
 from megatron_rl.weight_sync.tiles import CanonicalTensor
-from megatron_rl.weight_sync.transport import Deadline, Lane, Pending, TransportError, open_lane
+from megatron_rl.weight_sync.transport import TransportError
 from megatron_rl.weight_sync.vllm_internals import end_update, keep_cpu_weights_in_place, live_model
 from megatron_rl.weight_sync.vllm_layout import assert_not_empty, encode_layout, trace_layout, write_padding
-from megatron_rl.weight_sync.wire import HEADER_BYTES, buffer_bytes, destination_tiles, poison, unpack_bucket
 
 BACKEND = "megatron_rl"
-POSTED = 2
-"""Receives posted ahead on each lane: one bucket is unpacked while the next arrives."""
 
 if current_platform.is_cpu():
     keep_cpu_weights_in_place()
@@ -61,6 +54,15 @@ class WeightSyncWorker:
         """Close the update session, if one is open."""
         return _never_raise(lambda: end_update(self) or {})
 
+    def sync_leave(self, reason: str) -> dict:
+        """Close the update session, if one is open, and all lanes."""
+        def leave() -> dict:
+            end_update(self)
+            self.weight_transfer_engine.leave(reason)
+            return {}
+
+        return _never_raise(leave)
+
     def sync_status(self) -> dict:
         """What the transfer engine did last; see `LaneReceiver.status`."""
         return self.weight_transfer_engine.status()
@@ -74,12 +76,10 @@ class WeightSyncWorker:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Sent once. Lanes in the global order, and for each worker of the engine its edges (plain forms)."""
+    """Sent once: for each worker of the engine its part of the sync (`SyncPart.plain`)."""
 
     replica: int
-    lanes: list
-    edges: list
-    timeout_s: float
+    parts: list
     address: str | None = None
 
 
@@ -89,7 +89,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class LaneReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives the edges of one worker and writes them into live parameters."""
+    """Receives the streams of one worker and writes them into live parameters."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -97,13 +97,12 @@ class LaneReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self._lanes: dict[int, Lane] = {}
-        self._edges: list[Edge] = []
+        self._receiver: WeightReceiver | None = None
         self._status: dict[str, Any] = {"epoch": -1, "error": None}
 
     def status(self) -> dict:
-        """`epoch`, `error` (a message or None); after the lanes were opened `fingerprints` [[rank, fingerprint]] of
-        the edges; after a transfer `digests` [[rank, digest]], `nbytes`, `seconds`."""
+        """`epoch`, `error` (a message or None); after the lanes were opened `held` (`Held` as a dict of plain values);
+        after a transfer `digests` [[rank, digest]], `nbytes`, `forwarded`, `seconds`, `arrivals` [[sender, s]]."""
         return self._status
 
     # vLLM's worker calls these five; each returns whatever happens.
@@ -120,60 +119,33 @@ class LaneReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def update_weights(self, update_info: dict) -> None:
         # The base class would call torch.accelerator.synchronize(), which a CPU has not.
         self._guard(update_info.get("epoch", -1), lambda: self.receive_weights(self.update_info_cls(**update_info)))
-        if self._status["error"]:
-            self.shutdown()                  # the sources see it now, not at their deadline
 
     def finish_weight_update(self) -> None:
         """Nothing is staged; the version is set by the engine's COMMIT."""
 
     def shutdown(self) -> None:
-        for lane in self._lanes.values():
-            lane.close()
-        self._lanes = {}
+        self.leave("")
 
-    @torch.no_grad()
+    def leave(self, reason: str) -> None:
+        """Close all lanes."""
+        if self._receiver is not None:
+            self._receiver.close(reason)
+
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        started = time.perf_counter()
-        epoch = update_info.epoch
-        if self._edges and not self._lanes:
-            raise TransportError("its lanes are closed")
-        deadline = Deadline(self._timeout_s)
-        streams = [_Stream(self._lanes[edge.rank], edge, self._buffers[edge.rank]) for edge in self._edges]
-        unpacking = 0.0
-        for number in range(max((len(edge.buckets) for edge in self._edges), default=0)):
-            for stream in streams:
-                if number < len(stream.edge.buckets):
-                    buffer = stream.next(deadline)
-                    began = time.perf_counter()
-                    unpack_bucket(stream.edge.buckets[number], number, epoch, buffer, self._parameters)
-                    unpacking += time.perf_counter() - began
-                    stream.post(buffer)
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-        received = time.perf_counter()
-        digests = [[edge.rank, digest_layouts(tiles, self._parameters)] for edge, tiles in self._digest_tiles]
-        self._status |= {
-            "digests": digests, "nbytes": sum(edge.nbytes for edge in self._edges),
-            "seconds": {"receive": received - started, "unpack": unpacking,
-                        "live_digest": time.perf_counter() - received}}
+        if self._receiver is None:
+            raise TransportError("its lanes were never opened")
+        report = self._receiver.receive(update_info.epoch)
+        self._status |= {"digests": [[key[0], digest] for key, digest in report.digests.items()],
+                         "nbytes": report.nbytes, "forwarded": report.forwarded, "seconds": report.seconds,
+                         "arrivals": [list(each) for each in report.arrivals.items()]}
 
     def _open(self, info: InitInfo) -> None:
         self.shutdown()
         worker = self.parallel_config.rank
-        self._timeout_s = info.timeout_s
-        self._parameters = dict(self.model.named_parameters())
-        assert_not_empty(self._parameters)
-        self._edges = [Edge.decode(edge) for edge in info.edges[worker]]
-        self._digest_tiles = [(edge, destination_tiles(edge)) for edge in self._edges]
-        self._buffers = {edge.rank: [torch.empty(buffer_bytes([edge]), dtype=torch.uint8, device=self.device)
-                                     for _ in range(min(POSTED, len(edge.buckets)))] for edge in self._edges}
-        name = f"engine {info.replica} worker {worker}"
-        for plain in info.lanes:             # the global order: by source
-            spec = LaneSpec.from_plain(plain)
-            if name in spec.members:
-                self._lanes[spec.source] = open_lane(spec, spec.members.index(name), info.timeout_s,
-                                                     address=info.address, device=self.device)
-        self._status["fingerprints"] = [[edge.rank, edge.fingerprint()] for edge in self._edges]
+        parameters = dict(self.model.named_parameters())
+        assert_not_empty(parameters)
+        self._receiver = WeightReceiver((info.replica, worker), parameters, address=info.address)
+        self._status["held"] = asdict(self._receiver.open(SyncPart.from_plain(info.parts[worker])))
 
     def _guard(self, epoch: int, action: Callable[[], None]) -> None:
         self._status = {"epoch": epoch, "error": None}
@@ -182,29 +154,6 @@ class LaneReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         except Exception as error:
             traceback.print_exc()            # into the engine's log
             self._status["error"] = f"{type(error).__name__}: {error}"
-
-
-class _Stream:
-    """The buckets of one edge as they arrive, with receives posted ahead."""
-
-    def __init__(self, lane: Lane, edge: Edge, buffers: list[torch.Tensor]) -> None:
-        self.edge = edge
-        self._lane, self._posted = lane, 0
-        self._pending: deque[tuple[Pending, torch.Tensor]] = deque()
-        for buffer in buffers:
-            self.post(buffer)
-
-    def post(self, buffer: torch.Tensor) -> None:
-        """Receive the next bucket that no receive is posted for into `buffer`, if there is one."""
-        if self._posted < len(self.edge.buckets):
-            part = poison(buffer)[:HEADER_BYTES + self.edge.buckets[self._posted].nbytes]
-            self._pending.append((self._lane.receive(part, 0), buffer))
-            self._posted += 1
-
-    def next(self, deadline: Deadline) -> torch.Tensor:
-        pending, buffer = self._pending.popleft()
-        pending.wait(deadline)
-        return buffer
 
 
 def _trace(model: torch.nn.Module, canonical: list, dtype: str) -> dict:

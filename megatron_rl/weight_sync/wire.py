@@ -8,6 +8,7 @@ import torch
 
 from megatron_rl.weight_sync.buckets import Bucket
 from megatron_rl.weight_sync.manifest import Edge
+from megatron_rl.weight_sync.streams import Stream
 from megatron_rl.weight_sync.tiles import ParamLayout, Tile, tile_view
 
 HEADER_BYTES = 64
@@ -20,15 +21,15 @@ class WireError(RuntimeError):
     """A buffer does not hold the bucket that was expected: nothing was written, or another epoch's."""
 
 
-def buffer_bytes(edges: Sequence[Edge]) -> int:
-    """Size of a buffer that holds any bucket of `edges`, header included; 0 if there is none."""
-    return max((HEADER_BYTES + bucket.nbytes for edge in edges for bucket in edge.buckets), default=0)
+def buffer_bytes(parts: Sequence[Edge | Stream]) -> int:
+    """Size of a buffer that holds any bucket of `parts`, header included; 0 if there is none."""
+    return max((HEADER_BYTES + bucket.nbytes for part in parts for bucket in part.buckets), default=0)
 
 
 def pack_bucket(bucket: Bucket, number: int, epoch: int, parameters: Mapping[str, torch.Tensor],
-                buffer: torch.Tensor) -> torch.Tensor:
+                buffer: torch.Tensor, stream: int = 0) -> torch.Tensor:
     """Write header and copies from the live source parameters; returns the used part of `buffer` (uint8)."""
-    buffer[:HEADER_BYTES].view(torch.int64)[:4].copy_(_header(bucket, number, epoch))
+    buffer[:HEADER_BYTES].view(torch.int64)[:5].copy_(_header(bucket, number, epoch, stream))
     for copy in bucket.copies:
         _payload(buffer, copy.at, copy.source_tile, copy.dtype).copy_(tile_view(parameters[copy.source],
                                                                                 copy.source_tile))
@@ -41,34 +42,43 @@ def poison(buffer: torch.Tensor) -> torch.Tensor:
     return buffer
 
 
-def unpack_bucket(bucket: Bucket, number: int, epoch: int, buffer: torch.Tensor,
-                  parameters: Mapping[str, torch.Tensor]) -> None:
-    """Check the header, then write the copies straight into the live destination parameters.
+def check_header(bucket: Bucket, number: int, epoch: int, buffer: torch.Tensor, stream: int = 0) -> None:
+    """Before a bucket is written or passed on.
 
     Raises:
-        WireError: the buffer was never written, or holds another bucket, length or epoch.
+        WireError: the buffer was never written, or holds another bucket, length, stream or epoch.
     """
-    found = buffer[:HEADER_BYTES].view(torch.int64)[:4].tolist()
-    expected = _header(bucket, number, epoch).tolist()
-    if found != expected:
-        if found[0] == _POISON:
-            raise WireError(f"bucket {number} of epoch {epoch} never arrived: the buffer is as it was before")
-        raise WireError(f"expected bucket {number} of epoch {epoch} with {bucket.nbytes} bytes, received bucket "
-                        f"{found[2]} of epoch {found[1]} with {found[3]} bytes")
+    found = buffer[:HEADER_BYTES].view(torch.int64)[:5].tolist()
+    if found == _header(bucket, number, epoch, stream).tolist():
+        return
+    if found[0] == _POISON:
+        raise WireError(f"bucket {number} of epoch {epoch} never arrived: the buffer is as it was before")
+    raise WireError(f"expected bucket {number} of epoch {epoch}, stream {stream}, with {bucket.nbytes} bytes, received "
+                    f"bucket {found[2]} of epoch {found[1]}, stream {found[4]}, with {found[3]} bytes")
+
+
+def unpack_bucket(bucket: Bucket, number: int, epoch: int, buffer: torch.Tensor,
+                  parameters: Mapping[str, torch.Tensor], stream: int = 0) -> None:
+    """Check the header (`check_header`), then write the copies straight into the live destination parameters."""
+    check_header(bucket, number, epoch, buffer, stream)
     for copy in bucket.copies:
         tile_view(parameters[copy.destination], copy.destination_tile).copy_(
             _payload(buffer, copy.at, copy.destination_tile, copy.dtype))
 
 
-def source_tiles(edge: Edge) -> tuple[ParamLayout, ...]:
-    """What an edge reads, by source parameter: the elements whose digest the sender reports."""
-    return _by_parameter((copy.source, copy.source_tile) for bucket in edge.buckets for copy in bucket.copies)
+def source_tiles(part: Edge | Stream | Sequence[Bucket]) -> tuple[ParamLayout, ...]:
+    """What buckets read, by source parameter: the elements whose digest the sender reports."""
+    return _by_parameter((copy.source, copy.source_tile) for bucket in _buckets(part) for copy in bucket.copies)
 
 
-def destination_tiles(edge: Edge) -> tuple[ParamLayout, ...]:
-    """What an edge writes, by live parameter: the elements whose digest the receiver reports."""
+def destination_tiles(part: Edge | Stream | Sequence[Bucket]) -> tuple[ParamLayout, ...]:
+    """What buckets write, by live parameter: the elements whose digest the receiver reports."""
     return _by_parameter((copy.destination, copy.destination_tile)
-                         for bucket in edge.buckets for copy in bucket.copies)
+                         for bucket in _buckets(part) for copy in bucket.copies)
+
+
+def _buckets(part: Edge | Stream | Sequence[Bucket]) -> Sequence[Bucket]:
+    return part.buckets if isinstance(part, (Edge, Stream)) else part
 
 
 def _by_parameter(tiles) -> tuple[ParamLayout, ...]:
@@ -78,8 +88,8 @@ def _by_parameter(tiles) -> tuple[ParamLayout, ...]:
     return tuple(ParamLayout(name, (), tuple(parts)) for name, parts in grouped.items())
 
 
-def _header(bucket: Bucket, number: int, epoch: int) -> torch.Tensor:
-    return torch.tensor([_MAGIC, epoch, number, bucket.nbytes], dtype=torch.int64)
+def _header(bucket: Bucket, number: int, epoch: int, stream: int) -> torch.Tensor:
+    return torch.tensor([_MAGIC, epoch, number, bucket.nbytes, stream], dtype=torch.int64)
 
 
 def _payload(buffer: torch.Tensor, at: int, tile: Tile, dtype: str) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -19,14 +20,14 @@ from launch.planner.build import plan
 from launch.planner.plan import Plan
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.stores import tcp_store
 from megatron_rl.weight_sync.coverage import prove_coverage
 from megatron_rl.weight_sync.digest import digest_layouts
 from megatron_rl.weight_sync.hf_io import CheckpointReader, load_layout
 from megatron_rl.weight_sync.manifest import build_manifest
 from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
-from megatron_rl.weight_sync.protocol import LaneSpec
 from megatron_rl.weight_sync.sender import WeightSender
-from megatron_rl.weight_sync.transport import open_lane
+from megatron_rl.weight_sync.transport import nccl_group
 from megatron_rl.weight_sync.wire import buffer_bytes, pack_bucket, source_tiles
 from tests.ranks import free_port
 from tests.rollout.engines import hf_logprobs, hf_model, local_placement, make_prompts, run_config
@@ -98,9 +99,10 @@ def test_engine_serves_what_a_trainer_on_the_same_gpu_packed(tmp_path) -> None:
 
 
 @pytest.mark.gpu
-def test_an_nccl_lane_opens_and_closes() -> None:
+def test_an_nccl_communicator_connects_and_aborts() -> None:
     """One member only: NCCL refuses two ranks on one GPU, so bytes between ranks are not covered here."""
     device = torch.device("cuda:0")
-    lane = open_lane(LaneSpec(0, "127.0.0.1", free_port(), (), "nccl"), 0, 60, device=device)
-    assert lane.rank == 0 and lane.spec.members == ("trainer rank 0",)
-    lane.close()
+    store = tcp_store("127.0.0.1", free_port(), host=True, timeout=timedelta(seconds=60))
+    group = nccl_group(store, 0, 1, 60, device)
+    assert (group.rank(), group.size()) == (0, 1)
+    group.abort()

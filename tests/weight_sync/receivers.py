@@ -11,6 +11,7 @@ import asyncio
 import multiprocessing
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,18 +21,31 @@ from megatron_rl.rollout.weights import EngineWeights
 from tests.ranks import PRELOAD
 
 
+class Pipe:
+    """Calls over a connection, one after the other: a call that was cancelled still takes its answer out of it."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection, self._thread = connection, ThreadPoolExecutor(1)
+
+    async def call(self, method: str, args: tuple) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, method, args)
+
+    def _exchange(self, method: str, args: tuple) -> Any:
+        self._connection.send((method, args))
+        return self._connection.recv()
+
+
 class ReceivingEngine:
     """A coordinator's handle of the workers: the real `EngineWeights` over pipes instead of vLLM's executor."""
 
-    def __init__(self, connections: list) -> None:
-        self.weights = EngineWeights(self, 0, len(connections), "float32", "127.0.0.1")
+    def __init__(self, connections: list, replica: int = 0) -> None:
+        self.weights = EngineWeights(self, replica, len(connections), "float32", "127.0.0.1")
         self._connections = connections
+        self._pipes = [Pipe(connection) for connection in connections]
         self.unfinished = 0
 
     async def rpc(self, method: str, *args: Any) -> list:
-        for connection in self._connections:
-            connection.send((method, args))
-        answers = await asyncio.gather(*[asyncio.to_thread(connection.recv) for connection in self._connections])
+        answers = await asyncio.gather(*[pipe.call(method, args) for pipe in self._pipes])
         for failed, answer in answers:
             if failed:
                 raise answer
@@ -52,8 +66,8 @@ class ReceivingEngine:
     async def sync_describe(self, canonical):
         return await self.weights.describe(canonical)
 
-    async def sync_open(self, lanes, edges, timeout_s):
-        return await self.weights.open(lanes, edges, timeout_s)
+    async def sync_open(self, part):
+        return await self.weights.open(part)
 
     async def sync_prepare(self, epoch):
         await self.weights.prepare(epoch)

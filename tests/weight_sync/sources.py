@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -14,18 +13,18 @@ from launch.planner.architecture import from_hf_config
 from launch.planner.plan import TrainingPlan
 from megatron_rl.weight_sync.coordinator import Endpoint
 from tests.ranks import PRELOAD, free_port
+from tests.weight_sync.receivers import Pipe
 
 
 class SourceRank:
     """A coordinator's handle of one source process."""
 
     def __init__(self, connection: Any, process: multiprocessing.process.BaseProcess) -> None:
-        self.connection, self.process = connection, process
+        self.connection, self.process, self._pipe = connection, process, Pipe(connection)
 
     async def call(self, method: str, *args: Any) -> Any:
         """Run a method of `_Source` in the process and return its answer, or raise its exception."""
-        self.connection.send((method, args))
-        failed, answer = await asyncio.to_thread(self.connection.recv)
+        failed, answer = await self._pipe.call(method, args)
         if failed:
             raise answer
         return answer
@@ -33,11 +32,14 @@ class SourceRank:
     def sync_describe(self):
         return self.call("sync_describe")
 
-    def sync_open(self, lane, edges, timeout_s):
-        return self.call("sync_open", lane, edges, timeout_s)
+    def sync_open(self, part):
+        return self.call("sync_open", part)
 
     def sync_send(self, epoch):
         return self.call("sync_send", epoch)
+
+    def sync_discard(self, epoch, reason):
+        return self.call("sync_discard", epoch, reason)
 
 
 @contextmanager
@@ -98,7 +100,8 @@ class _Source:
         self.parameters = {layout.name: torch.zeros(layout.shape, dtype=dtype) for layout in self.layouts}
         self.load(folder)
         sender = WeightSender(training.ranks[rank], self.layouts, self.parameters, address="127.0.0.1")
-        self.sync_describe, self.sync_open = sender.sync_describe, sender.sync_open
+        self.sync_describe, self.sync_open, self.sync_discard = (
+            sender.sync_describe, sender.sync_open, sender.sync_discard)
         self.sender = sender
         self.fault = None
 
@@ -109,18 +112,30 @@ class _Source:
         with CheckpointReader(folder) as reader:
             load_layout(reader, self.canonical, self.layouts, self.parameters)
 
+    def ready(self) -> bool:
+        return True
+
+    def strike(self, *args: Any) -> None:
+        from tests.weight_sync.strikes import strike
+
+        strike(*args)
+
     def set_fault(self, fault: str | None) -> None:
         """What goes wrong in the next sends: "flip" one bit of the wire, "swap" two rows of it, "stale" epoch."""
+        import megatron_rl.weight_sync.sender as sender_module
+        from megatron_rl.weight_sync import wire
+
         self.fault = fault
+        sender_module.pack_bucket = wire.pack_bucket
 
     def sync_send(self, epoch: int):
         import megatron_rl.weight_sync.sender as sender_module
         from megatron_rl.weight_sync import wire
 
-        def faulty(bucket, number, epoch_, parameters, buffer):
+        def faulty(bucket, number, epoch_, parameters, buffer, stream):
             if self.fault == "stale":
-                return wire.pack_bucket(bucket, number, epoch_ - 1, parameters, buffer)
-            filled = wire.pack_bucket(bucket, number, epoch_, parameters, buffer)
+                return wire.pack_bucket(bucket, number, epoch_ - 1, parameters, buffer, stream)
+            filled = wire.pack_bucket(bucket, number, epoch_, parameters, buffer, stream)
             payload = filled[wire.HEADER_BYTES:]
             if self.fault == "flip" and number == 0:
                 payload[len(payload) // 2] ^= 1
@@ -134,5 +149,6 @@ class _Source:
                 second.copy_(kept)
             return filled
 
-        sender_module.pack_bucket = wire.pack_bucket if self.fault is None else faulty
+        if self.fault is not None:
+            sender_module.pack_bucket = faulty
         return self.sender.sync_send(epoch)

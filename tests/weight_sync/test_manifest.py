@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from math import lcm
+from math import lcm, prod
 
 import pytest
 import torch
@@ -11,11 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from launch.errors import UserError
-from megatron_rl.weight_sync.buckets import ITEM_BYTES, Copy, pack
+from launch.fabric.estimate import KINDS
+from megatron_rl.weight_sync.buckets import ITEM_BYTES, Copy, pack, part_of
 from megatron_rl.weight_sync.coverage import prove_coverage
 from megatron_rl.weight_sync.digest import add, digest_layouts, digest_tiles
-from megatron_rl.weight_sync.manifest import Destination, SyncManifest, build_manifest
-from megatron_rl.weight_sync.tiles import ParamLayout, Tile
+from megatron_rl.weight_sync.copies import Destination
+from megatron_rl.weight_sync.manifest import SyncManifest, build_manifest
+from megatron_rl.weight_sync.tiles import ParamLayout, Tile, tile_view
 from tests.weight_sync.worlds import (PADDING, architecture, destinations, execute, megatron_shards, numbered,
                                       sources, training_plan, vllm_shards)
 
@@ -38,13 +40,13 @@ def worlds(draw):
     return a, training_plan(a, tp, pp, vpp, cp, dp), rollout_tp, draw(st.sampled_from([1, 3]))
 
 
-@given(worlds(), st.sampled_from([100, 1000, 1 << 20]))
+@given(worlds(), st.sampled_from([100, 1000, 1 << 20]), st.sampled_from(KINDS))
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_any_trainer_layout_arrives_in_any_rollout_layout(world, bucket_bytes):
+def test_any_trainer_layout_arrives_in_any_rollout_layout(world, bucket_bytes, route):
     a, training, rollout_tp, replicas = world
     tensors = numbered(a)
     from_trainer, to_rollout = sources(a, training), destinations(a, rollout_tp, replicas)
-    manifest = build_manifest(from_trainer, to_rollout, bucket_bytes)
+    manifest = build_manifest(from_trainer, to_rollout, bucket_bytes, route=route)
     prove_coverage(manifest, from_trainer, to_rollout)
 
     trainer = {at.rank: megatron_shards(a, training, at.rank, tensors) for at in training.ranks}
@@ -72,7 +74,7 @@ def test_replicas_share_the_engines_and_tied_embeddings_travel_from_the_first_st
     manifest = build_manifest(sources(a, training), destinations(a, 2, replicas=8))
     for edge in manifest.edges:
         at = training.ranks[edge.rank]
-        assert at.dp * training.cp + at.cp == edge.replica % 4
+        assert at.dp * training.cp + at.cp == edge.replica // 2
     senders = {edge.rank: {copy.source for bucket in edge.buckets for copy in bucket.copies}
                for edge in manifest.edges}
     assert all(name != "chunk0.output_layer.weight" for names in senders.values() for name in names)
@@ -85,12 +87,12 @@ def test_replicas_share_the_engines_and_tied_embeddings_travel_from_the_first_st
                 assert sent[rank] == sent[first], "the replicas do unequal work"
 
 
-def test_replicated_norms_are_sent_by_the_rank_of_the_same_tp_index():
+def test_replicated_norms_are_sent_by_the_rank_that_sends_the_matrices():
     a = architecture()
     manifest = build_manifest(sources(a, training_plan(a, tp=2)), destinations(a, 4))
     for edge in manifest.edges:
         names = {copy.source for bucket in edge.buckets for copy in bucket.copies}
-        assert ("chunk0.decoder.layers.0.input_layernorm.weight" in names) == (edge.rank == edge.worker % 2)
+        assert ("chunk0.decoder.layers.0.input_layernorm.weight" in names) == (edge.rank == edge.worker // 2)
 
 
 def test_equal_tp_needs_no_cut_of_the_mlp_and_only_rail_aligned_edges():
@@ -139,7 +141,7 @@ def test_the_plain_form_travels_and_the_fingerprint_sees_any_change():
     assert again == manifest and again.fingerprint() == manifest.fingerprint()
     assert build_manifest(*world, bucket_bytes=128).fingerprint() == manifest.fingerprint()
     assert build_manifest(*world, bucket_bytes=132).fingerprint() != manifest.fingerprint()
-    plain["edges"][0]["buckets"][0]["copies"][0][-1] += 1
+    plain["streams"][0]["buckets"][0]["copies"][0][-1] += 1
     assert SyncManifest.decode(plain).fingerprint() != manifest.fingerprint()
 
 
@@ -178,6 +180,26 @@ def test_each_type_lies_at_a_multiple_of_its_size():
     (bucket,) = pack([_copy((3,), "float8_e4m3fn"), _copy((1,), "bfloat16"), _copy((2,), "float32")], 64)
     assert [(copy.at, copy.nbytes) for copy in bucket.copies] == [(0, 3), (4, 2), (8, 8)]
     assert all(copy.at % ITEM_BYTES[copy.dtype] == 0 for copy in bucket.copies)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=4),
+       st.lists(st.integers(1, 60), max_size=5))
+@settings(max_examples=80, deadline=None)
+def test_parts_of_copies_follow_one_another(shapes, sizes):
+    """Cut anywhere between elements: in order, nothing missing, nothing twice."""
+    copies = [_copy(shape, name=f"w{i}") for i, shape in enumerate(shapes)]
+    whole = [torch.arange(prod(shape)) for shape in shapes]
+    total, first, seen = sum(copy.nbytes for copy in copies), 0, []
+    for size in (*(4 * size for size in sizes), total):
+        size = min(size, total - first)
+        part = part_of(copies, first, size)
+        assert sum(copy.nbytes for copy in part) == size
+        for copy in part:
+            number = int(copy.source_tile.tensor[1:])
+            seen += [(number, int(e)) for e in tile_view(whole[number], copy.source_tile).reshape(-1)]
+            assert copy.source_tile == copy.destination_tile
+        first += size
+    assert seen == [(number, e) for number, shape in enumerate(shapes) for e in range(prod(shape))]
 
 
 def test_a_destination_that_needs_more_than_the_trainer_holds_is_named():

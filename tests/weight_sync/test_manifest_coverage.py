@@ -9,7 +9,9 @@ import pytest
 from launch.planner.plan import Architecture
 from megatron_rl.weight_sync.buckets import Bucket
 from megatron_rl.weight_sync.coverage import (CoverageError, first_overlap, local_box, prove_coverage, subtract)
-from megatron_rl.weight_sync.manifest import Destination, Source, SyncManifest, build_manifest
+from megatron_rl.weight_sync.copies import Destination, Source
+from megatron_rl.weight_sync.manifest import SyncManifest, build_manifest
+from megatron_rl.weight_sync.streams import Hop
 from megatron_rl.weight_sync.megatron_layout import megatron_layout
 from megatron_rl.weight_sync.tiles import ParamLayout, Tile, contiguous_stride
 from tests.weight_sync.worlds import architecture, destinations, sources, training_plan
@@ -31,14 +33,21 @@ def manifest(world):
 
 def edit(manifest: SyncManifest, change, *, edge: int = 0) -> SyncManifest:
     """Replace the copies of one edge's only bucket by `change(copies)`, laid out again without gaps."""
-    edges = list(manifest.edges)
-    (bucket,) = edges[edge].buckets
+    streams = list(manifest.streams)
+    number = _stream(manifest, edge)
+    (bucket,) = streams[number].buckets
     copies, at = [], 0
     for copy in change(list(bucket.copies)):
         copies.append(replace(copy, at=at))
         at += copy.nbytes
-    edges[edge] = replace(edges[edge], buckets=(Bucket(at, tuple(copies)),))
-    return replace(manifest, edges=tuple(edges))
+    streams[number] = replace(streams[number], buckets=(Bucket(at, tuple(copies)),))
+    return replace(manifest, streams=tuple(streams))
+
+
+def _stream(manifest: SyncManifest, edge: int) -> int:
+    """Number of the one stream that is an edge."""
+    (number,) = [stream.number for stream in manifest.streams if stream.edges == (manifest.edges[edge].key,)]
+    return number
 
 
 def test_a_right_manifest_passes(world, manifest):
@@ -121,7 +130,9 @@ def test_a_bucket_whose_offsets_are_wrong_is_caught(world, manifest, field, valu
         bucket = Bucket(bucket.nbytes, (replace(bucket.copies[0], at=value), *bucket.copies[1:]))
     else:
         bucket = Bucket(value, bucket.copies)
-    broken = replace(manifest, edges=(replace(manifest.edges[0], buckets=(bucket,)), *manifest.edges[1:]))
+    streams = list(manifest.streams)
+    streams[_stream(manifest, 0)] = replace(streams[_stream(manifest, 0)], buckets=(bucket,))
+    broken = replace(manifest, streams=tuple(streams))
     with pytest.raises(CoverageError, match=message):
         prove_coverage(broken, *world)
 
@@ -133,6 +144,16 @@ def test_a_bucket_over_the_limit_and_an_unknown_worker_or_rank_are_caught(world,
         prove_coverage(manifest, world[0], world[1][:1])
     with pytest.raises(CoverageError, match="rank 1 send"):
         prove_coverage(manifest, world[0][:1], world[1])
+
+
+@pytest.mark.parametrize("hops, message", [
+    ((Hop((0, 1), (0, 0)), Hop(None, (0, 1))), r"\(0, 0\) hears from \(0, 1\), which has none"),
+    ((Hop(None, (0, 0)), Hop((0, 0), (0, 0))), r"\(0, 0\) has the bytes already"),
+])
+def test_a_hop_before_the_bytes_are_there_or_a_second_one_is_caught(world, manifest, hops, message):
+    streams = (replace(manifest.streams[0], hops=hops), *manifest.streams[1:])
+    with pytest.raises(CoverageError, match=message):
+        prove_coverage(replace(manifest, streams=streams), *world)
 
 
 def test_types_and_padding_are_part_of_the_proof(world, manifest):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from launch.planner.plan import RankCoordinates
-from megatron_rl.weight_sync.coordinator import Endpoint, SyncCoordinator, compare_digests
-from megatron_rl.weight_sync.manifest import Destination, Source
-from megatron_rl.weight_sync.protocol import SyncError, TransferReport
+from megatron_rl.weight_sync.compare import compare_digests
+from megatron_rl.weight_sync.coordinator import Endpoint, SyncCoordinator
+from megatron_rl.weight_sync.copies import Destination, Source
+from megatron_rl.weight_sync.protocol import Held, SyncError, TransferReport
+from megatron_rl.weight_sync.streams import route_fingerprint
 from megatron_rl.weight_sync.tiles import CanonicalTensor, ParamLayout, Tile
 
 EDGES = {0: (0, 0, 0), 1: (0, 1, 0)}
@@ -17,24 +20,32 @@ EDGES = {0: (0, 0, 0), 1: (0, 1, 0)}
 LAYOUT = ParamLayout("w", (4,), (Tile("w", (0,), (4,), (1,), 0),))
 
 
-def _fingerprints(edges):
-    return {edge.key: edge.fingerprint() for edge in edges}
+def _held(member, part):
+    """What an honest member answers."""
+    return Held(member, route_fingerprint(part.streams),
+                {stream.number: stream.fingerprint() for stream in part.streams
+                 if member == f"trainer rank {stream.rank}"
+                 or member in [f"engine {replica} worker {worker}" for replica, worker in stream.receivers]})
 
 
 class _Trainer:
     def __init__(self) -> None:
         self.error: str | None = None
         self.digests = dict.fromkeys(EDGES.values(), 77)
-        self.holds = _fingerprints
+        self.holds = _held
 
     async def sync_describe(self):
         return Source(RankCoordinates(rank=0, tp=0, pp=0, cp=0, dp=0), (LAYOUT,), {"w": "float32"})
 
-    async def sync_open(self, lane, edges, timeout_s):
-        return self.holds(edges)
+    async def sync_open(self, part):
+        self.digests = {key: 77 for stream in part.streams for key in stream.edges}
+        return self.holds("trainer rank 0", part)
 
     async def sync_send(self, epoch):
         return TransferReport("trainer rank 0", self.digests, 10, {"send": 0.1}, self.error)
+
+    async def sync_discard(self, epoch, reason):
+        return None
 
 
 class _Engine:
@@ -44,13 +55,13 @@ class _Engine:
         self.replica, self.phases = replica, []
         self.digests = {EDGES[replica]: 77}
         self.fails, self.hangs = None, None
-        self.holds = _fingerprints
+        self.holds = _held
 
     async def sync_describe(self, canonical):
         return [Destination(self.replica, 0, (LAYOUT,), {"w": "float32"}, {})]
 
-    async def sync_open(self, lanes, edges, timeout_s):
-        return self.holds(edges)
+    async def sync_open(self, part):
+        return [self.holds(f"engine {self.replica} worker 0", part)]
 
     async def _phase(self, name: str) -> None:
         self.phases.append(name)
@@ -90,20 +101,25 @@ def test_without_a_set_up_nothing_is_synced():
 
 
 @pytest.mark.parametrize("holds, message", [
-    (lambda edges: None, "the {end} holds nothing, the manifest [0-9a-f]{{16}}"),
-    (lambda edges: {(0, 1, 0): "0" * 16}, "the {end} holds 0{{16}}, the manifest [0-9a-f]{{16}}"),
-    (lambda edges: {**_fingerprints(edges), (0, 1, 1): "0" * 16}, "the {end} holds 0{{16}}, the manifest none"),
-], ids=["missing", "another", "one too many"])
+    (lambda member, part: None, "{member}: holds nothing, the manifest has route [0-9a-f]{{16}}"),
+    (lambda member, part: replace(_held(member, part), route="0" * 16),
+     "{member}: holds route 0{{16}}, the manifest [0-9a-f]{{16}}"),
+    (lambda member, part: replace(_held(member, part), streams={1: "0" * 16}),
+     "{member}: of stream 1 .trainer rank 0 -> engine 1 worker 0. it holds 0{{16}}, the manifest [0-9a-f]{{16}}"),
+    (lambda member, part: replace(_held(member, part), streams={}), "{member}: of stream 1 .* it holds nothing"),
+    (lambda member, part: replace(_held(member, part), streams={**_held(member, part).streams, 7: "0" * 16}),
+     "{member}: of stream 7 it holds 0{{16}}, the manifest none"),
+], ids=["nothing", "another route", "another stream", "one too few", "one too many"])
 @pytest.mark.parametrize("end", ["source", "destination"])
 def test_a_member_that_holds_another_manifest_is_named_before_the_first_byte(end, holds, message):
     trainer, engines, coordinator = _world(set_up=False)
-    member = trainer if end == "source" else engines[1]
+    member, name = (trainer, "trainer rank 0") if end == "source" else (engines[1], "engine 1 worker 0")
     member.holds = holds
-    with pytest.raises(SyncError, match=f"(?s)trainer rank 0 -> engine 1 .*{message.format(end=end)}"):
+    with pytest.raises(SyncError, match=message.format(member=name)):
         asyncio.run(coordinator.setup())
     with pytest.raises(SyncError, match="set them up"):
         asyncio.run(coordinator.sync(0))
-    member.holds = _fingerprints
+    member.holds = _held
     asyncio.run(coordinator.setup())
     assert asyncio.run(coordinator.sync(0)).version == 0
 
@@ -159,8 +175,8 @@ def test_who_does_not_answer_is_named_and_everyone_discards():
     with pytest.raises(SyncError, match="no answer in time from engine 1$"):
         asyncio.run(coordinator.sync(0))
     assert all(engine.phases[-1] == "discard" and "commit" not in engine.phases for engine in engines)
-    with pytest.raises(SyncError, match="set them up again"):
-        asyncio.run(coordinator.sync(0))
+    engines[1].hangs = None
+    assert asyncio.run(coordinator.sync(0)).epoch == 2, "the next sync opens new lanes by itself"
 
 
 @pytest.mark.parametrize("phase", ["prepare", "receive", "commit"])
@@ -189,3 +205,22 @@ def test_a_stopped_engine_does_not_keep_the_others_from_discarding():
     with pytest.raises(SyncError, match="no prepare today"):
         asyncio.run(coordinator.sync(0))
     assert engines[0].phases[-1] == "discard"
+
+
+def test_a_member_that_answers_nothing_any_more_is_left_out_and_the_others_commit():
+    _, engines, coordinator = _world(timeout_s=0.2)
+    engines[1].fails = "receive"
+
+    async def gone(epoch, reason):
+        raise ConnectionError("gone")
+
+    engines[1].sync_discard = gone
+    report = asyncio.run(coordinator.sync(0))
+    assert (report.version, report.epoch, report.lost) == (0, 2, ("engine 1",))
+    assert engines[0].phases == ["prepare", "receive", "discard", "prepare", "receive", "commit"]
+    assert "commit" not in engines[1].phases
+
+    again = _Engine(1)
+    asyncio.run(coordinator.admit(1, again))
+    assert again.phases == []
+    assert asyncio.run(coordinator.sync(1)).lost == () and again.phases == ["prepare", "receive", "commit"]

@@ -33,7 +33,7 @@ class _World:
         self.version = 0
         self.coordinator = SyncCoordinator(
             sources, [engine], self.endpoints, canonical_tensors(from_hf_config(folders[0])), backend="gloo",
-            bucket_bytes=60_000, timeout_s=10)
+            bucket_bytes=60_000, timeout_s=10, address="127.0.0.1")
 
     def train_to(self, which: int) -> None:
         """Every source takes the weights of checkpoint `which`."""
@@ -155,11 +155,8 @@ def test_a_bucket_of_an_earlier_epoch_is_fenced(world):
         world.sync()
     with pytest.raises(NotServing):
         world.generate()
-    with pytest.raises(SyncError, match="set them up again"):
-        world.sync()
 
     world.runner.run(world.sources[0].call("set_fault", None))
-    world.runner.run(world.coordinator.setup())
     world.sync()
     world.assert_serves(0)
 

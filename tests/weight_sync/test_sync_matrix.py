@@ -52,24 +52,37 @@ def test_live_parameters_are_what_vllm_loads_itself(folders, connections, key, t
         asyncio.run(_sync_twice(sources, connections[:rollout_tp], a, first, second))
 
 
-async def _sync_twice(sources, connections, a, first, second) -> None:
-    for rank, connection in enumerate(connections):
-        connection.send(("build", (str(first), len(connections), rank)))
+@pytest.mark.parametrize("route", ["chain", "tree"])
+def test_engines_that_pass_buckets_on_hold_what_vllm_loads_itself(folders, connections, route):
+    """Four engines of TP 1 behind a trainer of TP2 x PP2, each running the plug-in over vLLM's model."""
+    first, second = folders["two KV heads"]
+    a = from_hf_config(first)
+    with source_ranks(first, training_plan(a, 2, 2)) as sources:
+        asyncio.run(_sync_twice(sources, connections, a, first, second, route, engines=4))
+
+
+async def _sync_twice(sources, connections, a, first, second, route="direct", engines=1) -> None:
+    tp = len(connections) // engines
+    for number, connection in enumerate(connections):
+        connection.send(("build", (str(first), tp, number % tp)))
     for failed, error in [connection.recv() for connection in connections]:
         assert not failed, error
-    engine = ReceivingEngine(connections)
-    coordinator = SyncCoordinator(sources, [engine], endpoints(len(sources)), canonical_tensors(a), backend="gloo",
-                                  bucket_bytes=30_000, timeout_s=30)
+    made = [ReceivingEngine(connections[replica * tp:(replica + 1) * tp], replica) for replica in range(engines)]
+    coordinator = SyncCoordinator(sources, made, endpoints(len(sources)), canonical_tensors(a), backend="gloo",
+                                  bucket_bytes=30_000, timeout_s=30, route=route, address="127.0.0.1")
     manifest = await coordinator.setup()
-    assert {edge.worker for edge in manifest.edges} == set(range(len(connections)))
+    assert {(edge.replica, edge.worker) for edge in manifest.edges} == set(product(range(engines), range(tp)))
+    assert any(hop.sender for stream in manifest.streams for hop in stream.hops) == (engines > 1)
     assert max(len(edge.buckets) for edge in manifest.edges) > 1, "nothing was cut"
     for version, folder in enumerate((first, second)):
         for source in sources:
             await source.call("load", str(folder))
         report = await coordinator.sync(version)
         assert report.nbytes == manifest.total_bytes
-        assert (engine.weights.state, engine.weights.version) == (EngineState.SERVING, version)
-        statuses = await engine.rpc("sync_status")
-        for worker, (compared, wrong, digest) in enumerate(await engine.rpc("differences", str(folder))):
-            assert compared > 30 and wrong == [], f"worker {worker}: {wrong}"
-            assert add(*(value for _, value in statuses[worker]["digests"])) == digest
+        for engine in made:
+            assert (engine.weights.state, engine.weights.version) == (EngineState.SERVING, version)
+            statuses = await engine.rpc("sync_status")
+            for worker, (compared, wrong, digest) in enumerate(await engine.rpc("differences", str(folder))):
+                assert compared > 30 and wrong == [], f"worker {worker}: {wrong}"
+                assert add(*(value for _, value in statuses[worker]["digests"])) == digest
+    coordinator.close()

@@ -1,0 +1,205 @@
+"""Processes that hold one object each and take calls of its methods over a pipe, every wait with a deadline.
+
+They fork from one server that has imported what they need, so sixteen of them start in seconds. A process may live in
+a network namespace (Linux, as root): then all its traffic goes over the interfaces there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib
+import itertools
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+CLONE_NEWNET = 0x40000000
+NAMESPACES = Path("/run/netns")
+"""Where `ip netns` keeps them."""
+GRACE_S = 5.0
+"""Between the end of a member's pipe and a SIGKILL to its pid."""
+
+
+class MemberError(RuntimeError):
+    """A member raised, died, or did not answer in time; the message names it."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where members live."""
+
+    name: str
+    address: str = "127.0.0.1"
+    """Of the interface that its members listen on."""
+    namespace: str | None = None
+    """Network namespace, by its name under `NAMESPACES`; None: the one of this process."""
+
+
+class Member:
+    """One process, seen from the process that started it."""
+
+    def __init__(self, name: str, host: Host, process: multiprocessing.process.BaseProcess, pipe: Connection) -> None:
+        self.name, self.host = name, host
+        self._process, self._pipe = process, pipe
+        self._numbers = itertools.count()
+        self._alone = asyncio.Lock()
+
+    async def call(self, method: str, *args: Any, timeout_s: float = 120.0) -> Any:
+        """Run a method of the member's object and return its answer.
+
+        Raises:
+            MemberError: it raised, died, or gave no answer in time.
+        """
+        async with self._alone:
+            number = next(self._numbers)
+            try:
+                self._pipe.send((number, method, args))
+                async with asyncio.timeout(timeout_s):
+                    while True:
+                        await _readable(self._pipe)
+                        answered, failed, answer = self._pipe.recv()
+                        if answered == number:      # others are late answers to calls that were given up
+                            break
+            except TimeoutError:
+                raise MemberError(f"{self.name} gave no answer to {method} within {timeout_s:g} s") from None
+            except (EOFError, OSError):
+                self._process.join(GRACE_S)
+                raise MemberError(f"{self.name} died in {method}, exit code {self._process.exitcode}") from None
+        if failed:
+            raise MemberError(f"{self.name}, {method}:\n{answer}")
+        return answer
+
+    def end(self) -> None:
+        """Close the pipe, on which the process ends; it is killed, by its pid, if it does not."""
+        _end([self])
+
+
+class Members:
+    """Starts members and ends all of them. Use as a context.
+
+    Args:
+        preload: modules that the server imports before any member forks from it.
+        logs: folder for what members print; None: they print here.
+    """
+
+    def __init__(self, preload: Sequence[str], logs: Path | None = None) -> None:
+        self._logs = logs
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(preload))
+        self._members: list[Member] = []
+
+    def __enter__(self) -> Members:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _end(self._members)
+        self._members = []
+
+    def start(self, name: str, host: Host, kind: str, *args: Any, variables: Mapping[str, str] | None = None) -> Member:
+        """Start a process that makes an object of `kind` ("module:Class") from `args` at its first call.
+
+        Args:
+            variables: set in the process before anything of `kind` is imported.
+        """
+        ours, theirs = self._context.Pipe()
+        log = None if self._logs is None else self._logs / f"{name.replace(' ', '-')}.log"
+        process = self._context.Process(target=_serve, args=(theirs, host, kind, args, dict(variables or {}), log),
+                                        name=name, daemon=True)
+        process.start()
+        theirs.close()
+        self._members.append(Member(name, host, process, ours))
+        return self._members[-1]
+
+
+def _end(members: Sequence[Member]) -> None:
+    """All at once, so that they share the grace."""
+    for member in members:
+        member._pipe.close()
+    deadline = time.monotonic() + GRACE_S
+    for member in members:
+        member._process.join(max(0.0, deadline - time.monotonic()))
+    for member in members:
+        if member._process.is_alive():
+            member._process.kill()
+            member._process.join(GRACE_S)
+
+
+async def together(calls: Iterable[Awaitable[Result]]) -> list[Result]:
+    """The answers in order, once all have been given. What the first failing call raised is raised then."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers
+
+
+async def _readable(pipe: Connection) -> None:
+    if pipe.poll():
+        return
+    loop, descriptor = asyncio.get_running_loop(), pipe.fileno()    # a pipe that is closed meanwhile has none
+    ready = loop.create_future()
+    loop.add_reader(descriptor, lambda: ready.done() or ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_reader(descriptor)
+
+
+def enter_namespace(name: str) -> None:
+    """Move this process, which must have one thread, into a network namespace.
+
+    Raises:
+        OSError: there is no such namespace, or this process may not enter it.
+    """
+    descriptor = os.open(NAMESPACES / name, os.O_RDONLY)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(descriptor, CLONE_NEWNET):
+            number = ctypes.get_errno()
+            raise OSError(number, f"cannot enter the network namespace {name}: {os.strerror(number)}")
+    finally:
+        os.close(descriptor)
+
+
+def _print_into(log: Path) -> None:
+    with log.open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+
+
+def _serve(pipe: Connection, host: Host, kind: str, args: tuple, variables: dict[str, str],
+           log: Path | None) -> None:
+    from launch import envvars
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C reaches every process of a terminal; our pipe ends us
+    envvars.set_for_this_process(variables)
+    thing = None
+    while True:
+        try:
+            number, method, arguments = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            if thing is None:
+                if log is not None:
+                    _print_into(log)
+                if host.namespace is not None:
+                    enter_namespace(host.namespace)
+                module, _, name = kind.partition(":")
+                thing = getattr(importlib.import_module(module), name)(*args)
+            answer = number, False, getattr(thing, method)(*arguments)
+        except Exception:
+            answer = number, True, traceback.format_exc()
+        try:
+            pipe.send(answer)
+        except (BrokenPipeError, ConnectionResetError):
+            return

@@ -1,0 +1,52 @@
+"""A training rank without a trainer: Megatron's layout over plain tensors, sent by the real `WeightSender`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from launch.planner.plan import Architecture, TrainingPlan
+from megatron_rl.weight_sync.megatron_layout import megatron_layout
+from megatron_rl.weight_sync.sender import WeightSender
+from megatron_rl.weight_sync.tiles import ParamLayout, Tile, tile_view
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+class TrainerRank:
+    """The object of a member process; its `sync_*` methods are the sender's own."""
+
+    def __init__(self, architecture: Architecture, training: TrainingPlan, rank: int, dtype: str, address: str,
+                 device: str) -> None:
+        torch.set_num_threads(1)
+        self.layouts = megatron_layout(architecture, training, rank, "local")
+        self.parameters = {layout.name: torch.zeros(layout.shape, dtype=getattr(torch, dtype), device=device)
+                           for layout in self.layouts}
+        sender = WeightSender(training.ranks[rank], self.layouts, self.parameters, address=address)
+        self.sync_describe, self.sync_open = sender.sync_describe, sender.sync_open
+        self.sync_send, self.sync_discard = sender.sync_send, sender.sync_discard
+
+    def fill(self, version: int) -> int:
+        """Weights of a version, as an optimizer step leaves them: the same on every rank that holds an element.
+        Returns how many bytes this rank holds."""
+        fill(self.layouts, self.parameters, version)
+        return sum(parameter.nbytes for parameter in self.parameters.values())
+
+
+def fill(layouts: Iterable[ParamLayout], parameters: Mapping[str, torch.Tensor], version: int) -> None:
+    """Bit patterns that depend on tensor, row, column and version."""
+    for layout in layouts:
+        bits = parameters[layout.name].view(_BITS[parameters[layout.name].element_size()])
+        for tile in layout.tiles:
+            tile_view(bits, tile).copy_(_pattern(tile, bits.dtype, version))
+
+
+def _pattern(tile: Tile, dtype: torch.dtype, version: int) -> torch.Tensor:
+    seed = int.from_bytes(hashlib.blake2b(f"{tile.tensor} {version}".encode(), digest_size=3).digest(), "little")
+    pattern = torch.full((), seed, dtype=torch.int64)
+    for axis, (start, extent) in enumerate(zip(tile.start, tile.shape)):
+        along = torch.arange(start + 1, start + extent + 1, dtype=torch.int64) * (2_654_435_761 + 97 * axis)
+        pattern = pattern.unsqueeze(-1) + (along >> 5)
+    return pattern.to(dtype)

@@ -1,0 +1,57 @@
+"""A rollout worker without an engine: vLLM's own model, which never runs, and the real `LaneReceiver` that writes into
+it. vLLM's executor is replaced by the pipe of a member process."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import torch
+from vllm.config import get_current_vllm_config
+
+from megatron_rl.weight_sync.digest import digest_layouts
+from megatron_rl.weight_sync.vllm_internals import offline_model
+from megatron_rl.weight_sync.vllm_layout import decode_layout
+from megatron_rl.weight_sync.vllm_plugin import LaneReceiver, WeightSyncWorker
+
+
+class RolloutWorker(WeightSyncWorker):
+    """The object of a member process. Its methods are those that an engine calls in vLLM's worker."""
+
+    def __init__(self, model_folder: str, tp: int, rank: int, dtype: str, device: str) -> None:
+        torch.set_num_threads(1)
+        self._open = ExitStack()                            # the model's parallel groups live as long as the process
+        self.model = self._open.enter_context(offline_model(model_folder, tp, rank, getattr(torch, dtype), device))
+        self.model_runner = SimpleNamespace(get_model=lambda: self.model)
+        config = get_current_vllm_config()
+        config.parallel_config.rank = rank
+        self.weight_transfer_engine = LaneReceiver(None, config, torch.device(device), self.model)
+        self._weight_update_active = False
+
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
+        self.weight_transfer_engine.init_transfer_engine(self.weight_transfer_engine.parse_init_info(init_info))
+
+    def start_weight_update(self) -> None:
+        self.weight_transfer_engine.start_weight_update()
+        self._weight_update_active = True
+
+    def update_weights(self, update_info: dict) -> None:
+        self.weight_transfer_engine.update_weights(update_info)
+
+    def finish_weight_update(self) -> None:
+        self.weight_transfer_engine.finish_weight_update()
+        self._weight_update_active = False
+
+    def sync_layout(self, canonical: list, dtype: str) -> dict:
+        answer = super().sync_layout(canonical, dtype)
+        self.layouts = [decode_layout(plain) for plain in answer.get("layouts", [])]
+        return answer
+
+    def whole_digest(self) -> int:
+        """Of everything that this worker holds, padding left out."""
+        return digest_layouts(self.layouts, dict(self.model.named_parameters()))
+
+    def spoil(self) -> None:
+        """Forget all weights, so that the next sync cannot be credited with the last one's."""
+        for parameter in self.model.parameters():
+            parameter.data.fill_(torch.nan)

@@ -1,0 +1,69 @@
+"""The coordinator's comparisons: what the members were handed before the first byte, what they hold after the last."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from megatron_rl.weight_sync.manifest import SyncManifest
+from megatron_rl.weight_sync.protocol import Held, SyncError, TransferReport, engine_name, trainer_name
+from megatron_rl.weight_sync.streams import EdgeKey, Stream
+
+
+def compare_digests(edges: Collection[EdgeKey], sent: Sequence[TransferReport],
+                    received: Sequence[TransferReport]) -> None:
+    """VERIFY: for every edge of the manifest, what the source holds is what the destination holds live.
+
+    Raises:
+        SyncError: naming every edge whose digests differ, of which a side did not report, or which the manifest does
+            not have.
+    """
+    sources: dict[EdgeKey, int] = {key: value for report in sent for key, value in report.digests.items()}
+    live: dict[EdgeKey, int] = {key: value for report in received for key, value in report.digests.items()}
+    wrong = []
+    for key in sorted({*edges, *sources, *live}):
+        if key not in edges:
+            wrong.append(f"{_edge(key)}: a digest of an edge that the manifest does not have")
+        elif sources.get(key) is None or sources.get(key) != live.get(key):
+            found = [f"{d:016x}" if d is not None else "no digest" for d in (sources.get(key), live.get(key))]
+            wrong.append(f"{_edge(key)}: source {found[0]}, live {found[1]}")
+    if wrong:
+        raise SyncError("the engines do not hold what the trainer sent\n" + "\n".join(wrong))
+
+
+def compare_held(manifest: SyncManifest, members: Collection[str], held: Sequence[Held | None]) -> None:
+    """Before the first byte: every member has the route and the streams that were proved.
+
+    Raises:
+        SyncError: naming every member, and every stream of it, whose fingerprint is another or missing.
+    """
+    route, streams = manifest.route_fingerprint(), manifest.stream_fingerprints()
+    reported = {each.member: each for each in held if each is not None}
+    wrong = []
+    for member in sorted({*members, *reported}):
+        mine = {stream.number: stream for stream in manifest.streams if member in _on(stream)}
+        if member not in reported:
+            wrong.append(f"{member}: holds nothing, the manifest has route {route}")
+            continue
+        theirs = reported[member]
+        if theirs.route != route:
+            wrong.append(f"{member}: holds route {theirs.route}, the manifest {route}")
+        for number in sorted({*mine, *theirs.streams}):
+            what = f"stream {number}" + (f" ({_text(mine[number])})" if number in mine else "")
+            ours, found = streams[number] if number in mine else "none", theirs.streams.get(number, "nothing")
+            if ours != found:
+                wrong.append(f"{member}: of {what} it holds {found}, the manifest {ours}")
+    if wrong:
+        raise SyncError("the members do not hold the manifest that was proved\n" + "\n".join(wrong))
+
+
+def _on(stream: Stream) -> set[str]:
+    return {trainer_name(stream.rank), *(engine_name(*receiver) for receiver in stream.receivers)}
+
+
+def _text(stream: Stream) -> str:
+    return f"{trainer_name(stream.rank)} -> {', '.join(engine_name(*receiver) for receiver in stream.receivers)}"
+
+
+def _edge(key: EdgeKey) -> str:
+    rank, replica, worker = key
+    return f"{trainer_name(rank)} -> {engine_name(replica, worker)}"

@@ -1,0 +1,77 @@
+"""What a member of a sync holds between two syncs: its streams, its lanes and its end of the abort line."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from megatron_rl.weight_sync.abort import AbortListener
+from megatron_rl.weight_sync.protocol import Held, SyncPart
+from megatron_rl.weight_sync.streams import Stream, route_fingerprint
+from megatron_rl.weight_sync.transport import Deadline, Lane, TransportError, open_lane
+
+
+class Membership:
+    """Opened by `sync_open`, closed by a failure, an abort or the end.
+
+    Args:
+        name: the member's, as lanes name it.
+        mine: tells the streams that this member is on.
+        address: this process's address inside the job; None takes gloo's default interface.
+
+    Raises:
+        TransportError: a lane did not form, or the coordinator does not answer; names who is missing.
+    """
+
+    def __init__(self, name: str, part: SyncPart, mine: Callable[[Stream], bool], *, address: str | None,
+                 device: torch.device) -> None:
+        self.name, self.timeout_s = name, part.timeout_s
+        self.streams = tuple(stream for stream in part.streams if mine(stream))
+        self.closed: str | None = None
+        self._lanes: dict[int, Lane] = {}
+        self._line: AbortListener | None = None
+        self._closing = threading.Lock()
+        deadline = Deadline(part.open_timeout_s)
+        try:
+            if part.line is not None:
+                self._line = AbortListener(part.line, part.epoch, self.close)
+            for spec in part.lanes:                  # the global order
+                if name in spec.members:
+                    lane = open_lane(spec, spec.members.index(name), deadline.remaining(), address=address,
+                                     device=device, stopped=lambda: self.closed)
+                    self._add(lane)
+        except OSError as error:
+            self.close()
+            raise TransportError(f"{name}: the coordinator does not answer at {part.line}: {error}") from error
+        except TransportError:
+            self.close()
+            raise
+        self.held = Held(name, route_fingerprint(part.streams),
+                         {stream.number: stream.fingerprint() for stream in self.streams})
+
+    def _add(self, lane: Lane) -> None:
+        with self._closing:
+            if self.closed is None:
+                self._lanes[lane.spec.source] = lane
+                return
+        lane.close(self.closed)
+        raise TransportError(f"{self.name}: {self.closed}")
+
+    def lane(self, stream: Stream) -> Lane:
+        """The lane that a stream runs on. Raises TransportError once it is closed."""
+        if self.closed is not None:
+            raise TransportError(self.closed)
+        return self._lanes[stream.rank]
+
+    def close(self, reason: str = "") -> None:
+        """Leave all lanes; whatever waits on them fails. May be called again, and from any thread: once a call has
+        returned they are closed, and their ports are free."""
+        with self._closing:
+            if self.closed is None:
+                self.closed = reason or "its lanes are closed"
+            if self._line is not None:
+                self._line.close()
+            for lane in self._lanes.values():
+                lane.close(self.closed)

@@ -1,0 +1,182 @@
+"""The receiving side of a sync, without vLLM: buckets arrive, are passed on, and are written into live parameters.
+
+Each stream has a thread, two buffers and its own links while it runs. A bucket whose header is right leaves for the
+next receivers at once; while it travels it is written and its digest is taken from the live parameters, and meanwhile
+the next bucket arrives in the other buffer. Streams begin slot after slot, the first of a slot while the last of the slot
+before ends; those of one slot run at the same time, since they may wait for one another's senders.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from launch.fabric.estimate import RECEIVING
+from megatron_rl.weight_sync.digest import add, digest_layouts
+from megatron_rl.weight_sync.member import Membership
+from megatron_rl.weight_sync.protocol import Held, SyncPart, TransferReport, engine_name, trainer_name
+from megatron_rl.weight_sync.streams import EngineRank, Stream
+from megatron_rl.weight_sync.tiles import ParamLayout
+from megatron_rl.weight_sync.transport import Deadline, Lane, Pending, TransportError
+from megatron_rl.weight_sync.wire import (
+    HEADER_BYTES, WireError, buffer_bytes, check_header, destination_tiles, poison, unpack_bucket,
+)
+
+class WeightReceiver:
+    """One rollout worker's end of all lanes that it is on.
+
+    Args:
+        me: (replica, worker).
+        parameters: the live parameters, by the names of the destination layouts.
+        address: this process's address inside the job; None takes gloo's default interface.
+    """
+
+    def __init__(self, me: EngineRank, parameters: Mapping[str, torch.Tensor], *, address: str | None = None) -> None:
+        self.me, self.name = me, engine_name(*me)
+        self._parameters, self._address = parameters, address
+        self._device = next(iter(parameters.values())).device
+        self._member: Membership | None = None
+        self._inlets: list[_Inlet] = []
+        self._buffers: list[list[torch.Tensor]] = []
+        """A pair for each stream that runs at the same time."""
+
+    def open(self, part: SyncPart) -> Held:
+        """Join the lanes and keep the streams for all later syncs.
+
+        Raises:
+            TransportError: naming the members that did not arrive.
+        """
+        self.close()
+        self._member = Membership(self.name, part, lambda stream: self.me in stream.receivers, address=self._address,
+                                  device=self._device)
+        self._inlets = [_Inlet(self.me, stream, self._member.lane(stream))
+                        for stream in sorted(self._member.streams, key=lambda stream: (stream.slot, stream.number))]
+        size = buffer_bytes(self._member.streams)
+        self._buffers = [[torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(RECEIVING)]
+                         for _ in range(at_once(self._member.streams))]
+        return self._member.held
+
+    @torch.no_grad()
+    def receive(self, epoch: int) -> TransferReport:
+        """Take in and pass on this epoch's buckets.
+
+        Raises:
+            TransportError, WireError: the first failure; the lanes are closed then, so that nobody waits for the rest.
+        """
+        started = time.perf_counter()
+        if self._member is None or self._member.closed is not None:
+            raise TransportError(self._member.closed if self._member else "its lanes were never opened")
+        results = self._run_all(self._member, epoch)
+        digests: dict = {}
+        arrivals: dict[str, float] = {}
+        for inlet, result in zip(self._inlets, results):
+            key = (inlet.stream.rank, *self.me)
+            digests[key] = add(digests.get(key, 0), result.digest)
+            arrivals[inlet.sender] = max(arrivals.get(inlet.sender, 0.0), result.arrived - started)
+        return TransferReport(
+            self.name, digests, sum(inlet.stream.nbytes for inlet in self._inlets),
+            {"receive": time.perf_counter() - started, "unpack": sum(r.unpacking for r in results),
+             "live_digest": sum(r.digesting for r in results)},
+            forwarded=sum(inlet.stream.nbytes * len(inlet.children) for inlet in self._inlets), arrivals=arrivals)
+
+    def close(self, reason: str = "") -> None:
+        """Leave all lanes."""
+        if self._member is not None:
+            self._member.close(reason)
+
+    def _run_all(self, member: Membership, epoch: int) -> list[_Taken]:
+        if not self._inlets:
+            return []
+        deadline, failures, free = Deadline(member.timeout_s), [], list(self._buffers)
+
+        def run(inlet: _Inlet) -> _Taken:
+            buffers = free.pop()                        # there is a pair for each thread
+            try:
+                with torch.no_grad(), _own_stream(self._device):
+                    return inlet.run(epoch, self._parameters, buffers, deadline)
+            except Exception as error:
+                failures.append(error)                  # the first of them is the cause
+                member.close(f"{self.name} left: {error}")
+                raise
+            finally:
+                free.append(buffers)
+
+        with ThreadPoolExecutor(len(self._buffers), thread_name_prefix="stream") as pool:
+            futures = [pool.submit(run, inlet) for inlet in self._inlets]
+        if failures:
+            raise failures[0]
+        return [future.result() for future in futures]
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What became of one stream."""
+
+    digest: int
+    unpacking: float
+    digesting: float
+    arrived: float
+    """When its last bucket had arrived (`time.perf_counter`)."""
+
+
+class _Inlet:
+    """One stream at one receiver."""
+
+    def __init__(self, me: EngineRank, stream: Stream, lane: Lane) -> None:
+        self.stream, self._lane = stream, lane
+        members = lane.spec.members
+        sender = stream.sender_of(me)
+        self.sender = trainer_name(stream.rank) if sender is None else engine_name(*sender)
+        self._from = members.index(self.sender)
+        self.children = [members.index(engine_name(*receiver)) for receiver in stream.receivers_from(me)]
+        self._tiles: list[tuple[ParamLayout, ...]] = [destination_tiles((bucket,)) for bucket in stream.buckets]
+
+    def run(self, epoch: int, parameters: Mapping[str, torch.Tensor], buffers: list[torch.Tensor],
+            deadline: Deadline) -> _Taken:
+        arriving: deque[tuple[Pending, torch.Tensor]] = deque()
+        for number, buffer in enumerate(buffers[:len(self.stream.buckets)]):
+            arriving.append(self._receive(number, buffer))
+        digest, unpacking, digesting, arrived = 0, 0.0, 0.0, time.perf_counter()
+        for number, bucket in enumerate(self.stream.buckets):
+            pending, buffer = arriving.popleft()
+            pending.wait(deadline)
+            arrived = time.perf_counter()
+            try:
+                check_header(bucket, number, epoch, buffer, self.stream.number)
+            except WireError as error:
+                raise WireError(f"from {self._lane.spec.members[self._from]}: {error}") from error
+            used = buffer[:HEADER_BYTES + bucket.nbytes]
+            sends = [self._lane.send(self.stream.number, used, child) for child in self.children]
+            began = time.perf_counter()
+            unpack_bucket(bucket, number, epoch, buffer, parameters, self.stream.number)
+            unpacked = time.perf_counter()
+            digest = add(digest, digest_layouts(self._tiles[number], parameters))
+            unpacking, digesting = unpacking + unpacked - began, digesting + time.perf_counter() - unpacked
+            for send in sends:
+                send.wait(deadline)
+            if number + RECEIVING < len(self.stream.buckets):
+                arriving.append(self._receive(number + RECEIVING, buffer))
+        if buffers[0].is_cuda:
+            torch.cuda.current_stream().synchronize()
+        return _Taken(digest, unpacking, digesting, arrived)
+
+    def _receive(self, number: int, buffer: torch.Tensor) -> tuple[Pending, torch.Tensor]:
+        nbytes = HEADER_BYTES + self.stream.buckets[number].nbytes
+        return self._lane.receive(self.stream.number, poison(buffer), self._from, nbytes), buffer
+
+
+def at_once(streams: Sequence[Stream]) -> int:
+    """Most streams that a receiver runs at the same time: those of two slots that follow one another."""
+    counts = [count for _, count in sorted(Counter(stream.slot for stream in streams).items())]
+    return max((sum(pair) for pair in zip(counts, [*counts[1:], 0])), default=0)
+
+
+def _own_stream(device: torch.device):
+    """A CUDA stream for this thread, so that streams of the sync overlap."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,163 @@
+"""Engines without vLLM: one real process a worker, which holds plain tensors cut as vLLM cuts them, and the project's
+own `WeightReceiver`. The engine's state machine in front of them is the real one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from launch.planner.plan import Architecture
+from tests.ranks import PRELOAD
+from tests.weight_sync.receivers import ReceivingEngine
+
+
+class PlainEngine(ReceivingEngine):
+    """A coordinator's handle of one engine of plain workers."""
+
+    def __init__(self, connections: list, processes: list, replica: int) -> None:
+        super().__init__(connections, replica)
+        self.processes = processes
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def plain_engines(a: Architecture, engines: int, tp: int = 1, first: int = 0) -> Iterator[list[PlainEngine]]:
+    """`engines` engines of `tp` workers, numbered from `first`, every parameter full of NaN."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    made: list[PlainEngine] = []
+    try:
+        for replica in range(first, first + engines):
+            connections, processes = [], []
+            for worker in range(tp):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs, a, tp, worker), daemon=True)
+                process.start()
+                theirs.close()
+                connections.append(ours)
+                processes.append(process)
+            made.append(PlainEngine(connections, processes, replica))
+        yield made
+    finally:
+        for engine in made:
+            for connection in engine._connections:
+                connection.close()
+        for engine in made:
+            for process in engine.processes:
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _serve(connection: Any, a: Architecture, tp: int, rank: int) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    worker = _Worker(a, tp, rank)
+    while True:
+        try:
+            method, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((False, getattr(worker, method)(*args)))
+        except Exception as error:
+            connection.send((True, RuntimeError(f"{type(error).__name__}: {error}")))
+
+
+class _Worker:
+    """The worker methods that `EngineWeights` calls."""
+
+    def __init__(self, a: Architecture, tp: int, rank: int) -> None:
+        import torch
+
+        from tests.weight_sync.worlds import layouts_from_numbers, numbered, vllm_shards
+
+        self.a, self.tp, self.rank = a, tp, rank
+        shards = vllm_shards(a, tp, rank, numbered(a))
+        self.layouts = layouts_from_numbers(a, shards)
+        self.live = {name: torch.full(value.shape, torch.nan) for name, value in shards.items()}
+        self.receiver = None
+        self.status: dict[str, Any] = {"epoch": -1, "error": None}
+
+    def sync_layout(self, canonical: list, dtype: str) -> dict:
+        from megatron_rl.weight_sync.vllm_layout import encode_layout
+
+        return {"layouts": [encode_layout(layout) for layout in self.layouts],
+                "dtypes": dict.fromkeys(self.live, dtype),
+                "padding": {layout.name: layout.padding for layout in self.layouts}}
+
+    def init_weight_transfer_engine(self, info: dict) -> None:
+        from dataclasses import asdict
+
+        from megatron_rl.weight_sync.protocol import SyncPart
+        from megatron_rl.weight_sync.receiver import WeightReceiver
+
+        self.status = {"epoch": -1, "error": None}
+        if self.receiver is not None:
+            self.receiver.close()
+        try:
+            self.receiver = WeightReceiver((info["replica"], self.rank), self.live, address=info["address"])
+            self.status["held"] = asdict(self.receiver.open(SyncPart.from_plain(info["parts"][self.rank])))
+        except RuntimeError as error:
+            self.status["error"] = f"{type(error).__name__}: {error}"
+
+    def update_weights(self, info: dict) -> None:
+        self.status = {"epoch": info["epoch"], "error": None}
+        try:
+            report = self.receiver.receive(info["epoch"])
+        except RuntimeError as error:
+            self.status["error"] = f"{type(error).__name__}: {error}"
+            return
+        self.status |= {"digests": [[key[0], digest] for key, digest in report.digests.items()],
+                        "nbytes": report.nbytes, "forwarded": report.forwarded, "seconds": report.seconds}
+
+    def sync_status(self) -> dict:
+        return self.status
+
+    def sync_begin(self) -> dict:
+        return {}
+
+    def sync_end(self) -> dict:
+        return {}
+
+    def sync_leave(self, reason: str) -> dict:
+        if self.receiver is not None:
+            self.receiver.close(reason)
+        return {}
+
+    def ready(self) -> bool:
+        return True
+
+    def strike(self, *args: Any) -> None:
+        from tests.weight_sync.strikes import strike
+
+        strike(*args)
+
+    def differences(self, tensors: dict) -> list[str]:
+        """Parameters whose elements are not those of `tensors`, cut by torch; padding may be anything."""
+        import torch
+
+        from tests.weight_sync.worlds import vllm_shards
+
+        wrong = []
+        expected = vllm_shards(self.a, self.tp, self.rank, tensors)
+        for name, value in expected.items():
+            real = value != -1.0
+            if not torch.equal(self.live[name][real], value[real]):
+                wrong.append(name)
+        return wrong
+
+    def digest(self) -> int:
+        from megatron_rl.weight_sync.digest import digest_layouts
+
+        return digest_layouts(self.layouts, self.live)

@@ -1,0 +1,88 @@
+"""A world for the tests of routes and deaths: trainer ranks, engines of plain workers, and their coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from launch.fabric.estimate import Kind
+from launch.fabric.seated import Seats
+from launch.planner.architecture import from_hf_config
+from megatron_rl.weight_sync.coordinator import SyncCoordinator
+from megatron_rl.weight_sync.digest import add
+from megatron_rl.weight_sync.hf_io import CheckpointReader
+from megatron_rl.weight_sync.megatron_layout import canonical_tensors
+from megatron_rl.weight_sync.protocol import EngineState
+from tests.tiny_models import make_tiny
+from tests.weight_sync.plain import plain_engines
+from tests.weight_sync.sources import endpoints, source_ranks
+from tests.weight_sync.worlds import training_plan
+
+BUCKET = 20_000
+TIMEOUT_S = 20.0
+
+
+def two_checkpoints(base: Path) -> list[Path]:
+    """Of one architecture: before and after an update."""
+    return [make_tiny(base / str(seed), "qwen3", seed, vocab_size=321, num_hidden_layers=4, hidden_size=64,
+                      intermediate_size=128, num_key_value_heads=4) for seed in (0, 1)]
+
+
+class World:
+    """Trainer ranks, engines and their coordinator, driven from one event loop."""
+
+    def __init__(self, folders: Sequence[Path], sources: list, engines: list, route: Kind, seats: Seats | None,
+                 timeout_s: float) -> None:
+        self.folders, self.sources, self.engines = folders, sources, engines
+        a = from_hf_config(folders[0])
+        self.truth = [_tensors(folder, a) for folder in folders]
+        self._endpoints = endpoints(len(sources))
+        self._make = lambda: SyncCoordinator(
+            sources, engines, self._endpoints, canonical_tensors(a), backend="gloo", bucket_bytes=BUCKET,
+            timeout_s=timeout_s, route=route, seats=seats, address="127.0.0.1")
+        self.coordinator = self._make()
+
+    async def train_to(self, which: int) -> None:
+        await asyncio.gather(*[source.call("load", str(self.folders[which])) for source in self.sources
+                               if source.process.is_alive()])
+
+    async def assert_healed_by_another_coordinator(self, which: int) -> None:
+        self.coordinator = self._make()
+        await self.coordinator.setup()
+        await self.coordinator.sync(0)
+        await self.assert_hold(which, 0)
+
+    async def assert_hold(self, which: int, version: int, engines=None) -> None:
+        """All elements of every worker are those of a checkpoint, and the committed version is served."""
+        for engine in engines or self.engines:
+            assert (engine.weights.state, engine.weights.version) == (EngineState.SERVING, version)
+            engine.weights.check_serving()
+            assert await engine.rpc("differences", self.truth[which]) == [[]] * len(engine._connections)
+            statuses = await engine.rpc("sync_status")
+            assert [add(*(digest for _, digest in status["digests"])) for status in statuses] == (
+                await engine.rpc("digest"))
+
+
+def _tensors(folder, a) -> dict:
+    with CheckpointReader(folder) as reader:
+        return {tensor.name: reader.read(tensor.name, (0,) * len(tensor.shape), tensor.shape)
+                for tensor in canonical_tensors(a)}
+
+
+@contextmanager
+def world(folders: Sequence[Path], route: Kind, engines: int, *, tp: int = 1, trainer: dict | None = None,
+          seats: Seats | None = None, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
+    a = from_hf_config(folders[0])
+    with (source_ranks(folders[0], training_plan(a, **(trainer or {}))) as sources,
+          plain_engines(a, engines, tp) as made):
+        for connection in (*(source.connection for source in sources),
+                           *(each for engine in made for each in engine._connections)):
+            connection.send(("ready", ()))              # starting does not count against a sync's deadlines
+            assert connection.recv() == (False, True)
+        one = World(folders, sources, made, route, seats, timeout_s)
+        try:
+            yield one
+        finally:
+            one.coordinator.close()

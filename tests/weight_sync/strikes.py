@@ -1,0 +1,72 @@
+"""Faults of a process that takes part in a sync: it strikes once, at one bucket."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any, Literal
+
+Fault = Literal["die", "stop", "flip", "drop", "duplicate", "late", "delay", "none"]
+
+
+def strike(fault: Fault, number: int = 0) -> None:
+    """In this process. `die` and `stop` (for ever) at bucket `number` of a stream, while it is packed or unpacked, the
+    others at sending it: `flip` a bit of it, `drop` it, send it twice, label it with the `late` epoch before, `delay`
+    it by half a second."""
+    from megatron_rl.weight_sync import receiver, sender, transport, wire
+
+    lane = transport._LinkedLane
+    send = getattr(lane, "true_send", lane.send)
+    lane.true_send, lane.send = send, send
+    receiver.unpack_bucket, sender.pack_bucket = wire.unpack_bucket, wire.pack_bucket
+    if fault in ("die", "stop"):
+        how = signal.SIGKILL if fault == "die" else signal.SIGSTOP
+        receiver.unpack_bucket = _ending(wire.unpack_bucket, number, how)
+        sender.pack_bucket = _ending(wire.pack_bucket, number, how)
+    elif fault != "none":
+        lane.send = _Faulty(send, fault, number)
+
+
+def _ending(action: Any, at: int, how: signal.Signals) -> Any:
+    def ended(bucket, number, *args):
+        if number == at:
+            os.kill(os.getpid(), how)
+        return action(bucket, number, *args)
+
+    return ended
+
+
+class _Faulty:
+    def __init__(self, send: Any, fault: Fault, number: int) -> None:
+        self._send, self._fault, self._number, self._struck = send, fault, number, False
+
+    def __get__(self, lane: Any, kind: type) -> Any:
+        """As a method of the lane."""
+        return lambda stream, buffer, peer: self.on(lane, stream, buffer, peer)
+
+    def on(self, lane: Any, stream: int, buffer: Any, peer: int) -> Any:
+        import torch
+
+        header = buffer[:64].view(torch.int64)
+        if self._struck or int(header[2]) != self._number:
+            return self._send(lane, stream, buffer, peer)
+        self._struck = True
+        if self._fault == "drop":
+            return _Nothing()
+        if self._fault == "delay":
+            time.sleep(0.5)
+        if self._fault == "duplicate":
+            self._kept = self._send(lane, stream, buffer.clone(), peer)      # a transfer that nobody keeps is cancelled
+        if self._fault in ("flip", "late"):
+            buffer = buffer.clone()
+            if self._fault == "late":
+                buffer[:64].view(torch.int64)[1] -= 1
+            else:
+                buffer[64 + (len(buffer) - 64) // 2] ^= 1
+        return self._send(lane, stream, buffer, peer)
+
+
+class _Nothing:
+    def wait(self, deadline: Any) -> None:
+        return

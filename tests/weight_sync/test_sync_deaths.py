@@ -1,0 +1,231 @@
+"""Members die, stop or send nonsense in the middle of a sync: who is left gets the weights or an answer, within the
+deadline, and nobody serves what he does not hold whole."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from launch.planner.architecture import from_hf_config
+from megatron_rl.weight_sync.protocol import EngineState, NotServing, SyncError
+from tests.weight_sync.plain import plain_engines
+from tests.weight_sync.routed import TIMEOUT_S, World, two_checkpoints, world
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return two_checkpoints(tmp_path_factory.mktemp("deaths"))
+
+
+@pytest.mark.parametrize("route, engines, victim, children", [
+    ("chain", 3, 0, 1),          # the first of a chain feeds all others
+    ("chain", 3, 2, 0),          # the last feeds nobody
+    ("tree", 5, 3, 2),           # an inner node of one of the two trees
+])
+def test_a_receiver_dies_at_a_bucket_in_the_middle(folders, route, engines, victim, children):
+    """Its children hang on another parent, the others commit, and after its restart it is healed by the next sync."""
+    async def run(one: World) -> None:
+        manifest = await one.coordinator.setup()
+        assert max(len(stream.receivers_from((victim, 0))) for stream in manifest.streams) == children
+        await one.train_to(0)
+        await one.coordinator.sync(0)
+        await one.train_to(1)
+        await one.engines[victim].rpc("strike", "die", 3)
+        started = time.monotonic()
+        report = await one.coordinator.sync(1)
+        assert time.monotonic() - started < TIMEOUT_S, "the survivors waited for their deadline"
+        assert report.lost == (f"engine {victim}",) and report.epoch == 3
+        with pytest.raises(NotServing):
+            one.engines[victim].weights.check_serving()
+        survivors = [engine for engine in one.engines if engine is not one.engines[victim]]
+        await one.assert_hold(1, 1, survivors)
+        left = {receiver[0] for stream in one.coordinator.manifest.streams for receiver in stream.receivers}
+        assert left == set(range(engines)) - {victim}
+
+        with plain_engines(from_hf_config(folders[0]), 1, first=victim) as (again,):
+            await one.coordinator.admit(victim, again)
+            with pytest.raises(NotServing, match="empty"):
+                again.weights.check_serving()
+            await one.train_to(0)
+            assert (await one.coordinator.sync(2)).lost == ()
+            await one.assert_hold(0, 2, [*survivors, again])
+
+    with world(folders, route, engines, trainer={"tp": 2}) as one:
+        asyncio.run(run(one))
+
+
+def test_a_receiver_that_stops_is_left_out_after_the_deadline(folders):
+    """It is alive and silent: nobody's connection breaks."""
+    async def run(one: World) -> None:
+        await one.coordinator.setup()
+        await one.train_to(1)
+        await one.engines[0].rpc("strike", "stop", 3)
+        try:
+            started = time.monotonic()
+            report = await one.coordinator.sync(0)
+            assert report.lost == ("engine 0",) and time.monotonic() - started < 15
+            await one.assert_hold(1, 0, one.engines[1:])
+        finally:
+            one.engines[0].kill()
+
+    with world(folders, "chain", 3, timeout_s=2.0) as one:
+        asyncio.run(run(one))
+
+
+def test_a_source_dies_and_its_replica_sends_in_its_place(folders):
+    async def run(one: World) -> None:
+        await one.coordinator.setup()
+        await one.train_to(1)
+        await one.sources[2].call("strike", "die", 3)
+        report = await one.coordinator.sync(0)
+        assert report.lost == ("trainer rank 2",)
+        await one.assert_hold(1, 0)
+        assert {stream.rank for stream in one.coordinator.manifest.streams} == {0, 1, 3}
+
+        await one.sources[0].call("strike", "die", 3)       # the only one left that holds this shard
+        with pytest.raises(SyncError, match="stage 0, TP rank 0 is left"):
+            await one.coordinator.sync(1)
+        assert one.coordinator.version == 0
+        for engine in one.engines:
+            with pytest.raises(NotServing, match="discarded"):
+                engine.weights.check_serving()
+
+    with world(folders, "chain", 4, trainer={"tp": 2, "dp": 2}) as one:
+        asyncio.run(run(one))
+
+
+def test_another_receiver_dies_while_the_lanes_are_opened_again(folders):
+    """Those who wait for it on their lanes are told, and the third attempt goes through."""
+    async def run(one: World) -> None:
+        await one.coordinator.setup()
+        await one.train_to(1)
+        await one.engines[0].rpc("strike", "die", 3)
+        opened = one.engines[2].sync_open
+
+        async def dying(part):
+            one.engines[2].kill()
+            return await opened(part)
+
+        one.engines[2].sync_open = dying
+        started = time.monotonic()
+        report = await one.coordinator.sync(0)
+        assert report.lost == ("engine 0", "engine 2") and time.monotonic() - started < TIMEOUT_S
+        await one.assert_hold(1, 0, [one.engines[1], one.engines[3]])
+
+    with world(folders, "chain", 4) as one:
+        asyncio.run(run(one))
+
+
+@pytest.mark.parametrize("phase", ["prepare", "commit"])
+def test_an_engine_dies_in_another_phase(folders, phase):
+    async def run(one: World) -> None:
+        await one.coordinator.setup()
+        await one.train_to(1)
+        method = getattr(one.engines[1], f"sync_{phase}")
+
+        async def dying(*args):
+            one.engines[1].kill()
+            return await method(*args)
+
+        setattr(one.engines[1], f"sync_{phase}", dying)
+        report = await one.coordinator.sync(0)
+        assert report.lost == ("engine 1",)
+        await one.assert_hold(1, 0, [one.engines[0], one.engines[2]])
+
+    with world(folders, "chain", 3) as one:
+        asyncio.run(run(one))
+
+
+def test_all_engines_die_and_the_sync_says_so(folders):
+    async def run(one: World) -> None:
+        await one.coordinator.setup()
+        for engine in one.engines:
+            await engine.rpc("strike", "die", 3)
+        with pytest.raises(SyncError, match="engine [01]: "):
+            await one.coordinator.sync(0)
+        assert one.coordinator.version is None
+
+    with world(folders, "chain", 2) as one:
+        asyncio.run(run(one))
+
+
+def test_the_coordinator_dies_and_the_members_return(folders):
+    """Its connections end with it: nobody waits for a deadline, nobody serves, and another coordinator heals all."""
+    async def run(one: World) -> None:
+        await one.coordinator.setup()
+        await one.train_to(1)
+        await one.sources[0].call("strike", "delay", 3)
+        sending = asyncio.gather(*[source.sync_send(1) for source in one.sources])
+        for engine in one.engines:
+            await engine.sync_prepare(1)
+        receiving = asyncio.gather(*[engine.sync_receive(1) for engine in one.engines])
+        await asyncio.sleep(0.2)
+        started = time.monotonic()
+        one.coordinator.close()                 # what the kernel does to the sockets of a process that ends
+        (sent,), received = await sending, await receiving
+        assert time.monotonic() - started < 5
+        assert sent.error and all("the coordinator is gone" in report.error for (report,) in received)
+        for engine in one.engines:
+            with pytest.raises(NotServing):
+                engine.weights.check_serving()
+        await one.assert_healed_by_another_coordinator(1)
+
+    with world(folders, "chain", 3) as one:
+        asyncio.run(run(one))
+
+
+@pytest.mark.parametrize("fault, message", [
+    ("drop", "engine 1 worker 0: .*from engine 0 worker 0: expected bucket 2 of epoch 2.*received bucket 3 of epoch 2"),
+    ("duplicate", "engine 1 worker 0: .*from engine 0 worker 0: expected bucket 3 of epoch 2.*received bucket 2 of"),
+    ("late", "engine 1 worker 0: .*from engine 0 worker 0: expected bucket 2 of epoch 2.*bucket 2 of epoch 1"),
+    ("flip", "trainer rank 0 -> engine 1 worker 0: source [0-9a-f]{16}, live [0-9a-f]{16}"),
+])
+def test_what_a_forwarder_does_to_a_bucket_is_caught_and_named(folders, fault, message):
+    """At its receiver, before anything is committed; nobody died, so nothing starts again by itself, and the next sync
+    heals."""
+    async def run(one: World) -> None:
+        await one.coordinator.setup()
+        await one.train_to(0)
+        await one.coordinator.sync(0)
+        await one.train_to(1)
+        await one.engines[0].rpc("strike", fault, 2)
+        with pytest.raises(SyncError, match=f"(?s){message}") as caught:
+            await one.coordinator.sync(1)
+        if fault == "flip":
+            assert "-> engine 0" not in str(caught.value) and "-> engine 2" in str(caught.value)
+        assert one.coordinator.version == 0
+        assert {engine.weights.state for engine in one.engines} == {EngineState.DISCARDED}
+        await one.engines[0].rpc("strike", "none")
+        assert (await one.coordinator.sync(1)).lost == ()
+        await one.assert_hold(1, 1)
+
+    with world(folders, "chain", 3) as one:
+        asyncio.run(run(one))
+
+
+def test_the_last_bucket_of_a_stream_is_dropped(folders):
+    """No later one shows the gap: the deadline does."""
+    async def run(one: World) -> None:
+        manifest = await one.coordinator.setup()
+        last = len(manifest.streams[0].buckets) - 1
+        await one.engines[0].rpc("strike", "drop", last)
+        with pytest.raises(SyncError, match="engine 1 worker 0: .*receive from engine 0 worker 0"):
+            await one.coordinator.sync(0)
+        assert one.coordinator.version is None
+
+    with world(folders, "chain", 2, timeout_s=2.0) as one:
+        asyncio.run(run(one))
+
+
+def test_a_bucket_that_is_late_within_the_deadline_does_no_harm(folders):
+    async def run(one: World) -> None:
+        await one.coordinator.setup()
+        await one.train_to(1)
+        await one.engines[0].rpc("strike", "delay", 2)
+        await one.coordinator.sync(0)
+        await one.assert_hold(1, 0)
+
+    with world(folders, "chain", 2) as one:
+        asyncio.run(run(one))
