@@ -5,8 +5,8 @@ later taken by somebody's outgoing connection). Ray's ports are all pinned into 
 torch.distributed at which ranks meet. Whoever supervises a node probes and holds the block there; `placement.json`
 tells all others its first port. Two jobs on one machine get different blocks, and so do two simulated nodes.
 
-Not in it: the sockets that gloo and NCCL open between ranks that have met, and those at which the processes of one
-vLLM engine meet. Their owners bind a free ephemeral port of the job's interface and pass the number on.
+Not in it: the sockets that gloo and NCCL open between ranks that have met, those at which the processes of one vLLM
+engine meet, and the one at which the driver tells the members of a weight sync of an abort. Their owners bind a free ephemeral port of the job's interface and pass the number on.
 """
 
 from __future__ import annotations

@@ -1,0 +1,77 @@
+"""`megatron-rl sync`."""
+
+from __future__ import annotations
+
+import click
+
+from launch.cli import options
+
+
+@click.group()
+def command() -> None:
+    """Routes of the weight sync: predicted, and measured on this machine."""
+
+
+@command.command()
+@options.config_and_overrides
+@options.device
+@click.option("--route", type=click.Choice(["direct", "chain", "tree"]), help="Draw this route only, not all three.")
+@click.option("--all", "every_line", is_flag=True, help="Draw every line of a route, however many.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def plan(config: str, overrides: tuple[str, ...], device: str, route: str | None, every_line: bool,
+         as_json: bool) -> None:
+    """Draw the routes that the weights may take from trainer to engines in the plan of CONFIG.
+
+    The three routes beside each other, which one is chosen and why, then each as trees of nodes: how many bytes a node
+    gets from the one above it, and when the last of them arrive. Everything printed is predicted.
+    """
+    import json
+
+    from launch.errors import UserError
+    from launch.fabric.estimate import KINDS
+    from launch.planner.prepare import prepare
+    from launch.report import sync_routes
+
+    prepared = prepare(config, overrides, device)
+    found, planned = prepared.found, prepared.planned
+    if found is None:
+        raise UserError(f"nothing is predicted: {prepared.plan.no_forecast}", where=config,
+                        fix="correct this, or plan for a cluster: cluster=configs/clusters/h100x8.yaml")
+    if found.sync is None:
+        raise UserError(f"in the {found.mode} mode the weights stay on their GPUs: there is no route to draw",
+                        where=prepared.loaded.where("placement.mode"), fix="plan with placement.mode=disaggregated")
+    coefficients = found.problem.coefficients.sync
+    names = sync_routes.Names(planned.seating.training_nodes if planned else (),
+                              planned.seating.rollout_nodes if planned else (),
+                              -(-found.training.layout.gpus // found.problem.cluster.gpus_per_node))
+    drawn = sync_routes.simulated(found.sync, coefficients, (route,) if route else KINDS)
+    if as_json:
+        click.echo(json.dumps(sync_routes.as_document(found.sync, drawn, names), indent=1))
+    else:
+        click.echo(sync_routes.as_text(found.sync, drawn, names, every_line=every_line))
+
+
+@command.command()
+@options.config_and_overrides
+@options.device
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True,
+              help="Syncs to measure, after one that warms up; the median is printed.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--write", metavar="FILE", type=click.Path(exists=True, dir_okay=False),
+              help="Also put what was found into `coefficients:` of this cluster file.")
+def bench(config: str, overrides: tuple[str, ...], device: str, repeats: int, as_json: bool, write: str | None) -> int:
+    """Measure the weight sync of CONFIG's plan on this machine, beside its prediction.
+
+    The plan's ranks and workers run as plain processes with weights of the right shapes: the real sender, receiver,
+    lanes, digests and protocol, without a trainer and without an engine. Prints lanes, packing, digests and phases, and
+    for each edge the predicted and measured seconds with the residual. gloo on CPUs; NCCL on GPUs, which has not been
+    run yet.
+    """
+    import sys
+
+    from launch.processes import run
+
+    # A process of its own: it needs torch and vLLM, and launch must not import them.
+    arguments = [sys.executable, "-m", "megatron_rl.sync_bench", config, *overrides, "--device", device, "--repeats",
+                 str(repeats), *(["--json"] if as_json else []), *(["--write", write] if write else [])]
+    return run(arguments).returncode

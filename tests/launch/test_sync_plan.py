@@ -1,0 +1,61 @@
+"""`megatron-rl sync plan`: routes beside each other and drawn, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+WIDE = "configs/70b/grpo_wide_rollout.yaml"
+
+
+def test_three_routes_beside_each_other_and_the_choice_with_its_reason(cli):
+    code, out, err = cli("sync", "plan", WIDE)
+    assert code == 0, err
+    lines = out.splitlines()
+    rows = [line for line in lines[1:4]]
+    assert [row.lstrip("> ").split()[0] for row in rows] == ["direct", "chain", "tree"]
+    assert [row.startswith(">") for row in rows] == [False, False, True]
+    assert any(line.startswith("tree: tree 0.") and "each training NIC would send" in line for line in lines)
+    assert "tree (chosen): the last byte arrives after" in out and "lines more (--all)" in out
+    assert max(map(len, lines)) < 300
+
+
+def test_a_chain_is_drawn_straight_down_and_all_its_lines_are_there_when_asked_for(cli):
+    code, out, _ = cli("sync", "plan", WIDE, "--route", "chain", "--all")
+    links = [line for line in out.splitlines() if " rollout " in line and " GB, " in line]
+    assert code == 0 and len(links) == 4 * 60                      # four stages, each through all sixty nodes
+    assert "more (--all)" not in out and "tree (chosen)" not in out
+    assert "(node0" in out                                        # names of the cluster file
+
+
+def test_json_holds_the_same_routes_with_exact_bytes(cli):
+    code, out, _ = cli("sync", "plan", WIDE, "--json")
+    document = json.loads(out)
+    assert code == 0 and document["chosen"] == "tree" and document["predicted"]
+    taken: dict[int, int] = {}
+    for tree in next(each for each in document["drawn"] if each["route"] == "tree")["trees"]:
+        _collect(tree, taken)
+    assert len(taken) == 60 and set(taken.values()) == {document["replica_bytes"]}
+    assert document["routes"]["tree"]["expected_s"] < document["routes"]["direct"]["expected_s"]
+
+
+def _collect(branch: dict, taken: dict[int, int]) -> None:
+    if branch.get("via") == "nic":
+        taken[branch["node"]] = taken.get(branch["node"], 0) + branch["bytes"]
+    for child in branch["children"]:
+        _collect(child, taken)
+
+
+def test_on_this_machine_there_is_one_way(cli, run_yaml):
+    code, out, err = cli("sync", "plan", run_yaml, "--device", "cpu", "--route", "direct")
+    assert code == 0, err
+    assert "direct (chosen)" in out and "training 0\n  └─ rollout 0" in out
+
+
+@pytest.mark.parametrize("words, fragment", [
+    (("configs/70b/grpo.yaml", "placement.mode=hybrid", "algorithm.asynchronous=false"), "no route to draw"),
+    (("nowhere.yaml",), "no configuration file nowhere.yaml")])
+def test_what_cannot_be_drawn_is_an_error_with_a_way_out(cli, words, fragment):
+    code, out, err = cli("sync", "plan", *words)
+    assert code == 2 and out == "" and fragment in err and "fix:" in err
