@@ -26,7 +26,7 @@ UV := .venv-lock/bin/uv
 COMPILE = cd requirements && UV_CUSTOM_COMPILE_COMMAND="make lock" ../$(UV) pip compile --quiet \
 	--python-platform x86_64-manylinux_2_28 --python-version 3.11
 
-.PHONY: help install grpo test slurm gpu-check bench bench-learning bench-plan bench-start results picture exercise lock docs clean
+.PHONY: help install grpo test slurm gpu-check bench bench-learning bench-plan bench-start bench-sync results picture exercise lock docs clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ bench-learning: $(INSTALLED) ## Train the tiny policy with five other seeds; at 
 
 bench-start: $(INSTALLED) slurm ## Measure batch start to a report of every rank, 4 to 32 simulated nodes (ARGS=--write: docs/slurm.md)
 	$(VENV)/bin/python -m benchmarks.slurm_start $(ARGS)
+
+bench-sync: $(INSTALLED) ## Measure weight sync between simulated hosts, as root on Linux (ARGS=--write-docs: docs/weight-sync.md)
+	$(VENV)/bin/python -m benchmarks.sync $(ARGS)
 
 results: $(INSTALLED) models/smollm2-135m ## Train the 135M model and write docs/results.md again (some 10 minutes)
 	$(VENV)/bin/python -m benchmarks.results $(ARGS)

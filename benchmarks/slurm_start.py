@@ -11,12 +11,13 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from benchmarks.pages import write_blocks
 from launch.cluster.file import load_cluster
 from tests.slurm.conftest import TOPOLOGY
 from tests.slurm_cluster import REPOSITORY, Group, SlurmCluster, running
@@ -61,7 +62,7 @@ def main() -> int:
         print(blocks["start-up"])
         if arguments.write:
             blocks |= recorded(slurm, Path(folder), arguments.timeout)
-            write_page(blocks)
+            write_blocks(PAGE, blocks)
     return 0
 
 
@@ -143,20 +144,6 @@ def table(rows: Sequence[Sequence[Start]]) -> str:
                      "  ".join(f"{value:>11.1f}" for value in medians) +
                      f"  {min(each.total for each in starts):>7.1f}")
     return "\n".join(lines)
-
-
-def write_page(blocks: Mapping[str, str]) -> None:
-    """Put each text between its marks in docs/slurm.md."""
-    page = PAGE.read_text(encoding="utf-8")
-    for name, text in blocks.items():
-        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        head, found, rest = page.partition(begin)
-        _, closed, tail = rest.partition(end)
-        if not found or not closed:
-            raise ValueError(f"{PAGE} needs a block {begin} ... {end}")
-        indented = "".join(f"    {line}".rstrip() + "\n" for line in text.splitlines())
-        page = f"{head}{begin}\n\n{indented}\n{end}{tail}"
-    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

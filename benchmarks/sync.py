@@ -1,0 +1,108 @@
+"""`make bench-sync`: weight sync between simulated hosts, against the bound and against the common ways.
+
+Hosts are network namespaces with one NIC each, shaped in both directions, on one bridge; two ranks a host; gloo. The
+same weights go through our sync, then are gathered on trainer rank 0 and broadcast to all rollout ranks, a tensor at a
+time and in packed buckets. A run counts only if a plain transfer reached 90 % of the NICs' rate and the CPU had 20 % to
+spare. Needs root on Linux. Everything it makes is removed at its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.pages import write_blocks
+from benchmarks.sync_cases import CASES, MIB, MODEL, QUICK, QUICK_MODEL, Case, Setup, write_model
+from benchmarks.sync_hosts import why_not
+from launch import envvars
+from launch.errors import UserError
+from launch.exit_codes import ExitCode
+from megatron_rl.sync_bench.members import Host, MemberError, Members
+from megatron_rl.weight_sync.protocol import SyncError
+
+PAGE = Path(__file__).parents[1] / "docs/weight-sync.md"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="make bench-sync", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", metavar="HOSTS", help=f"of {', '.join(case.name for case in CASES)}; all")
+    parser.add_argument("--quick", action="store_true", help="one case of two hosts and a model of 8 MiB")
+    parser.add_argument("--route", choices=["auto", "direct", "chain", "tree"], default="auto")
+    parser.add_argument("--rate-mbit", type=float, default=200.0, help="of a NIC in each direction")
+    parser.add_argument("--bucket-mb", type=float, default=4.0, help="most MiB of a packed bucket, ours and theirs")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds of one sync")
+    parser.add_argument("--attempts", type=int, default=1, help="most times to measure a case, until it counts")
+    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/weight-sync.md")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, _interrupted)      # as Ctrl-C: everything that was made is removed
+    try:
+        cases = QUICK if options.quick else _chosen(options.cases)
+        if why := why_not():
+            raise UserError(f"hosts cannot be simulated here: {why}",
+                            fix="run it as root on Linux, with iproute2 installed")
+        with tempfile.TemporaryDirectory() as folder:
+            model = write_model(Path(folder) / "model", QUICK_MODEL if options.quick else MODEL)
+            return asyncio.run(_run([Setup(case, model, options.rate_mbit * 1e6, int(options.bucket_mb * MIB),
+                                           options.timeout) for case in cases], options))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except (MemberError, SyncError) as error:
+        print(f"error: the sync could not be measured: {error}", file=sys.stderr)
+        return int(ExitCode.CRASH)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return int(ExitCode.INTERRUPTED)
+
+
+async def _run(setups: Sequence[Setup], options: argparse.Namespace) -> int:
+    # The environment of ranks and workers, before anything imports torch or vLLM; members fork from here.
+    for role in ("trainer", "rollout"):
+        envvars.set_for_this_process(envvars.environment(role, "cpu", setups[0].config, job="sync-bench"))
+    from benchmarks.sync_measure import expected_nics, measure, worst_share
+    from benchmarks.sync_table import table
+    from megatron_rl.sync_bench.world import PRELOAD, RATES
+
+    logs = setups[0].folder.parent
+    with Members(PRELOAD, logs) as members:
+        probe = members.start("rates", Host("this machine"), RATES, "bfloat16", "cpu")
+        rates = await probe.call("measure")
+    rows, cores = [], len(os.sched_getaffinity(0))
+    for setup in setups:
+        row = await measure(setup, rates, cores, logs, options.route)
+        for _ in range(1, options.attempts):
+            if row.verdict.reasons:
+                print(f"{setup.case.name} once more: {'; '.join(row.verdict.reasons)}", flush=True)
+                row = await measure(setup, rates, cores, logs, options.route)
+        rows.append(row)
+        off = worst_share(row.nics, expected_nics(setup, row.manifest))
+        print(f"{setup.case.name}: {row.manifest.total_bytes / 1e6:.1f} MB in {row.seconds['ours']:.2f} s; the NICs "
+              f"carried what the manifest says within {off:.1%}", flush=True)
+    text = table(rows, rates)
+    print(f"\n{text}")
+    if options.write_docs:
+        write_blocks(PAGE, {"bench-sync": text})
+    return 0
+
+
+def _chosen(names: Sequence[str] | None) -> list[Case]:
+    known = {case.name: case for case in CASES}
+    for name in names or ():
+        if name not in known:
+            raise UserError(f"there is no case {name}", where="--cases", fix=f"use some of {', '.join(known)}")
+    return [known[name] for name in names] if names else list(CASES)
+
+
+def _interrupted(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

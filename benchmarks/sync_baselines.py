@@ -1,0 +1,193 @@
+"""The common ways to sync weights, on the same ranks, workers, transport and threads: everything is gathered on trainer
+rank 0 and broadcast from there to all rollout ranks, a tensor or a packed bucket at a time. Nothing is verified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.stores import tcp_store
+from megatron_rl.sync_bench.rank import TrainerRank
+from megatron_rl.sync_bench.worker import RolloutWorker
+from megatron_rl.weight_sync.manifest import Destination, Edge
+from megatron_rl.weight_sync.tiles import CanonicalTensor, ParamLayout, Tile, contiguous_stride, tile_view
+from megatron_rl.weight_sync.transport import Deadline
+from megatron_rl.weight_sync.wire import HEADER_BYTES, buffer_bytes, pack_bucket, unpack_bucket
+
+RANK, WORKER = "benchmarks.sync_baselines:GatheringRank", "benchmarks.sync_baselines:BroadcastWorker"
+IN_FLIGHT = 2
+"""Broadcasts under way: one is packed or unpacked while the next travels."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the members of a group meet: at the address of member 0."""
+
+    address: str
+    port: int
+    size: int
+    timeout_s: float
+
+    def join(self, member: int, address: str) -> dist.Backend:
+        """A process group with the options of our own links: one gloo device with one thread, on this host's NIC."""
+        timeout = timedelta(seconds=self.timeout_s)
+        store = tcp_store(self.address, self.port, host=member == 0, timeout=timeout)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._threads = [dist.ProcessGroupGloo.create_device(hostname=address)], 1
+        options._timeout = timeout
+        return dist.ProcessGroupGloo(dist.PrefixStore(f"port{self.port}", store), member, self.size, options)
+
+
+def whole_tensors(canonical: Sequence[CanonicalTensor], dtype: str) -> Destination:
+    """A place that holds every tensor whole: what rank 0 gathers into."""
+    layouts = tuple(ParamLayout(each.name, each.shape, (Tile(each.name, (0,) * len(each.shape), each.shape,
+                                                             contiguous_stride(each.shape), 0),)) for each in canonical)
+    return Destination(0, 0, layouts, {each.name: dtype for each in canonical}, {})
+
+
+def packed(canonical: Sequence[CanonicalTensor], item_bytes: int, bucket_bytes: int) -> list[list[CanonicalTensor]]:
+    """Whole tensors in buckets of at most `bucket_bytes`; a larger tensor is one of its own."""
+    buckets: list[list[CanonicalTensor]] = []
+    room = 0
+    for each in canonical:
+        size = torch.Size(each.shape).numel() * item_bytes
+        if not buckets or size > room:
+            buckets.append([])
+            room = bucket_bytes
+        buckets[-1].append(each)
+        room -= size
+    return buckets
+
+
+class GatheringRank(TrainerRank):
+    """A training rank that can also take part in the gather; rank 0 broadcasts."""
+
+    def __init__(self, architecture, training, rank: int, dtype: str, address: str, device: str) -> None:
+        super().__init__(architecture, training, rank, dtype, address, device)
+        self._rank, self._dtype, self._address = rank, getattr(torch, dtype), address
+
+    def gather_open(self, meeting: Meeting, member: int | None, edges: Sequence[Edge],
+                    canonical: Sequence[CanonicalTensor]) -> None:
+        """Join the gather (None: this rank gives nothing); `edges` are what it gives, on rank 0 what everybody gives,
+        by member."""
+        self._edges, self._deadline_s, self._canonical = edges, meeting.timeout_s, canonical
+        if self._rank == 0:
+            self._full = {each.name: torch.empty(each.shape, dtype=self._dtype) for each in canonical}
+        if member is not None:
+            self._gathering = meeting.join(member, self._address)
+
+    def gather(self) -> None:
+        """After it, rank 0 holds every tensor whole."""
+        deadline = Deadline(self._deadline_s)
+        if self._rank:
+            for edge in self._edges:
+                self._give(edge, deadline)
+            return
+        streams = []
+        for member, edge in enumerate(self._edges):
+            buffer = torch.empty(buffer_bytes([edge]), dtype=torch.uint8)
+            streams.append(self._take(member, edge, buffer, deadline))
+        while streams:
+            streams = [stream for stream in streams if next(stream, None) is not None]
+
+    def _give(self, edge: Edge, deadline: Deadline) -> None:
+        waiting = []
+        for number, bucket in enumerate(edge.buckets):
+            buffer = torch.empty(buffer_bytes([edge]), dtype=torch.uint8)
+            message = pack_bucket(bucket, number, 0, self.parameters, buffer)
+            waiting.append((self._gathering.send([message], 0, 0), buffer))
+            if len(waiting) > IN_FLIGHT:
+                waiting.pop(0)[0].wait(deadline.timedelta())
+        for work, _ in waiting:
+            work.wait(deadline.timedelta())
+
+    def _take(self, member: int, edge: Edge, buffer: torch.Tensor, deadline: Deadline) -> Iterator[bool]:
+        """Buckets of one rank; a step each, so that all ranks send at the same time."""
+        for number, bucket in enumerate(edge.buckets):
+            part = buffer[:HEADER_BYTES + bucket.nbytes]
+            if member == 0:
+                pack_bucket(bucket, number, 0, self.parameters, buffer)
+            else:
+                work = self._gathering.recv([part], member, 0)
+                yield True
+                work.wait(deadline.timedelta())
+            unpack_bucket(bucket, number, 0, part, self._full)
+
+    def broadcast_open(self, meeting: Meeting) -> None:
+        self._broadcasting = meeting.join(0, self._address)
+
+    def broadcast_tensors(self) -> None:
+        """One broadcast a tensor."""
+        deadline = Deadline(self._deadline_s)
+        for each in self._canonical:
+            broadcast(self._broadcasting, self._full[each.name].view(-1).view(torch.uint8)).wait(deadline.timedelta())
+
+    def broadcast_buckets(self, bucket_bytes: int) -> None:
+        """One broadcast a packed bucket; the next is packed while one travels."""
+        deadline, waiting = Deadline(self._deadline_s), []
+        for bucket in packed(self._canonical, self._dtype.itemsize, bucket_bytes):
+            message = torch.cat([self._full[each.name].view(-1) for each in bucket]).view(torch.uint8)
+            waiting.append((broadcast(self._broadcasting, message), message))
+            if len(waiting) >= IN_FLIGHT:
+                waiting.pop(0)[0].wait(deadline.timedelta())
+        for work, _ in waiting:
+            work.wait(deadline.timedelta())
+
+
+class BroadcastWorker(RolloutWorker):
+    """A rollout worker that can also take whole tensors, of which it keeps its slices."""
+
+    def broadcast_open(self, meeting: Meeting, member: int, address: str, dtype: str,
+                       canonical: Sequence[CanonicalTensor]) -> None:
+        self._canonical, self._dtype, self._deadline_s = canonical, getattr(torch, dtype), meeting.timeout_s
+        self._broadcasting = meeting.join(member, address)
+        self._parameters = dict(self.model.named_parameters())
+        self._slices: dict[str, list[tuple[str, Tile]]] = {}
+        for layout in self.layouts:
+            for tile in layout.tiles:
+                self._slices.setdefault(tile.tensor, []).append((layout.name, tile))
+
+    def broadcast_tensors(self) -> None:
+        deadline = Deadline(self._deadline_s)
+        for each in self._canonical:
+            message = self._buffer([each])
+            broadcast(self._broadcasting, message).wait(deadline.timedelta())
+            self._keep([each], message)
+
+    def broadcast_buckets(self, bucket_bytes: int) -> None:
+        deadline, waiting = Deadline(self._deadline_s), []
+        for bucket in packed(self._canonical, self._dtype.itemsize, bucket_bytes):
+            message = self._buffer(bucket)
+            waiting.append((broadcast(self._broadcasting, message), bucket, message))
+            if len(waiting) >= IN_FLIGHT:
+                work, arrived, received = waiting.pop(0)
+                work.wait(deadline.timedelta())
+                self._keep(arrived, received)
+        for work, arrived, received in waiting:
+            work.wait(deadline.timedelta())
+            self._keep(arrived, received)
+
+    def _buffer(self, bucket: Sequence[CanonicalTensor]) -> torch.Tensor:
+        elements = sum(torch.Size(each.shape).numel() for each in bucket)
+        return torch.empty(elements * self._dtype.itemsize, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def _keep(self, bucket: Sequence[CanonicalTensor], message: torch.Tensor) -> None:
+        values, at = message.view(self._dtype), 0
+        for each in bucket:
+            size = torch.Size(each.shape).numel()
+            whole, at = values[at:at + size].view(each.shape), at + size
+            for name, tile in self._slices.get(each.name, []):
+                box = tuple(slice(start, start + extent) for start, extent in zip(tile.start, tile.shape))
+                tile_view(self._parameters[name], tile).copy_(whole[box])
+
+
+def broadcast(group: dist.Backend, message: torch.Tensor) -> dist.Work:
+    """From member 0 to all others."""
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    return group.broadcast([message], options)

@@ -1,0 +1,134 @@
+"""What `make bench-sync` measures: the model, the layouts on hosts, the bound of each case and what is predicted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from launch.config.schema import RunConfig
+from launch.fabric.choose import SyncPrediction, predict
+from launch.fabric.lanes import Fabric, Place
+from launch.fabric.seated import Seats
+from launch.planner.architecture import from_hf_config
+from launch.planner.architectures import from_architecture
+from launch.planner.build import plan
+from launch.planner.coefficients.sync import SyncCoefficients
+from launch.planner.layouts import RolloutLayout, TrainingLayout
+from launch.planner.plan import Plan
+
+RANKS_A_HOST = 2
+MIB = 1 << 20
+BESIDE = 1e9
+"""bytes/s between ranks of a host, over its loopback."""
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 768, "intermediate_size": 2048,
+    "num_hidden_layers": 8, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 10900,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "hidden_act": "silu", "torch_dtype": "bfloat16"}
+"""128 MiB in bf16 with the proportions of a Llama layer; the vocabulary is padded by both sides, differently."""
+QUICK_MODEL = MODEL | {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
+                       "num_key_value_heads": 2, "vocab_size": 1090}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Trainers and engines on hosts, two ranks a host."""
+
+    pp: int
+    dp: int
+    engines: int
+    baselines: bool = True
+    """Also measured the common way, for the comparison."""
+    tp: int = 2
+
+    @property
+    def trainer_hosts(self) -> int:
+        return self.tp * self.pp * self.dp // RANKS_A_HOST
+
+    @property
+    def hosts(self) -> int:
+        return self.trainer_hosts + self.engines
+
+    @property
+    def name(self) -> str:
+        return f"{self.trainer_hosts}+{self.engines}"
+
+    @property
+    def layout(self) -> str:
+        sizes = (("TP", self.tp), ("PP", self.pp), ("DP", self.dp))
+        return " ".join(f"{word}{size}" for word, size in sizes if size > 1) + f" -> {self.engines} x TP{self.tp}"
+
+
+CASES = (Case(2, 2, 4), Case(2, 1, 6), Case(1, 1, 7), Case(1, 1, 1, False), Case(1, 1, 2, False),
+         Case(1, 1, 4, False))
+"""The last three only show how the time grows with receivers."""
+QUICK = (Case(1, 1, 1),)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A case with its model, on NICs of a rate."""
+
+    case: Case
+    folder: Path
+    """Of the model; only a `config.json`."""
+    rate_bits: float
+    bucket_bytes: int
+    timeout_s: float
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The parts of it that a sync reads."""
+        case = self.case
+        return RunConfig.model_validate({
+            "run": {"name": "sync-bench", "steps": 1},
+            "model": {"path": str(self.folder), "init": "random"},
+            "trainer": {"tp": case.tp, "pp": case.pp, "dp": case.dp, "dtype": "bf16", "optimizer": {"lr": 1e-3},
+                        "token_budget": 256},
+            "rollout": {"tp": case.tp, "replicas": case.engines, "dtype": "bf16", "max_prompt_tokens": 16,
+                        "max_new_tokens": 16},
+            "algorithm": {"group_size": 4, "prompts_per_step": 4},
+            "reward": {"functions": [{"function": "exact_match"}]},
+            "data": {"train": "unused.jsonl"},
+            "weight_sync": {"bucket_mb": self.bucket_bytes / MIB, "timeout_s": self.timeout_s}})
+
+    @cached_property
+    def plan(self) -> Plan:
+        return plan(self.config, from_hf_config(self.folder), "cpu")
+
+    def host_of_rank(self, rank: int) -> int:
+        return rank // RANKS_A_HOST
+
+    def host_of_engine(self, replica: int) -> int:
+        return self.case.trainer_hosts + replica
+
+    @property
+    def fabric(self) -> Fabric:
+        """Hosts with one NIC; ranks of a host are beside one another."""
+        return Fabric(gpus_per_node=RANKS_A_HOST, nics_per_node=1, nic_bandwidth=self.rate_bits / 8,
+                      nvlink_bandwidth=BESIDE, rails=1)
+
+    @property
+    def seats(self) -> Seats:
+        """Who sits where, as the coordinator takes it."""
+        return Seats(self.fabric, tuple(Place(self.host_of_rank(each.rank), each.rank % RANKS_A_HOST)
+                                        for each in self.plan.training.ranks),
+                     {(each.replica, worker): Place(self.host_of_engine(each.replica), worker)
+                      for each in self.plan.rollout.engines for worker in range(each.tp)})
+
+    def predicted(self, coefficients: SyncCoefficients, route: str = "auto") -> SyncPrediction:
+        """Routes, bound and times on this fabric."""
+        case = self.case
+        return predict(from_architecture(self.plan.architecture, "bench"),
+                       TrainingLayout(tp=case.tp, pp=case.pp, dp=case.dp),
+                       RolloutLayout(tp=case.tp, replicas=case.engines), None, coefficients, route=route,
+                       bucket_bytes=self.bucket_bytes, fabric=self.fabric)
+
+
+def write_model(folder: Path, values: dict) -> Path:
+    """A model folder without weights."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    return folder

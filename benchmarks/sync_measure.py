@@ -1,0 +1,178 @@
+"""One case of `make bench-sync`: the same weights through our sync and through the common ways, on shaped hosts."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks import sync_baselines
+from benchmarks.sync_cases import Setup
+from benchmarks.sync_hosts import Network, Traffic, wait_for_quiet
+from benchmarks.sync_probe import CpuSpare, Verdict, plain_rates
+from launch.fabric.choose import SyncPrediction
+from launch.planner.coefficients.sync import SyncCoefficients
+from launch.ports import FIRST, Ports
+from megatron_rl.sync_bench.members import Members, together
+from megatron_rl.sync_bench.rates import Rates
+from megatron_rl.sync_bench.world import PRELOAD, TORCH_NAMES, World, start_world
+from megatron_rl.weight_sync.coordinator import SyncCoordinator
+from megatron_rl.weight_sync.manifest import SyncManifest, build_manifest
+from megatron_rl.weight_sync.megatron_layout import canonical_tensors
+from megatron_rl.weight_sync.protocol import SyncReport
+
+PLAIN_SECONDS = 1.5
+"""Of the plain transfer, at the NICs' rate."""
+CHUNK_LATENCY_S = 1e-3
+"""Of a bucket through Python and gloo, beside its bytes (`coefficients.sync.chunk_latency_s`)."""
+
+
+@dataclass
+class Measured:
+    """One case."""
+
+    setup: Setup
+    prediction: SyncPrediction
+    """With this machine's rates; its route was measured, `floor_s` is the bound."""
+    predicted_s: float = 0.0
+    """Of the route, chunk by chunk."""
+    manifest: SyncManifest | None = None
+    ours: SyncReport | None = None
+    nics: tuple[Traffic, ...] = ()
+    """What each host's NIC carried in our sync."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """ours, gather, tensors, buckets (the last two with the gather)."""
+    verdict: Verdict | None = None
+
+    @property
+    def bound_s(self) -> float:
+        return self.prediction.floor_s
+
+
+def coefficients(rates: Rates, rate_share: float, processes: int, cores: int) -> SyncCoefficients:
+    """This machine's, for the simulator: processes take turns on the cores."""
+    turn = min(1.0, cores / processes)
+    return SyncCoefficients(nic_efficiency=min(1.0, rate_share), chunk_latency_s=CHUNK_LATENCY_S, pause_s=0.0,
+                            barrier_s=0.0, copy_rate=rates.pack * turn, digest_rate=rates.digest * turn)
+
+
+async def measure(setup: Setup, rates: Rates, cores: int, logs: Path, route: str = "auto") -> Measured:
+    """Run one case.
+
+    Args:
+        cores: that its processes share.
+        logs: folder for what they print.
+        route: auto: the one that the simulator chooses.
+    """
+    case, spares = setup.case, []
+    with Network(case.hosts, setup.rate_bits) as network, Members(PRELOAD, logs) as members:
+        plain = await plain_rates(members, network.hosts, int(PLAIN_SECONDS * setup.rate_bits / 8))
+        share = min(plain) / (setup.rate_bits / 8)
+        known = coefficients(rates, share, case.tp * case.engines, cores)
+        prediction = setup.predicted(known, route)
+        found = Measured(setup, prediction)
+        found.predicted_s = prediction.simulate(known).total_s
+
+        world = start_world(
+            members, setup.config, setup.plan, setup.folder,
+            rank_hosts=[network.hosts[setup.host_of_rank(each.rank)] for each in setup.plan.training.ranks],
+            engine_hosts=[network.hosts[setup.host_of_engine(each.replica)] for each in setup.plan.rollout.engines],
+            ports={host.name: Ports(FIRST) for host in network.hosts},
+            rank_kind=sync_baselines.RANK, worker_kind=sync_baselines.WORKER)
+        await _ours(found, network, world, spares)
+        if case.baselines:
+            await _baselines(found, network, world, spares)
+        found.verdict = Verdict(share, min(spares))
+    return found
+
+
+async def _ours(found: Measured, network: Network, world: World, spares: list[float]) -> None:
+    """The second sync counts: the first one touches every buffer for the first time."""
+    setup = found.setup
+    coordinator = SyncCoordinator(world.trainers, world.engines, world.endpoints,
+                                  canonical_tensors(setup.plan.architecture), backend="gloo",
+                                  bucket_bytes=min(setup.bucket_bytes, found.prediction.cost.chunk_bytes),
+                                  timeout_s=setup.timeout_s, route=found.prediction.chosen, seats=setup.seats)
+    found.manifest = await coordinator.setup()
+    for version in range(2):
+        await world.on_ranks("fill", version)
+        await world.on_workers("spoil")
+        wait_for_quiet(network)
+        before = network.traffic()
+        with CpuSpare() as cpu:
+            found.ours = await coordinator.sync(version)
+        found.nics = tuple(after.since(earlier) for after, earlier in zip(network.traffic(), before))
+    spares.append(cpu.share)
+    found.seconds["ours"] = found.ours.seconds["total"]
+
+
+async def _baselines(found: Measured, network: Network, world: World, spares: list[float]) -> None:
+    setup = found.setup
+    expected = await world.on_workers("whole_digest")        # of weights that VERIFY has found to be the trainer's
+    await _open_baselines(setup, world)
+    for name, method, arguments in (("tensors", "broadcast_tensors", ()),
+                                    ("buckets", "broadcast_buckets", (setup.bucket_bytes,))):
+        await world.on_workers("spoil")
+        wait_for_quiet(network)
+        started = time.monotonic()
+        with CpuSpare() as cpu:
+            await world.on_ranks("gather")
+            found.seconds["gather"] = time.monotonic() - started
+            first, workers = world.trainers[0].member, [each for engine in world.engines for each in engine.workers]
+            await together(each.call(method, *arguments, timeout_s=2 * setup.timeout_s) for each in (first, *workers))
+            found.seconds[name] = time.monotonic() - started
+        spares.append(cpu.share)
+        if await world.on_workers("whole_digest") != expected:
+            raise RuntimeError(f"{setup.case.name}: after {method} the workers hold other weights than after our sync")
+
+
+async def _open_baselines(setup: Setup, world: World) -> None:
+    canonical, dtype = canonical_tensors(setup.plan.architecture), TORCH_NAMES["bf16"]
+    sources = await together(each.sync_describe() for each in world.trainers)
+    # One replica of the trainer gives: rank 0's own.
+    others = [each.coordinates.rank for each in sources if each.coordinates.dp]
+    gathered = build_manifest(sources, [sync_baselines.whole_tensors(canonical, dtype)], setup.bucket_bytes,
+                              gone=others)
+    givers = [edge.rank for edge in gathered.edges]
+    if givers[0] != 0:
+        raise RuntimeError(f"rank 0 gives nothing to the gather, ranks {givers} do")
+    address, timeout_s, ports = world.trainers[0].member.host.address, setup.timeout_s, Ports(FIRST)
+    meeting = sync_baselines.Meeting(address, ports.lane(100), len(givers), timeout_s)
+    calls = []
+    for rank, trainer in enumerate(world.trainers):
+        edges = gathered.edges if rank == 0 else gathered.from_rank(rank)
+        member = givers.index(rank) if rank in givers and len(givers) > 1 else None
+        calls.append(trainer.member.call("gather_open", meeting, member, edges, canonical, timeout_s=2 * timeout_s))
+    await together(calls)
+    workers = [each for engine in world.engines for each in engine.workers]
+    meeting = sync_baselines.Meeting(address, ports.lane(101), 1 + len(workers), timeout_s)
+    calls = [world.trainers[0].member.call("broadcast_open", meeting, timeout_s=2 * timeout_s)]
+    calls += [each.call("broadcast_open", meeting, 1 + number, each.host.address, dtype, canonical,
+                        timeout_s=2 * timeout_s) for number, each in enumerate(workers)]
+    await together(calls)
+
+
+def expected_nics(setup: Setup, manifest: SyncManifest) -> list[Traffic]:
+    """What the manifest says that each host's NIC carries: hops between two hosts, each over both their NICs."""
+    out: dict[int, int] = defaultdict(int)
+    into: dict[int, int] = defaultdict(int)
+    for (sender, (replica, _)), size in manifest.bytes_per_hop().items():
+        source = setup.host_of_rank(sender) if isinstance(sender, int) else setup.host_of_engine(sender[0])
+        destination = setup.host_of_engine(replica)
+        if source != destination:
+            out[source] += size
+            into[destination] += size
+    return [Traffic(out[host], into[host]) for host in range(setup.case.hosts)]
+
+
+def worst_share(seen: Sequence[Traffic], expected: Sequence[Traffic]) -> float:
+    """Largest relative difference between what the NICs carried and what the manifest says, where it is more than
+    acknowledgements."""
+    worst = 0.0
+    for there, said in zip(seen, expected, strict=True):
+        for found, wanted in ((there.out, said.out), (there.into, said.into)):
+            if wanted:
+                worst = max(worst, abs(found - wanted) / wanted)
+    return worst
