@@ -35,7 +35,7 @@ def commands() -> list[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize(("page", "words"), commands(), ids=lambda value: value if isinstance(value, str)
                          else " ".join(value))
-def test_command(page, words, capsys):
+def test_command(page, words, capsys, tmp_path):
     if words[0] == "make":
         done = subprocess.run([*words[:1], "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, text=True,
                               check=False)
@@ -46,6 +46,9 @@ def test_command(page, words, capsys):
     command.make_context(name, rest, parent=context)  # refuses unknown options and missing arguments
     if name in RUN_FOR_REAL:
         assert main(words[1:]) == 0, capsys.readouterr().err
+    if "slurm" in words:            # up to the script, which needs no Slurm
+        dry = [*words[1:], *(["--dry-run"] if "--dry-run" not in words else []), f"run.dir={tmp_path}"]
+        assert main(dry) == 0, capsys.readouterr().err
     if name == "launch" and Path(words[2]).parent.name != "135m":  # its model folder is made by a command of its own
         overrides = [word for word in words[3:] if "=" in word]
         for each in [point.words for point in points(overrides, "run")] if "--sweep" in words else [overrides]:
