@@ -3,14 +3,12 @@ own `WeightReceiver`. The engine's state machine in front of them is the real on
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from launch.planner.plan import Architecture
-from tests.ranks import PRELOAD
+from tests.weight_sync.members import processes_of
 from tests.weight_sync.receivers import ReceivingEngine
 
 
@@ -30,48 +28,9 @@ class PlainEngine(ReceivingEngine):
 @contextmanager
 def plain_engines(a: Architecture, engines: int, tp: int = 1, first: int = 0) -> Iterator[list[PlainEngine]]:
     """`engines` engines of `tp` workers, numbered from `first`, every parameter full of NaN."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
-    made: list[PlainEngine] = []
-    try:
-        for replica in range(first, first + engines):
-            connections, processes = [], []
-            for worker in range(tp):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, a, tp, worker), daemon=True)
-                process.start()
-                theirs.close()
-                connections.append(ours)
-                processes.append(process)
-            made.append(PlainEngine(connections, processes, replica))
-        yield made
-    finally:
-        for engine in made:
-            for connection in engine._connections:
-                connection.close()
-        for engine in made:
-            for process in engine.processes:
-                process.join(5)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-
-
-def _serve(connection: Any, a: Architecture, tp: int, rank: int) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    worker = _Worker(a, tp, rank)
-    while True:
-        try:
-            method, args = connection.recv()
-        except EOFError:
-            return
-        try:
-            connection.send((False, getattr(worker, method)(*args)))
-        except Exception as error:
-            connection.send((True, RuntimeError(f"{type(error).__name__}: {error}")))
+    ranks = [(replica, worker) for replica in range(first, first + engines) for worker in range(tp)]
+    with processes_of([(_Worker, (a, tp, worker)) for _, worker in ranks]) as made:
+        yield [PlainEngine(*map(list, zip(*made[tp * at:tp * at + tp])), first + at) for at in range(engines)]
 
 
 class _Worker:

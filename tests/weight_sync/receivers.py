@@ -8,31 +8,14 @@ replaced by pipes.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from megatron_rl.rollout.weights import EngineWeights
-from tests.ranks import PRELOAD
-
-
-class Pipe:
-    """Calls over a connection, one after the other: a call that was cancelled still takes its answer out of it."""
-
-    def __init__(self, connection: Any) -> None:
-        self._connection, self._thread = connection, ThreadPoolExecutor(1)
-
-    async def call(self, method: str, args: tuple) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, method, args)
-
-    def _exchange(self, method: str, args: tuple) -> Any:
-        self._connection.send((method, args))
-        return self._connection.recv()
+from tests.weight_sync.members import Pipe, processes_of
 
 
 class ReceivingEngine:
@@ -85,53 +68,27 @@ class ReceivingEngine:
 @contextmanager
 def worker_processes(count: int) -> Iterator[list]:
     """Connections to `count` processes that take calls of `_Worker` methods; "build" must be the first."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
-    connections, processes = [], []
-    try:
-        for _ in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            connections.append(ours)
-            processes.append(process)
-        yield connections
-    finally:
-        for connection in connections:
-            connection.close()
-        for process in processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+    with processes_of([(_Rebuilt, ())] * count) as made:
+        yield [connection for connection, _ in made]
 
 
-def _serve(connection: Any) -> None:
-    import torch
+class _Rebuilt:
+    """A worker, built again for each case: vLLM is imported once a process."""
 
-    from launch import envvars
-    from tests.rollout.engines import run_config
+    def __init__(self) -> None:
+        from launch import envvars
+        from tests.rollout.engines import run_config
 
-    torch.set_num_threads(1)
-    envvars.set_for_this_process(envvars.environment("rollout", "cpu", run_config(Path("unused")), job="tests"))
-    worker = None
-    while True:
-        try:
-            method, args = connection.recv()
-        except EOFError:
-            return
-        try:
-            if method == "build":
-                if worker is not None:
-                    worker.leave()
-                worker = _build(*args)
-                connection.send((False, None))
-            else:
-                connection.send((False, getattr(worker, method)(*args)))
-        except Exception as error:
-            connection.send((True, RuntimeError(f"{type(error).__name__}: {error}")))
+        envvars.set_for_this_process(envvars.environment("rollout", "cpu", run_config(Path("unused")), job="tests"))
+        self._worker = None
+
+    def build(self, *args: Any) -> None:
+        if self._worker is not None:
+            self._worker.leave()
+        self._worker = _build(*args)
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self._worker, method)
 
 
 def _build(folder: str, tp: int, rank: int) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any
 from launch.planner.architecture import from_hf_config
 from launch.planner.plan import TrainingPlan
 from megatron_rl.weight_sync.coordinator import Endpoint
-from tests.ranks import PRELOAD, free_port
-from tests.weight_sync.receivers import Pipe
+from tests.ranks import free_port
+from tests.weight_sync.members import Pipe, processes_of
 
 
 class SourceRank:
@@ -45,50 +44,17 @@ class SourceRank:
 @contextmanager
 def source_ranks(folder: Path, training: TrainingPlan, dtype: str = "float32") -> Iterator[list[SourceRank]]:
     """One process a rank of `training`, each holding its share of the model in `folder`."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
-    ranks = []
-    try:
-        for rank in range(training.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, str(folder), training, rank, dtype), daemon=True)
-            process.start()
-            theirs.close()
-            ranks.append(SourceRank(ours, process))
-        yield ranks
-    finally:
-        for rank in ranks:
-            rank.connection.close()
-        for rank in ranks:
-            rank.process.join(5)
-            if rank.process.is_alive():
-                rank.process.kill()
-                rank.process.join()
+    makers = [(_Source, (str(folder), training, rank, dtype)) for rank in range(training.world_size)]
+    with processes_of(makers) as made:
+        yield [SourceRank(connection, process) for connection, process in made]
 
 
 def endpoints(world: int) -> list[Endpoint]:
     return [Endpoint("127.0.0.1", free_port()) for _ in range(world)]
 
 
-def _serve(connection: Any, folder: str, training: TrainingPlan, rank: int, dtype: str) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    source = _Source(folder, training, rank, getattr(torch, dtype))
-    while True:
-        try:
-            method, args = connection.recv()
-        except EOFError:
-            return
-        try:
-            connection.send((False, getattr(source, method)(*args)))
-        except Exception as error:
-            connection.send((True, RuntimeError(f"{type(error).__name__}: {error}")))
-
-
 class _Source:
-    def __init__(self, folder: str, training: TrainingPlan, rank: int, dtype: Any) -> None:
+    def __init__(self, folder: str, training: TrainingPlan, rank: int, dtype: str) -> None:
         import torch
 
         from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
@@ -97,7 +63,7 @@ class _Source:
         architecture = from_hf_config(Path(folder))
         self.canonical = canonical_tensors(architecture)
         self.layouts = megatron_layout(architecture, training, rank, "local")
-        self.parameters = {layout.name: torch.zeros(layout.shape, dtype=dtype) for layout in self.layouts}
+        self.parameters = {layout.name: torch.zeros(layout.shape, dtype=getattr(torch, dtype)) for layout in self.layouts}
         self.load(folder)
         sender = WeightSender(training.ranks[rank], self.layouts, self.parameters, address="127.0.0.1")
         self.sync_describe, self.sync_open, self.sync_discard = (
