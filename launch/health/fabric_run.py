@@ -17,6 +17,8 @@ from launch.runtime.waiting import wait_until
 
 GRACE_S = 30.0
 """Beyond the measurement's own deadline: processes start, files appear."""
+LEAST_S, NODE_S = 180.0, 10.0
+"""Deadline of the measurement: torch is imported from a shared file system, and rounds of pairs grow with the nodes."""
 SMALL = {"allreduce_bytes": 16 * fabric.MIB, "pair_bytes": 8 * fabric.MIB}
 """For gloo on CPUs."""
 
@@ -30,7 +32,7 @@ def measure(folder: Path, nodes: Sequence[str], hellos: Mapping[str, Hello], exp
     members = tuple(fabric.Member(node, gpu, hellos[node].address) for node in nodes
                     for gpu in (range(expected.gpus) if on_gpus else (None,)))
     task = fabric.Task(members, "nccl" if on_gpus else "gloo", Ports(hellos[nodes[0]].ports).rendezvous,
-                       **({} if on_gpus else SMALL))
+                       timeout_s=LEAST_S + NODE_S * len(nodes), **({} if on_gpus else SMALL))
     task.write(folder)
     return result(folder, task, nodes, fabric.expected_bytes_per_s(cluster) if cluster and on_gpus else None, say, check)
 

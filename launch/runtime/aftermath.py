@@ -13,6 +13,7 @@ from launch.errors import UserError
 from launch.exit_codes import ExitCode
 from launch.health.check import Check, checks_from_json
 from launch.health.ledger import Ledger
+from launch.health.verdict import judge
 from launch.runtime.attempts import Attempt, write_atomically
 from launch.runtime.decide import CRASHES, Decision, decide
 from launch.runtime.find_run import attempts_of, read_json
@@ -26,6 +27,9 @@ from launch.slurm.refusals import SlurmError, names
 from launch.slurm.same_job import options_like
 
 BLAMED = ("node_failure", "hardware_fault")
+HARDWARE = ("gpu.count", "gpu.lost", "gpu.ecc", "gpu.rows", "gpu.nvlink", "gpu.pcie", "nic.count", "nic.state", "nic.rate")
+"""Checks that show a node's fault after a crash. Others find what the crash itself, the user or another's job did: full
+disks, missing files, processes that still hold memory."""
 
 
 @dataclass(frozen=True)
@@ -256,8 +260,9 @@ class Aftermath:
                 self.say(f"{node} could not be written into the ledger: {error}")
 
     def _found(self) -> dict[str, Check]:
-        """The first critical finding of each node after the failure."""
-        found = {}
+        """What is broken in each node's hardware after the failure, judged as the preflight judges: a check that the user
+        skips, or that half of the nodes fail, is nobody's fault."""
+        reports = {}
         for files in all_nodes(self.attempt):
             try:
                 text = (files.folder / "aftermath.json").read_text(encoding="utf-8")
@@ -267,10 +272,11 @@ class Aftermath:
             except (OSError, ValueError, KeyError, TypeError, UserError) as error:
                 self.say(f"{files.node}: its checks after the failure cannot be read: {error}")
                 continue
-            critical = next((check for check in checks if check.severity == "critical"), None)
-            if critical is not None:
-                found[files.node] = critical
-        return found
+            reports[files.node] = [check for check in checks if check.name.startswith(HARDWARE)]
+        config = self.attempt.folder / "config.yaml"
+        skipped = self.attempt.config().run.skip_checks if config.exists() else ()
+        verdict = judge(reports, 0, skip=skipped)
+        return {node: exclusion.checks[0] for node, exclusion in verdict.excluded.items()}
 
     def _evidence(self, node: str) -> str:
         folder = self.attempt.folder / "nodes" / node

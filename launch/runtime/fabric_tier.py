@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from launch.cluster.spec import ClusterSpec
 from launch.config.schema import RunConfig
@@ -23,9 +24,10 @@ def wanted(config: RunConfig, before: Sequence[PastAttempt]) -> str:
     if config.run.preflight == "fabric":
         return "run.preflight = fabric"
     last = before[-1] if before and config.run.work == "train" else None
-    if last is None or last.nodes:
+    if last is None:
         return ""
-    if last.status == "hang" or last.status == "crash" and COLLECTIVE.search(last.message):
+    # Of a crash, `nodes` says where the component ran that failed first; who waits longest for a bad link is no culprit.
+    if last.status == "hang" and not last.nodes or last.status == "crash" and COLLECTIVE.search(last.message):
         return f"attempt {last.attempt} ended with a {last.status} and no node to blame"
     return ""
 
@@ -40,4 +42,9 @@ def with_fabric(attempt: Attempt, config: RunConfig, before: Sequence[PastAttemp
         return dict(reports)
     say(f"the fabric is measured: {why}")
     found = fabric_run.measure(attempt.folder, fit, hellos, Expected.read(attempt.folder), cluster, say, check)
+    if config.run.preflight != "fabric" and all(worst(checks) == "critical" for checks in found.values()):
+        # Nobody asked for it, and it says nothing of one node or another: no reason to end a run.
+        say("the fabric could not be measured: going on without")
+        found = {node: [replace(each, severity="warning") if each.severity == "critical" else each for each in checks]
+                 for node, checks in found.items()}
     return {node: [*checks, *found.get(node, ())] for node, checks in reports.items()}

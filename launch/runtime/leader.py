@@ -97,22 +97,10 @@ class Leader:
         if self.facts.controller_ahead_s:
             say(f"warning: the controller's clock differs from this node's by {self.facts.controller_ahead_s:+.0f} s; "
                 "the time limit is kept by the controller's")
-        code: ExitCode | None = None
         try:
-            outcome = self._attempt()
-        except endings.EndedEarly as early:
-            outcome = early.outcome
-            code = ExitCode.SLURM if outcome.status == "user_error" else None
-        except StopDuringStart:
-            outcome = endings.during_start_up(self.attempt)
-        except JobIsOver as reason:
-            outcome = self._over(str(reason))
-        except UserError as error:
-            code = error.exit_code
-            status = "preflight" if code == ExitCode.PREFLIGHT else "user_error"
-            outcome = endings.ended(self.attempt, status, str(error), nodes=self._unfit())
+            outcome, code = self._ended()
         except Exception as error:
-            outcome = self._unforeseen(error)
+            outcome, code = self._unforeseen(error), None
         write_outcome(folder, outcome)      # before the teardown, which may hang
         after = Aftermath(self.slurm, self.facts, self.attempt, self.ledger, say)
         try:
@@ -127,6 +115,20 @@ class Leader:
         self._tell(outcome)
         past = record_of(self.attempt, self.facts.job_id, outcome, self.history)
         return after.conclude(past, self.before, self.loaded, self.words, code)
+
+    def _ended(self) -> tuple[Outcome, ExitCode | None]:
+        """How the attempt ended, and the exit code where it is not the outcome's."""
+        try:
+            return self._attempt(), None
+        except endings.EndedEarly as early:
+            return early.outcome, ExitCode.SLURM if early.outcome.status == "user_error" else None
+        except StopDuringStart:
+            return endings.during_start_up(self.attempt), None
+        except JobIsOver as reason:
+            return self._over(str(reason)), None
+        except UserError as error:
+            status = "preflight" if error.exit_code == ExitCode.PREFLIGHT else "user_error"
+            return endings.ended(self.attempt, status, str(error), nodes=self._unfit()), error.exit_code
 
     def _over(self, reason: str) -> Outcome:
         """Slurm also ends a job whose node has failed, and may be faster at it than we are: then that node's beats

@@ -14,6 +14,7 @@ from launch.health import canary, gather
 from launch.health.check import Check, ok, read_report, write_report
 from launch.health.checks import clock
 from launch.health.gather import gather_reports
+from launch.runtime import node_files
 from tests.health.conftest import named
 
 
@@ -53,6 +54,10 @@ class TestCanary:
         with Leader(tmp_path, lambda: time.time() + skew_s):
             found = named(clock.check(tmp_path, "n1", 20.0), "clock.skew")
         assert found.severity == severity and found.value == pytest.approx(skew_s, abs=0.5)
+
+    def test_clocks_agree_better_than_beats_lie_apart(self):
+        """Or a healthy node would be taken for the one that died first."""
+        assert clock.SKEW_CRITICAL_S + node_files.BEAT_EVERY_S < node_files.BEHIND_S
 
     def test_files_that_appear_late_are_no_skew(self, tmp_path):
         """What an NFS does to a question looks like a difference of half of it: the error says so."""

@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from launch.config.load import LoadedConfig, load_config
 from launch.config.schema import Run
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
+from launch.health.check import checks_to_json, critical, ok
 from launch.health.ledger import Ledger
 from launch.runtime import aftermath
 from launch.runtime.aftermath import Aftermath
@@ -299,6 +301,36 @@ def test_an_unreadable_ledger_is_said(case):
     assert case.conclude("node_failure", nodes=("n003",)) == 0
     assert any("n003 could not be written into the ledger" in line for line in case.said)
     assert case.slurm.done == [("requeue", "7")], "whom to leave out cannot be told"
+
+
+def checked(case, found: dict[str, tuple[str, ...]], nodes: int = 4) -> None:
+    """What every node's checks found after the failure: names of critical ones."""
+    for number in range(1, nodes + 1):
+        folder = case.attempt.folder / "nodes" / f"n{number:03d}"
+        folder.mkdir(parents=True)
+        checks = [critical(name, 1, "as a test has it", "replace it") for name in found.get(folder.name, ())]
+        (folder / "aftermath.json").write_text(json.dumps(checks_to_json([ok("gpu.model", "H100", ""), *checks])))
+
+
+@pytest.mark.parametrize("found, faulty", [
+    ({"n002": ("gpu.lost",)}, ("n002",)), ({"n002": ("disk.scratch", "gpu.ecc")}, ("n002",)),
+    ({"n002": ("disk.scratch", "model.files", "limit.nofile")}, ()),
+    ({"n002": ("gpu.processes", "gpu.memory")}, ()),                # another's job, or what our own left behind
+    ({f"n{number:03d}": ("gpu.nvlink",) for number in range(1, 5)}, ())])   # the site, or the check
+def test_a_crash_is_the_hardwares_where_it_is_broken_afterwards(case, found, faulty):
+    checked(case, found)
+    case.conclude("crash")
+    assert case.past.status == ("hardware_fault" if faulty else "crash") and case.past.nodes == faulty
+    assert case.past.decision == ("fresh" if faulty else "requeue")
+    assert tuple(case.ledger.excluded()) == faulty
+
+
+def test_a_check_that_is_skipped_blames_nobody_after_a_crash_either(case):
+    checked(case, {"n002": ("gpu.nvlink",)})
+    config = case.loaded("run.skip_checks=[gpu.nvlink]").config
+    (case.attempt.folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    case.conclude("crash")
+    assert case.past.status == "crash" and not case.ledger.excluded()
 
 
 def test_an_unreadable_check_after_the_failure_is_said(case):

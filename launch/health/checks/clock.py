@@ -10,8 +10,9 @@ from launch.health.check import Check, critical, ok, warning
 SLOW_WRITE_S = 1.0
 SLOW_ROUND_TRIP_S = 10.0
 SKEW_WARNING_S = 1.0
-SKEW_CRITICAL_S = 30.0
-"""Logs of all ranks are ordered by time, deadlines are compared between nodes: half a minute makes both worthless."""
+SKEW_CRITICAL_S = 5.0
+"""Which node went first is told by the times of their last beats (`node_files.vanished`), and logs of all ranks are
+ordered by time: the clocks must agree better than those beats lie apart."""
 
 
 def check(attempt: Path | None, node: str, timeout_s: float) -> list[Check]:
