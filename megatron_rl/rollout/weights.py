@@ -99,19 +99,28 @@ class EngineWeights:
         return reports
 
     async def commit(self, epoch: int, version: int) -> None:
-        """The live weights are `version`: drop what was cached under the old ones, then serve."""
+        """The live weights are `version`: drop what was cached under the old ones, then serve.
+
+        The coordinator may give up meanwhile and discard the epoch; nothing is served then, however late this ends.
+        """
+        async with self._admission:     # the next PREPARE waits until this has ended, one way or the other
+            self._check_prepared(epoch)
+            self._raise_errors(await self._vllm.rpc("sync_end"))
+            await self._vllm.label_version(str(version))
+            # vLLM keeps the prefix cache over an update, and refuses to drop it while requests hold blocks.
+            if not await self._vllm.reset_prefix_cache(preempt=self._paused):
+                raise SyncError(f"engine {self._replica} did not drop its prefix cache: it would mix two versions")
+            self._check_prepared(epoch)
+            if self._paused:
+                await self._vllm.resume()
+                self._paused = False
+            self._check_prepared(epoch)
+            self.state, self.version, self._epoch = EngineState.SERVING, version, None
+
+    def _check_prepared(self, epoch: int) -> None:
         if self._epoch != epoch:
             raise SyncError(f"engine {self._replica} is {self.state.value}: it cannot commit epoch {epoch}, which it "
                             "is not prepared for")
-        self._raise_errors(await self._vllm.rpc("sync_end"))
-        await self._vllm.label_version(str(version))
-        # vLLM keeps the prefix cache over an update, and refuses to drop it while requests hold blocks.
-        if not await self._vllm.reset_prefix_cache(preempt=self._paused):
-            raise SyncError(f"engine {self._replica} did not drop its prefix cache: it would mix two versions")
-        if self._paused:
-            await self._vllm.resume()
-            self._paused = False
-        self.state, self.version, self._epoch = EngineState.SERVING, version, None
 
     async def discard(self, epoch: int, reason: str) -> None:
         """An epoch failed after PREPARE: the weights are a mixture, serve nothing until a full sync. The workers leave

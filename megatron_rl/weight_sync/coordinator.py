@@ -192,7 +192,8 @@ class SyncCoordinator:
         compare_digests(self.manifest.bytes_per_edge().keys(), sent, received)
         marks.append(time.monotonic())
 
-        await answers(self._on_engines("sync_commit", epoch, version), deadline)
+        # A deadline of its own: a transfer that took all of the other must not fail for what comes after it.
+        await answers(self._on_engines("sync_commit", epoch, version), time.monotonic() + self._timeout_s)
         self.version = version
         marks.append(time.monotonic())
 

@@ -1,0 +1,68 @@
+"""A COMMIT that the coordinator no longer waits for: every moment at which an epoch can be discarded meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from megatron_rl.rollout.weights import EngineWeights
+from megatron_rl.weight_sync.protocol import EngineState, NotServing, SyncError
+
+STEPS = ("sync_end", "label_version", "reset_prefix_cache", "resume")
+
+
+class SlowEngine:
+    """vLLM's part of a commit, which stops at one call until it is let on. It holds one frozen request."""
+
+    unfinished = 1
+
+    def __init__(self, stops_at: str) -> None:
+        self._stops_at, self.reached, self.go_on, self.calls = stops_at, asyncio.Event(), asyncio.Event(), []
+
+    async def _at(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self._stops_at:
+            self.reached.set()
+            await self.go_on.wait()
+
+    async def rpc(self, method: str, *args: object) -> list[dict]:
+        await self._at(method)
+        return [{}]
+
+    async def freeze(self, *, clear_cache: bool) -> None: ...
+
+    async def label_version(self, version: str) -> None:
+        await self._at("label_version")
+
+    async def reset_prefix_cache(self, *, preempt: bool) -> bool:
+        await self._at("reset_prefix_cache")
+        return True
+
+    async def resume(self) -> None:
+        await self._at("resume")
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_an_epoch_that_was_discarded_meanwhile_is_never_served(step):
+    async def story() -> None:
+        engine = SlowEngine(step)
+        weights = EngineWeights(engine, 0, 1, "float32", None)
+        await weights.prepare(5)
+        commit = asyncio.ensure_future(weights.commit(5, 1))
+        await engine.reached.wait()
+        await weights.discard(5, "no answer in time")
+        following = asyncio.ensure_future(weights.prepare(6))
+        engine.go_on.set()
+        with pytest.raises(SyncError, match="cannot commit epoch 5"):
+            await commit
+        await following
+        assert weights.state is EngineState.DISCARDED and weights.version is None
+        with pytest.raises(NotServing):
+            weights.check_serving()
+        assert ("resume" in engine.calls) == (step == "resume"), "frozen requests stay frozen"
+        await weights.commit(6, 2)                      # the next sync heals it
+        weights.check_serving()
+        assert weights.version == 2
+
+    asyncio.run(asyncio.wait_for(story(), 20))
