@@ -44,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupted)      # as Ctrl-C: everything that was made is removed
     try:
         cases = QUICK if options.quick else _chosen(options.cases)
+        if options.write_docs and (options.quick or len(cases) < len(CASES)):
+            raise UserError("the page holds the table of all cases", where="--write-docs",
+                            fix="leave --cases and --quick out, or leave this out")
         if why := why_not():
             raise UserError(f"hosts cannot be simulated here: {why}",
                             fix="run it as root on Linux, with iproute2 installed")

@@ -9,6 +9,7 @@ whatever waits on them.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 from collections.abc import Callable
@@ -23,7 +24,7 @@ class AbortLine:
         self._listener = socket.create_server((address, 0), family=_family(address), backlog=1024)
         self._members: list[socket.socket] = []
         self._lock = threading.Lock()
-        self._last = 0
+        self._last, self._closed = 0, threading.Event()
         threading.Thread(target=self._accept, name="abort line", daemon=True).start()
 
     @property
@@ -34,12 +35,11 @@ class AbortLine:
         """Epoch `epoch` and all before it are over. Members that are gone are skipped."""
         with self._lock:
             self._last = epoch
-            for member in self._members:
-                with contextlib.suppress(OSError):
-                    member.sendall(b"%d\n" % epoch)
+            self._members = [member for member in self._members if _told(member, epoch)]
 
     def close(self) -> None:
         """Every member closes its lanes."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -49,13 +49,18 @@ class AbortLine:
             self._members.clear()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):              # the listener was closed
-            while True:
+        while not self._closed.is_set():
+            try:
                 member = self._listener.accept()[0]
-                member.settimeout(CONNECT_S)            # one that does not read must not hold up the others
-                with self._lock, contextlib.suppress(OSError):
+            except OSError:                             # the listener was closed, or somebody left while connecting
+                self._closed.wait(0.1)
+                continue
+            member.settimeout(CONNECT_S)                # one that does not read must not hold up the others
+            _keep_alive(member)
+            with self._lock:
+                self._members = [each for each in self._members if not _gone(each)]     # lanes are opened again and again
+                if _told(member, self._last):           # it may have come just after an abort
                     self._members.append(member)
-                    member.sendall(b"%d\n" % self._last)       # it may have come just after an abort
 
 
 class AbortListener:
@@ -72,6 +77,7 @@ class AbortListener:
         self._since, self._closing = since, closing
         self._socket = socket.create_connection(endpoint, timeout=CONNECT_S)
         self._socket.settimeout(None)
+        _keep_alive(self._socket)
         self._closed = False
         threading.Thread(target=self._listen, name="abort line", daemon=True).start()
 
@@ -92,6 +98,33 @@ class AbortListener:
                         break
         if not self._closed:
             self._closing(reason)
+
+
+def _told(member: socket.socket, epoch: int) -> bool:
+    """Whether it could be sent to; closed if not."""
+    try:
+        member.sendall(b"%d\n" % epoch)
+        return True
+    except OSError:
+        member.close()
+        return False
+
+
+def _gone(member: socket.socket) -> bool:
+    """Whether its end is closed, as far as is known; members never send anything. Closed here too, then."""
+    poll = select.poll()
+    poll.register(member, select.POLLIN)
+    if not poll.poll(0):
+        return False
+    member.close()
+    return True
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """A machine that lost its power says nothing: ask it, so that its silence is noticed within a minute."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 4)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _family(address: str) -> socket.AddressFamily:

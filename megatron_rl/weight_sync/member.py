@@ -45,7 +45,7 @@ class Membership:
         except OSError as error:
             self.close()
             raise TransportError(f"{name}: the coordinator does not answer at {part.line}: {error}") from error
-        except TransportError:
+        except BaseException:                        # nobody else could close what this has opened
             self.close()
             raise
         self.held = Held(name, route_fingerprint(part.streams),
