@@ -7,6 +7,7 @@
         latest -> attempts/<n>
         attempts/<n>/
             config.yaml plan.json placement.json environment.json      what the attempt was started with
+            environment/                                                what each process was, secrets masked
             progress.json metrics.jsonl samples.jsonl warnings.jsonl    what it is doing
             components/<node>/ logs/ stacks/ errors/                    one file a process
             stop outcome.json plan-vs-measured.json                     how it ends

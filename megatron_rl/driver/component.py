@@ -7,6 +7,7 @@ import faulthandler
 import functools
 import gc
 import inspect
+import json
 import logging
 import os
 import signal
@@ -17,8 +18,9 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import IO, Any
 
+from launch import envvars
 from launch.errors import UserError
-from launch.runtime.attempts import Attempt
+from launch.runtime.attempts import Attempt, write_atomically
 from launch.runtime.components import record_error, register
 from launch.runtime.hang import STACK_SIGNAL, stack_file
 
@@ -37,6 +39,9 @@ def begin(attempt_folder: str | Path, name: str, node: str, *, own_log: bool = T
     _keep_term_blocked()
     attempt = Attempt(Path(attempt_folder))
     record = register(attempt, name, node)
+    (attempt.folder / "environment").mkdir(exist_ok=True)
+    write_atomically(attempt.folder / "environment" / f"{name}.json",
+                     json.dumps({"node": node, "variables": envvars.recordable()}, indent=2), mode=0o600)
     if own_log:
         descriptor = os.open(record.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, sys.stdout.fileno() if sys.stdout.isatty() else 1)

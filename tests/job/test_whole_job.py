@@ -9,6 +9,7 @@ from statistics import fmean, median
 
 import pytest
 
+from launch import envvars
 from launch.planner.calibrate import calibrate
 from launch.planner.prepare import prepare
 from launch.runtime.stop_file import STOP_FILE
@@ -60,6 +61,22 @@ def test_the_trained_weights_are_a_hugging_face_folder_that_answers_as_the_engin
         prompt = tokenizer(row["prompt"], add_special_tokens=False, return_tensors="pt").input_ids
         answer = model.generate(prompt, max_new_tokens=2, do_sample=False, eos_token_id=stop_id, pad_token_id=stop_id)
         assert tokenizer.decode(answer[0, prompt.shape[1]:], skip_special_tokens=True) == row["completion"]
+
+
+def test_every_process_records_the_environment_that_it_has(whole):
+    """Read in the process itself: the device's order and what differs between the partitions."""
+    plan, config = whole.attempt.plan(), whole.attempt.config()
+    recorded = {path.stem: json.loads(path.read_text(encoding="utf-8"))
+                for path in (whole.attempt.folder / "environment").iterdir()}
+    trainers = {f"trainer-{rank}" for rank in range(plan.training.world_size)}
+    assert trainers | {"rollout-0", "driver"} <= set(recorded)
+    for name, each in recorded.items():
+        role = "trainer" if name in trainers else "rollout" if name.startswith("rollout") else None
+        if role:
+            expected = envvars.environment(role, "cpu", config, job=whole.attempt.mark)
+            shown = {key: value for key, value in expected.items() if key in each["variables"]}
+            assert {key: each["variables"][key] for key in shown} == shown and len(shown) > 2
+        assert each["node"]
 
 
 def test_end_says_where_everything_is(whole):
