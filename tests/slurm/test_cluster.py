@@ -17,28 +17,24 @@ SLEEPER = """\
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --requeue
-srun --export=ALL bash -c '
-    echo "$SLURMD_NODENAME $CUDA_VISIBLE_DEVICES $SLURM_TOPOLOGY_ADDR"
-    touch "$1/$SLURMD_NODENAME"
-    sleep 600' _ "$1"
+srun --export=ALL bash -c 'echo "$SLURMD_NODENAME $CUDA_VISIBLE_DEVICES $SLURM_TOPOLOGY_ADDR"; exec sleep 600'
 """
 
 
 def sleeper(slurm: SlurmCluster, folder: Path, nodes: int) -> int:
-    """A job with a task on each node that writes a file and sleeps; returns when all tasks run."""
+    """A job with a task on each node that says where it is and sleeps; returns when the job's output holds the line of
+    every task: srun carries it there, some time after the task wrote it."""
     script = folder / "sleeper.sh"
     script.write_text(SLEEPER)
-    began = folder / "began"
-    began.mkdir()
-    job = slurm.submit(f"--nodes={nodes}", f"--output={folder}/out", str(script), str(began))
+    job = slurm.submit(f"--nodes={nodes}", f"--output={folder}/out", str(script))
     slurm.wait_for(job, "RUNNING")
-    slurm.wait_until(lambda: len(list(began.iterdir())) == nodes, f"{nodes} tasks to begin")
+    slurm.wait_until(lambda: slurm.output(job).count("\n") == nodes, f"the lines of {nodes} tasks")
     return job
 
 
 def test_a_task_a_node_with_its_gpus_and_its_place_in_the_tree(slurm, tmp_path):
     job = sleeper(slurm, tmp_path, nodes=9)
-    lines = sorted(slurm.output(job).split("\n")[:9])
+    lines = sorted(slurm.output(job).splitlines())
     assert lines[0] == "h100-001 0,1,2,3,4,5,6,7 core.spine1.leaf1.h100-001"
     assert lines[8].endswith("core.spine1.leaf2.h100-009")
     assert [task.name() for task in slurm.tasks("h100-005")] == ["sleep"]
