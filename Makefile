@@ -10,6 +10,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Words appended to the command: make grpo ARGS="run.steps=5", make test ARGS="-k sync".
 ARGS ?=
+# Test files that run side by side: much of their time is imports and waiting. 0: all in one process.
+WORKERS ?= 2
 
 ifeq ($(DEVICE),gpu)
 VENV ?= .venv-gpu
@@ -35,7 +37,7 @@ grpo: $(INSTALLED) ## Install, then train the tiny policy from random weights (D
 	$(VENV)/bin/megatron-rl launch configs/tiny/$(if $(filter gpu,$(DEVICE)),gpu,grpo).yaml --on local --device $(DEVICE) --fresh $(ARGS)
 
 test: $(INSTALLED) slurm ## Install, then run all tests
-	$(VENV)/bin/python -m pytest $(if $(CI),--color=no) $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(if $(CI),--color=no) $(ARGS)
 
 slurm: ## Install the Slurm that the tests start for themselves (Debian and Ubuntu, as root or with sudo)
 	@tests/install_slurm.sh
