@@ -158,10 +158,12 @@ def _combined(task: Task, everybody: list[dict]) -> Result:
 
 
 def _blamed(task: Task, error: Exception) -> dict[str, str]:
-    """Nodes to name for an error: those that the message names as absent, else the first, which saw it."""
+    """Nodes to name for an error: those that the message names as absent. Else it tells of no node more than of
+    another: a connection that was closed has two ends, and rank 0 hears of what failed elsewhere."""
     named = str(error).partition(": ")[2].partition(" did not come")[0].split(", ")
     absent = {member.node for index, member in enumerate(task.members) if f"{member.node}#{index}" in named}
-    return {node: str(error).splitlines()[0] for node in (absent or {task.members[0].node})}
+    return {member.node: str(error).splitlines()[0] for member in task.members
+            if member.node in absent or not absent}
 
 
 if __name__ == "__main__":

@@ -19,6 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.runtime.attempts import write_atomically
+from launch.runtime.shared_files import patiently, read_shared
+
 FOLDER = "canary"
 """In the attempt's folder."""
 TIMEOUT_S = 60.0
@@ -55,7 +58,7 @@ def ask(attempt: Path, node: str, timeout_s: float = TIMEOUT_S) -> Canary | None
     _write(folder / f"{node}.ask", {"t1": t1})
     write_s = time.perf_counter() - began
     deadline = began + timeout_s
-    while (text := _read(answer)) is None or text.get("t1") != t1:
+    while (text := read_shared(answer)) is None or text.get("t1") != t1:
         if time.perf_counter() > deadline:
             return None
         time.sleep(LOOK_EVERY_S)
@@ -81,35 +84,23 @@ class Answers:
     def give(self) -> list[str]:
         """Answer every new question and return the nodes that asked. Called again and again while nodes may ask."""
         try:
-            asked = [entry for entry in os.scandir(self._folder) if entry.name.endswith(".ask")]
+            asked = patiently(lambda: {entry.name: entry.inode() for entry in os.scandir(self._folder)
+                                       if entry.name.endswith(".ask")})
         except FileNotFoundError:
             return []
         answered = []
-        for entry in sorted(asked, key=lambda each: each.name):
-            if self._seen.get(entry.name) == entry.inode():
+        for name, inode in sorted(asked.items()):
+            if self._seen.get(name) == inode:
                 continue
-            question = _read(Path(entry.path))
+            question = read_shared(self._folder / name)
             if question is None:
                 continue
-            t2 = self._clock()
-            _write(Path(entry.path).with_suffix(".answer"), {"t1": question["t1"], "t2": t2, "t3": self._clock()})
-            self._seen[entry.name] = entry.inode()
-            answered.append(entry.name.removesuffix(".ask"))
+            node, t2 = name.removesuffix(".ask"), self._clock()
+            _write(self._folder / f"{node}.answer", {"t1": question["t1"], "t2": t2, "t3": self._clock()})
+            self._seen[name] = inode
+            answered.append(node)
         return answered
 
 
 def _write(path: Path, values: dict[str, float]) -> None:
-    """Write aside, fsync, rename: the name appears with its content on the server."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as file:
-        json.dump(values, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-
-
-def _read(path: Path) -> dict[str, float] | None:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
+    write_atomically(path, json.dumps(values), durable=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launch.runtime.attempts import write_atomically
+from launch.runtime.shared_files import read_shared
 
 SCHEMA_VERSION = 1
 REPORT = "preflight.json"
@@ -86,9 +87,8 @@ def write_report(folder: Path, node: str, checks: Iterable[Check]) -> Path:
 
 def read_report(folder: Path) -> Report | None:
     """The report in a node's folder; None while it is not there."""
-    try:
-        document = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    document = read_shared(folder / REPORT)
+    if document is None:
         return None
     if document["schema_version"] != SCHEMA_VERSION:
         raise ValueError(f"{folder / REPORT} has schema version {document['schema_version']}, not {SCHEMA_VERSION}")

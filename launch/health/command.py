@@ -18,7 +18,7 @@ from launch.cluster.interfaces import job_address
 from launch.cluster.spec import ClusterSpec
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
-from launch.health import fabric, fabric_run
+from launch.health import fabric, fabric_run, rails
 from launch.health.check import SCHEMA_VERSION, Check, checks_to_json, write_report
 from launch.health.expected import Expected, expected_of
 from launch.health.gather import TIMEOUT_S, gather_reports
@@ -32,6 +32,7 @@ from launch.planner.prepare import Prepared
 from launch.ports import allocate
 from launch.runtime.attempts import Attempt
 from launch.runtime.node_files import END, Hello, NodeFiles
+from launch.runtime.shared_files import seen
 from launch.runtime.waiting import wait_until
 from launch.slurm import step as slurm_step
 from launch.slurm.container import folders_of
@@ -100,9 +101,9 @@ def agent(folder: str) -> None:
         checks = check_node(NodeContext(node, Expected.read(attempt.folder), attempt.folder, address=where.address))
         write_report(files.folder, node, checks)
         end = attempt.folder / END
-        wait_until(lambda: end.exists() or fabric.Task.read(attempt.folder) is not None, "the leader", TIMEOUT_S,
+        wait_until(lambda: seen(end) or fabric.Task.read(attempt.folder) is not None, "the leader", TIMEOUT_S,
                    say=print)
-        if not end.exists():
+        if not seen(end):
             _members(attempt.folder, node, where.interface)
     finally:
         ports.release()
@@ -141,7 +142,8 @@ def _over(nodes: Sequence[str], folder: Path, expected: Expected, profile: Profi
         fit = [node for node, checks in found.items() if not any(each.severity == "critical" for each in checks)]
         if with_fabric and len(fit) > 1:
             hellos = {node: NodeFiles(Attempt(folder), node).hello() for node in fit}
-            for node, checks in fabric_run.measure(folder, fit, hellos, expected, cluster, say, check).items():
+            nics = rails.for_nccl(found, fit, expected.nics, profile, say)
+            for node, checks in fabric_run.measure(folder, fit, hellos, expected, cluster, nics, say, check).items():
                 found[node] += checks
         return found
     finally:

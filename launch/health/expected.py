@@ -43,6 +43,8 @@ class Expected:
     """Folder for Ray's session and spilled objects; None: that of TMPDIR, else /tmp."""
     scratch_bytes: int = 10 * GIB
     shm_bytes: int = 2 * GIB
+    port_base: int | None = None
+    """First port of the block that the job takes on every node; None: the first free one."""
     environment: dict[str, dict[str, str]] = field(default_factory=dict)
     """Partition -> variables that the launcher sets for its processes, those of communication only."""
 
@@ -70,6 +72,7 @@ def expected_of(config: RunConfig, cluster: ClusterSpec | None, device: envvars.
                  for role in ("trainer", "rollout")}
     common = Expected(device=device, cpus=cpus, scratch=profile.scratch, libraries=LIBRARIES if computes else (),
                       model=config.model.path if computes else None, model_weights=config.model.init == "load",
+                      port_base=config.run.port_base,
                       environment={"training": variables["trainer"], "rollout": variables["rollout"]})
     if cluster is None or device == "cpu":
         return common

@@ -14,9 +14,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from launch import envvars
 from launch.cluster.spec import ClusterSpec
 from launch.health.check import Check, critical, ok, warning
 from launch.runtime.attempts import write_atomically
+from launch.runtime.shared_files import read_shared
 
 FOLDER, TASK, RESULT = "fabric", "task.json", "result.json"
 SCHEMA_VERSION = 1
@@ -44,6 +46,8 @@ class Task:
     backend: Literal["gloo", "nccl"]
     port: int
     """Of the store, on the first member's node."""
+    nics: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Node -> NICs for NCCL by name, see `launch.health.rails.for_nccl`."""
     allreduce_bytes: int = 256 * MIB
     pair_bytes: int = 64 * MIB
     repeats: int = 5
@@ -57,11 +61,11 @@ class Task:
     @staticmethod
     def read(attempt_folder: Path) -> Task | None:
         """None while it is not there."""
-        try:
-            values = json.loads((attempt_folder / FOLDER / TASK).read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        values = read_shared(attempt_folder / FOLDER / TASK)
+        if values is None:
             return None
-        return Task(**{**values, "members": tuple(Member(**each) for each in values["members"])})
+        return Task(**{**values, "members": tuple(Member(**each) for each in values["members"]),
+                       "nics": {node: tuple(names) for node, names in values["nics"].items()}})
 
 
 @dataclass(frozen=True)
@@ -100,9 +104,8 @@ class Result:
     @staticmethod
     def read(attempt_folder: Path) -> Result | None:
         """None while it is not there."""
-        try:
-            values = json.loads((attempt_folder / FOLDER / RESULT).read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        values = read_shared(attempt_folder / FOLDER / RESULT)
+        if values is None:
             return None
         values.pop("schema_version")
         pairs = tuple(Pair(tuple(each["nodes"]), each["bytes_per_s"]) for each in values["pairs"])
@@ -114,10 +117,13 @@ def command(attempt_folder: Path, rank: int) -> list[str]:
     return [sys.executable, "-m", "megatron_rl.fabric_check", str(attempt_folder), str(rank)]
 
 
-def variables(member: Member, interface: str) -> dict[str, str]:
-    """What the member's process is started with, beside what it inherits."""
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            "CUDA_VISIBLE_DEVICES": "" if member.gpu is None else str(member.gpu), "OMP_NUM_THREADS": "1"}
+def variables(task: Task, member: Member, interface: str, mark: str) -> dict[str, str]:
+    """What the member's process is started with, beside what it inherits: what a training rank would be."""
+    on_gpu = member.gpu is not None
+    return {**envvars.environment("trainer", "gpu" if on_gpu else "cpu", None, job=mark,
+                                  gpus=(member.gpu,) if on_gpu else (), interface=interface, address=member.address,
+                                  nics=task.nics.get(member.node, ())),
+            envvars.NODE: member.node}
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:

@@ -12,6 +12,7 @@ from launch.health import fabric
 from launch.health.check import Check
 from launch.health.expected import Expected
 from launch.ports import Ports
+from launch.runtime.attempts import Attempt
 from launch.runtime.node_files import Hello
 from launch.runtime.waiting import wait_until
 
@@ -24,15 +25,19 @@ SMALL = {"allreduce_bytes": 16 * fabric.MIB, "pair_bytes": 8 * fabric.MIB}
 
 
 def measure(folder: Path, nodes: Sequence[str], hellos: Mapping[str, Hello], expected: Expected,
-            cluster: ClusterSpec | None, say: Callable[[str], None],
+            cluster: ClusterSpec | None, nics: Mapping[str, tuple[str, ...]], say: Callable[[str], None],
             check: Callable[[], None]) -> dict[str, list[Check]]:
     """Have these nodes, whose agents wait for a task in `folder`, measure; their checks. Simulated GPUs have no NCCL: one
-    process a node then, by gloo."""
+    process a node then, by gloo.
+
+    Args:
+        nics: `rails.for_nccl` of these nodes.
+    """
     on_gpus = expected.device == "gpu" and expected.gpus > 0 and not envvars.get(envvars.SIMULATED_GPUS)
     members = tuple(fabric.Member(node, gpu, hellos[node].address) for node in nodes
                     for gpu in (range(expected.gpus) if on_gpus else (None,)))
     task = fabric.Task(members, "nccl" if on_gpus else "gloo", Ports(hellos[nodes[0]].ports).rendezvous,
-                       timeout_s=LEAST_S + NODE_S * len(nodes), **({} if on_gpus else SMALL))
+                       dict(nics), timeout_s=LEAST_S + NODE_S * len(nodes), **({} if on_gpus else SMALL))
     task.write(folder)
     return result(folder, task, nodes, fabric.expected_bytes_per_s(cluster) if cluster and on_gpus else None, say, check)
 
@@ -49,16 +54,13 @@ def result(folder: Path, task: fabric.Task, nodes: Sequence[str], speed: float |
     return fabric.judge_fabric(fabric.Result.read(folder), nodes, speed)
 
 
-def start(folder: Path, node: str, interface: str, marks: Mapping[str, str] = {}) -> list[processes.Child]:
-    """Start this node's members of the task in `folder`.
-
-    Args:
-        marks: by which they are found again, whatever becomes of their parent.
-    """
-    task = fabric.Task.read(folder)
+def start(folder: Path, node: str, interface: str) -> list[processes.Child]:
+    """Start this node's members of the task in `folder`, the attempt's, whose mark they carry: they are found again,
+    whatever becomes of their parent."""
+    task, mark = fabric.Task.read(folder), Attempt(folder).mark
     search = ":".join(filter(None, [str(Path(__file__).parents[2]), envvars.get("PYTHONPATH")]))
     return [processes.start(f"fabric-{rank}", fabric.command(folder, rank),
                             log=folder / fabric.FOLDER / f"{rank}.log",
-                            environment={**envvars.inherited(), **fabric.variables(member, interface), **marks,
+                            environment={**envvars.inherited(), **fabric.variables(task, member, interface, mark),
                                          "PYTHONPATH": search})
             for rank, member in enumerate(task.members) if member.node == node]

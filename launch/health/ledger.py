@@ -8,18 +8,19 @@ out, the worst first.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launch.errors import UserError
 from launch.runtime.attempts import write_atomically
+from launch.runtime.file_lock import held
+from launch.runtime.shared_files import read_shared
+from launch.runtime.waiting import listed
 
 SCHEMA_VERSION = 1
 FILE = "ledger.json"
@@ -30,6 +31,10 @@ MAX_SHARE = 0.25
 SAME_REASON_SHARE = 0.5
 MAX_WITHOUT_SIZE = 4
 """The cap where the number of nodes is not known."""
+LOCK_S = 30.0
+"""How long a change waits for the lock. Another job holds it for milliseconds."""
+Seen = tuple[str, str, str | Path]
+"""A node that was seen failing, the reason, the evidence."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +63,13 @@ class Ledger:
         cluster_nodes: nodes of the partition, or of the allocation where that is all one knows; the cap is a share of
             them.
         max_share, expiry_s: see the module.
+        lock_s: see `LOCK_S`.
     """
 
     def __init__(self, path: str | Path, *, cluster_nodes: int | None = None, max_share: float = MAX_SHARE,
-                 expiry_s: float = EXPIRY_S) -> None:
+                 expiry_s: float = EXPIRY_S, lock_s: float = LOCK_S) -> None:
         self.path, self.cluster_nodes, self.max_share, self.expiry_s = Path(path), cluster_nodes, max_share, expiry_s
+        self.lock_s = lock_s
 
     @property
     def cap(self) -> int:
@@ -73,28 +80,49 @@ class Ledger:
 
     def add(self, node: str, reason: str, evidence: str | Path = "", job: str = "", *,
             now: float | None = None) -> Entry:
-        """Record a failure and return its entry. The same node, reason and job count once, and the newest counts."""
-        at = time.time() if now is None else now
-        entry = Entry(node, reason, str(evidence), job, at, at + self.expiry_s)
-        with self._locked():
-            kept = [old for old in self.entries() if old.expires > at
-                    and (old.node, old.kind, old.job) != (entry.node, entry.kind, entry.job)]
-            rows = [asdict(each) for each in (*kept, entry)]
-            write_atomically(self.path, json.dumps({"schema_version": SCHEMA_VERSION, "entries": rows}, indent=1))
+        """Record a failure and return its entry. The same node, reason and job count once, and the newest counts.
+
+        Raises:
+            UserError: the lock did not become free in time, or the file is not a ledger of this version.
+            OSError: the file cannot be written.
+        """
+        entry, = self._add([(node, reason, evidence)], job, time.time() if now is None else now)
         return entry
+
+    def record(self, found: Iterable[Seen], job: str, say: Callable[[str], None]) -> None:
+        """`add` of all these at once. What keeps the ledger from being written is said, and ends no run."""
+        found = list(found)
+        if not found:
+            return
+        try:
+            self._add(found, job, time.time())
+        except (UserError, OSError) as error:
+            nodes = listed(list(dict.fromkeys(node for node, _, _ in found)))
+            say(f"warning: {nodes} could not be written into the ledger of bad nodes, and the run goes on: {error}")
+
+    def readable(self, say: Callable[[str], None]) -> Ledger | None:
+        """This ledger; None where it cannot be read, which is said, and ends no run."""
+        try:
+            self.entries()
+        except (UserError, OSError) as error:
+            say(f"warning: going on without the ledger of bad nodes: {error}")
+            return None
+        return self
 
     def entries(self, now: float | None = None) -> list[Entry]:
         """All entries, oldest first; with `now` only those that have not expired.
 
         Raises:
             UserError: the file is not a ledger of this version.
+            OSError: the file cannot be read.
         """
         try:
-            document = json.loads(self.path.read_text(encoding="utf-8"))
+            text = read_shared(self.path, str)      # not parsed in there: who edits it by hand hears of it at once
+            if text is None:
+                return []
+            document = json.loads(text)
             version = document["schema_version"]
             found = [Entry(**row) for row in document["entries"]] if version == SCHEMA_VERSION else []
-        except FileNotFoundError:
-            return []
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"the ledger of bad nodes is not readable: {error}", where=str(self.path.absolute()),
                             fix="remove or rename the file: nodes are then judged afresh") from error
@@ -138,10 +166,12 @@ class Ledger:
                if any(entry.evidence for entry in found) or len({entry.job for entry in found}) > 1]
         return sorted(bad, key=lambda each: (-len(each[1]), -each[1][-1].time, each[0]))
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _add(self, found: Sequence[Seen], job: str, at: float) -> list[Entry]:
         """Two jobs do not lose each other's entries. The lock is a file of its own: the ledger itself is replaced."""
+        new = [Entry(node, reason, str(evidence), job, at, at + self.expiry_s) for node, reason, evidence in found]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.with_name(f".{self.path.name}.lock").open("w", encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        with held(self.path.with_name(f".{self.path.name}.lock"), self.lock_s):
+            entries = {(entry.node, entry.kind, entry.job): entry for entry in (*self.entries(at), *new)}
+            rows = [asdict(entry) for entry in entries.values()]
+            write_atomically(self.path, json.dumps({"schema_version": SCHEMA_VERSION, "entries": rows}, indent=1))
+        return new

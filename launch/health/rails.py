@@ -1,4 +1,4 @@
-"""Which NIC of a node belongs to which rail: the GPUs of a rail and its NIC hang under one PCI switch. Pure.
+"""Which NIC of a node belongs to which rail: the GPUs of a rail and its NIC hang under one PCI switch.
 
 A DGX H100 has twelve RDMA devices: eight beside its eight GPUs, and four for storage and management. Their numbers say
 nothing of the GPU beside them; where they hang in the PCI tree does.
@@ -7,9 +7,30 @@ nothing of the GPU beside them; where they hang in the PCI tree does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from launch import envvars
+from launch.health.check import Check
 from launch.health.machine import Nic, PciPath
+from launch.runtime.waiting import listed
+from launch.slurm.profiles import Profile
+
+
+def for_nccl(reports: Mapping[str, Sequence[Check]], nodes: Sequence[str], count: int, profile: Profile,
+             say: Callable[[str], None] = lambda line: None) -> dict[str, tuple[str, ...]]:
+    """Node -> NICs for NCCL by name: the site's, else the `count` that the preflight found beside the GPUs. {} where
+    the user or the site names them to NCCL, or where one node's are not known."""
+    if profile.interfaces.nccl:
+        return {node: tuple(profile.interfaces.nccl) for node in nodes}
+    if envvars.get("NCCL_IB_HCA") or "NCCL_IB_HCA" in profile.environment:
+        return {}
+    found = {node: next((tuple(check.value) for check in reports[node] if check.name == "nic.rails"), ())
+             for node in nodes}
+    unclear = [node for node, names in found.items() if len(names) != count]
+    if unclear and count:
+        say(f"warning nic.rails: NCCL chooses among the NICs by itself, since those beside the GPUs of "
+            f"{listed(unclear)} are not known; name them in interfaces.nccl of the site profile")
+    return {} if unclear else found
 
 
 def candidates(active: Sequence[Nic], count: int, gbit_per_s: float) -> list[Nic]:

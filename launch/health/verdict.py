@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from launch.health.ledger import Ledger
 BROKEN_SHARE = 0.5
 """A check that is critical at more than this share of at least three nodes (or at both of two) says something about
 the site, the configuration or the check itself, not about the nodes."""
+
+IN_USE = ("gpu.processes", "gpu.memory")
+"""What processes of another job make critical. Memory in use without a process is a node's fault."""
 
 
 @dataclass(frozen=True)
@@ -125,16 +128,24 @@ def judge(nodes: Nodes, needed: int, spares: int = 0, ledger: Ledger | None = No
                    findings)
 
 
-def record(verdict: Verdict, ledger: Ledger, evidence: Mapping[str, str | Path], job: str) -> None:
-    """Write the nodes that this preflight excluded, with their critical checks, into the ledger.
+def record(verdict: Verdict, ledger: Ledger, evidence: Mapping[str, str | Path], job: str,
+           say: Callable[[str], None] = print) -> None:
+    """Write the nodes that this preflight excluded, with their critical checks, into the ledger; but not what another
+    job's processes do there, which are gone when they end.
 
     Args:
         evidence: node -> the file that shows it, such as its preflight.json.
+        say: is told if the ledger cannot be written.
     """
+    found = []
     for node, exclusion in verdict.excluded.items():
         if not exclusion.from_ledger:
+            in_use = any(check.name == IN_USE[0] for check in exclusion.checks)
             for check in exclusion.checks:
-                ledger.add(node, f"{check.name}: {check.evidence}", evidence.get(node, ""), job)
+                if in_use and check.name in IN_USE:
+                    continue
+                found.append((node, f"{check.name}: {check.evidence}", evidence.get(node, "")))
+    ledger.record(found, job, say)
 
 
 def _softened(check: Check, skip: Collection[str]) -> Check:

@@ -13,14 +13,15 @@ from launch.exit_codes import MEANINGS, ExitCode
 from launch.health.ledger import FILE as LEDGER
 from launch.health.ledger import Ledger
 from launch.report import log_lines
-from launch.report.doctor_table import ANY_LOG, BY_CODE, PAGE, TABLE, Symptom
+from launch.report.doctor_table import ANY_LOG, BY_CODE, PAGE, TABLE
+from launch.report.known.symptom import Symptom
 from launch.report.log_lines import Source
 from launch.report.logs import sources
 from launch.report.logs_first_error import Failure, first_error
 from launch.runtime.find_run import Found, read_json
 from launch.runtime.history import read_history
 from launch.runtime.outcome import Outcome, read_outcome
-from launch.slurm.client import JobRecord
+from launch.slurm.records import JobRecord
 
 SCHEMA_VERSION = 1
 PENDING = "PENDING"
@@ -153,7 +154,7 @@ def _by_ledger(found: Found) -> Iterable[Finding]:
         return
     ledger = Ledger(found.folder / LEDGER)
     nodes = read_json(found.attempt / "job.json").get("nodes") or ()
-    for entry in ledger.entries(time.time()):
+    for entry in ledger.entries(time.time()) if ledger.readable(lambda line: None) else ():
         if entry.node in nodes:
             evidence = f"{entry.node}: {entry.reason}"
             yield _finding(BY_CODE["bad-node"], evidence, entry.evidence or str(ledger.path), entry.time)

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 from launch.cluster.spec import ClusterSpec
 from launch.config.schema import RunConfig
-from launch.health import fabric_run
+from launch.health import fabric_run, rails
 from launch.health.check import Check, worst
 from launch.health.expected import Expected
 from launch.runtime.attempts import Attempt
 from launch.runtime.history import PastAttempt
 from launch.runtime.node_files import Hello
+from launch.slurm.profiles import Profile
 
 COLLECTIVE = re.compile(r"(?i)nccl|gloo|collective|timed? ?out")
 
@@ -33,7 +34,7 @@ def wanted(config: RunConfig, before: Sequence[PastAttempt]) -> str:
 
 
 def with_fabric(attempt: Attempt, config: RunConfig, before: Sequence[PastAttempt], reports: Mapping[str, list[Check]],
-                hellos: Mapping[str, Hello], cluster: ClusterSpec, say: Callable[[str], None],
+                hellos: Mapping[str, Hello], cluster: ClusterSpec, profile: Profile, say: Callable[[str], None],
                 check: Callable[[], None]) -> dict[str, list[Check]]:
     """The reports, with the fabric's checks of all nodes that are fit so far where they are wanted."""
     why = wanted(config, before)
@@ -41,7 +42,8 @@ def with_fabric(attempt: Attempt, config: RunConfig, before: Sequence[PastAttemp
     if not why or len(fit) < 2:
         return dict(reports)
     say(f"the fabric is measured: {why}")
-    found = fabric_run.measure(attempt.folder, fit, hellos, Expected.read(attempt.folder), cluster, say, check)
+    nics = rails.for_nccl(reports, fit, cluster.nics_per_node, profile)
+    found = fabric_run.measure(attempt.folder, fit, hellos, Expected.read(attempt.folder), cluster, nics, say, check)
     if config.run.preflight != "fabric" and all(worst(checks) == "critical" for checks in found.values()):
         # Nobody asked for it, and it says nothing of one node or another: no reason to end a run.
         say("the fabric could not be measured: going on without")

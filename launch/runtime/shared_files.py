@@ -58,9 +58,13 @@ def read_shared(path: Path, parse: Callable[[str], Any] = json.loads) -> Any | N
 
 def seen(path: Path) -> bool:
     """Whether the name is there, as its server has it now. False where that cannot be said at the moment: who waits
-    asks again."""
+    asks again. A folder that is not there is asked for in the same way, in the one above."""
     try:
-        os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
+        try:
+            os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
+        except FileNotFoundError:
+            if path.parent == path or not seen(path.parent):
+                return False
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         return False

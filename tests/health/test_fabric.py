@@ -11,6 +11,7 @@ import pytest
 
 from launch import envvars, processes
 from launch.cluster.file import load_cluster
+from launch.config.load import load_config
 from launch.health import fabric
 from launch.health.check import worst
 from launch.health.fabric import Member, Pair, Result, Task, judge_fabric, rounds
@@ -82,7 +83,7 @@ class TestJudgement:
 
 def test_files(tmp_path):
     assert Task.read(tmp_path) is None and Result.read(tmp_path) is None
-    task = Task((Member("a", 0, "10.0.0.1"), Member("b", None, "10.0.0.2")), "gloo", 23456)
+    task = Task((Member("a", 0, "10.0.0.1"), Member("b", None, "10.0.0.2")), "gloo", 23456, {"a": ("mlx5_0", "mlx5_1")})
     task.write(tmp_path)
     result = measured({}, wrong={"c": "damaged"})
     result.write(tmp_path)
@@ -90,11 +91,24 @@ def test_files(tmp_path):
     assert json.loads((tmp_path / "fabric" / "result.json").read_text())["schema_version"] == 1
 
 
+def test_it_measures_with_the_environment_of_the_job(run_yaml):
+    """NCCL over other NICs, or with cuMem on one side only, is not the fabric that the job will use."""
+    nics = {"b": tuple(f"mlx5_{rail}" for rail in range(8))}
+    task = Task((Member("a", 3, "10.0.0.1"), Member("b", 5, "10.0.0.2")), "nccl", 23456, nics)
+    found = fabric.variables(task, task.members[1], "bond0", "runs/r/attempts/1")
+    rank = envvars.environment("trainer", "gpu", load_config(run_yaml).config, job="runs/r/attempts/1", gpus=(5,),
+                               interface="bond0", address="10.0.0.2", nics=nics["b"])
+    assert found == {**rank, envvars.NODE: "b"}
+    assert found["NCCL_IB_HCA"] == "=" + ",".join(nics["b"]) and found["NCCL_CUMEM_ENABLE"] == "0"
+    assert "NCCL_IB_HCA" not in fabric.variables(task, task.members[0], "bond0", "")
+
+
 def run(task: Task, folder, ranks) -> list[int | None]:
     """Real processes, as supervisors start them; their exit codes."""
     task.write(folder)
     children = [processes.start(f"fabric-{rank}", fabric.command(folder, rank), log=folder / f"{rank}.log",
-                                environment={**envvars.inherited(), **fabric.variables(task.members[rank], "lo")})
+                                environment={**envvars.inherited(),
+                                             **fabric.variables(task, task.members[rank], "lo", "tests")})
                 for rank in ranks]
     try:
         return [child.wait(90.0) for child in children]
@@ -125,6 +139,17 @@ class TestForReal:
         assert run(replace(task, members=three, timeout_s=8.0), tmp_path, (0, 1)) == [1, 1]
         errors = Result.read(tmp_path).errors
         assert list(errors) == ["c"] and "c#2 did not come" in errors["c"]
+
+
+@needs_torch
+def test_an_error_that_names_nobody_blames_nobody():
+    from megatron_rl.fabric_check import _blamed
+
+    task = Task(tuple(Member(node, None, "") for node in NODES for _ in range(2)), "gloo", 1)
+    errors = _blamed(task, RuntimeError("Connection closed by peer [10.0.0.3]:4711\nat pair.cc"))
+    assert errors == dict.fromkeys(NODES, "Connection closed by peer [10.0.0.3]:4711")
+    verdict = judge(judge_fabric(Result(0, 0.0, errors=errors), NODES), 4)
+    assert not verdict.ok and not verdict.excluded and [check.name for check in verdict.site] == ["fabric.joined"]
 
 
 @needs_torch

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from launch import envvars, processes
 from launch.errors import UserError
+from launch.health.check import critical
 from launch.health.ledger import EXPIRY_S, MAX_WITHOUT_SIZE, Entry, Ledger
+from launch.health.verdict import judge, record
+from launch.runtime.waiting import wait_until
 
 DAY = 24 * 3600.0
 
@@ -116,3 +122,52 @@ def test_a_broken_file_is_said(tmp_path, text, fragment):
     (tmp_path / "ledger.json").write_text(text)
     with pytest.raises(UserError, match=fragment):
         Ledger(tmp_path / "ledger.json").excluded(1.0)
+
+
+HOLDER = """
+import sys, threading
+from pathlib import Path
+from launch.runtime.file_lock import held
+with held(Path(sys.argv[1]), 5.0):
+    threading.Event().wait()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds the ledger's lock."""
+    lock = tmp_path / ".ledger.json.lock"
+    root = Path(__file__).parents[2]
+    child = processes.start("holder", [sys.executable, "-c", HOLDER, str(lock)], log=tmp_path / "holder.log",
+                            environment={**envvars.inherited(), "PYTHONPATH": str(root)})
+    try:
+        wait_until(lambda: lock.exists() and lock.read_text() != "", "the holder", 30.0, say=print)
+        yield child
+    finally:
+        child.end(grace_s=0.0)
+
+
+def test_a_lock_that_is_not_given_up_ends_no_run(tmp_path, holder):
+    """The holder hangs, or the lock service does: who waits cannot tell. It says what is not recorded, and goes on."""
+    ledger, said = Ledger(tmp_path / "ledger.json", cluster_nodes=8, lock_s=0.1), []
+    with pytest.raises(UserError, match=f"pid {holder.pid} on .* holds it") as error:
+        ledger.add("n1", "gpu.ecc: 4 errors", "preflight.json", "7")
+    assert error.value.where == str(tmp_path / ".ledger.json.lock")
+    verdict = judge({node: [critical("gpu.ecc", 4, "4 errors", "drain")] if node < "n3" else []
+                     for node in ("n1", "n2", "n3", "n4")}, 2, ledger=ledger.readable(said.append))
+    record(verdict, ledger, {}, "7", said.append)
+    line, = said
+    assert line.startswith("warning: n1, n2 could not be written into the ledger of bad nodes, and the run goes on: ")
+    assert f"pid {holder.pid} on " in line and ".ledger.json.lock" in line and not ledger.entries()
+
+    holder.end(grace_s=0.0)             # those who gave up must not have it now
+    ledger.lock_s = 10.0
+    record(verdict, ledger, {}, "7", said.append)
+    assert len(said) == 1 and {entry.node for entry in ledger.entries()} == {"n1", "n2"}
+
+
+def test_a_ledger_that_cannot_be_read_ends_no_run(tmp_path):
+    (tmp_path / "ledger.json").write_text("{", encoding="utf-8")
+    said: list[str] = []
+    assert Ledger(tmp_path / "ledger.json").readable(said.append) is None
+    assert "going on without the ledger of bad nodes" in said[0] and "remove or rename the file" in said[0]

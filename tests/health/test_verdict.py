@@ -150,6 +150,16 @@ class TestWithALedger:
         assert len(ledger.entries()) == 1
         assert judge(fleet(4), 3, 1, ledger, now=entry.expires + 1).accepted == ("n1", "n2", "n3", "n4")
 
+    @pytest.mark.parametrize("fault, recorded", [
+        ({"used_bytes": 2 ** 34, "processes": [{"pid": 2 ** 22 + 1, "memory_bytes": 2 ** 34}]}, set()),
+        ({"used_bytes": 2 ** 34}, {"gpu.memory"}),                      # what a dead process left: a reset is needed
+        ({"used_bytes": 2 ** 34, "processes": [2 ** 22 + 1], "ecc_uncorrected": 4}, {"gpu.ecc"})])
+    def test_a_node_that_another_job_uses_is_refused_and_not_remembered(self, fleet, ledger, fault, recorded):
+        verdict = judge(fleet(4, {"n2": {"gpus": {"3": fault}}}), 3, 1, ledger)
+        record(verdict, ledger, {"n2": "preflight.json"}, "7")
+        assert set(verdict.excluded) == {"n2"} and {entry.kind for entry in ledger.entries()} == recorded
+        assert judge(fleet(4), 4, 0, ledger).ok and (judge(fleet(4), 3, 1, ledger).excluded == {}) == (not recorded)
+
     def test_too_few_would_remain(self, fleet, ledger):
         ledger.add("n2", "gpu.ecc", "e.json", "7")
         verdict = judge(fleet(4), 4, 0, ledger)

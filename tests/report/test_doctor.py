@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch.cli.main import main
+from launch.exit_codes import ExitCode
 from launch.health.ledger import Ledger
 from launch.report import doctor
 from launch.report.doctor import diagnose, exit_meaning, slurm_line
@@ -22,7 +23,7 @@ from launch.runtime.attempts import Attempt
 from launch.runtime.find_run import Found, find_run
 from launch.runtime.history import append, read_history, record_of
 from launch.runtime.outcome import Outcome
-from launch.slurm.client import job_records
+from launch.slurm.records import job_records
 from tests.report.attempts import NOW, Made, stamp
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,9 @@ OUTCOMES = {
     "port-in-use": ("user_error", "port 21000 (Ray GCS) is already taken by pid 7: python"),
     "crash": ("crash", "trainer-1 failed first: ValueError: a packed row of 9000 tokens"),
     "no-plan": ("user_error", "the allocation differs from the plan: 3 nodes, not 4"),
+    "interrupted": ("interrupted", "interrupted twice: ended without a checkpoint"),
+    "slurm-refused": ("user_error", "srun ended with status 1 before the supervisors had begun: srun: error: Unable to "
+                                    "create step for job 7: Invalid generic resource (gres) specification"),
 }
 """Row -> (status, message) as the launcher writes them."""
 
@@ -163,6 +167,13 @@ def test_exit_codes(line, meaning):
     assert exit_meaning(line) == meaning
 
 
+def test_every_exit_code_has_a_row():
+    """Also where Slurm's record is all that is left of a job."""
+    for code in set(ExitCode) - {ExitCode.OK}:
+        line = f"FAILED NonZeroExitCode exit={code:d}:0 restarts=0"
+        assert any(each.slurm and re.search(each.slurm, line) for each in TABLE), code.name
+
+
 def test_json(tmp_path, capsys):
     made = Made(tmp_path, "grpo").log("trainer-0", sample("gpu-memory")).ended("crash", 3, "trainer-0 failed first")
     assert main(["doctor", str(made.run), "--json"]) == 0
@@ -172,8 +183,9 @@ def test_json(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("symptom", TABLE, ids=lambda each: each.code)
-def test_lines_fit(symptom, tmp_path):
-    made = Made(tmp_path, "grpo").ended("crash", 3, "word " * 60)
+def test_lines_fit(symptom, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)         # a path is not broken into lines
+    made = Made(Path("runs"), "grpo").ended("crash", 3, "word " * 60)
     found = of(made)
     shown = doctor_text(replace(found, findings=(doctor._finding(symptom, "e " * 200, "x.log:3"),)))
     assert max(len(line) for line in shown.splitlines()) <= 100

@@ -1,4 +1,4 @@
-"""When a job measures the fabric."""
+"""When a job measures the fabric, and what a measurement that failed means."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ import time
 
 import pytest
 
+from launch.cluster.file import load_cluster
 from launch.config.load import load_config
-from launch.runtime.fabric_tier import wanted
+from launch.health import fabric
+from launch.health.check import Check, critical, ok, worst
+from launch.health.expected import Expected
+from launch.health.verdict import judge
+from launch.runtime.attempts import Attempt
+from launch.runtime.fabric_tier import wanted, with_fabric
 from launch.runtime.history import PastAttempt
+from launch.runtime.node_files import Hello
+from launch.slurm.profiles import Profile
 from tests.launch.conftest import run_yaml  # noqa: F401 (fixture)
 
 
@@ -30,3 +38,45 @@ def test_it_follows_a_hang_that_no_node_explains(run_yaml, last, why):
 
 def test_it_can_be_asked_for(run_yaml):
     assert wanted(load_config(run_yaml, ["run.preflight=fabric"]).config, []) == "run.preflight = fabric"
+
+
+@pytest.fixture
+def measure(run_yaml, tmp_path):
+    """`measure(errors, "run.preflight=fabric")`: the reports of n1 to n3, of which n3 is unfit, after a measurement
+    whose rank 0 wrote these errors; and what was said."""
+    def measure(errors: dict[str, str], *words: str) -> tuple[dict[str, list[Check]], list[str]]:
+        attempt, said = Attempt(tmp_path / "attempts" / "4"), []
+        (attempt.folder / fabric.FOLDER).mkdir(parents=True)
+        Expected().write(attempt.folder)
+        fabric.Result(0, 0.0, errors=errors).write(attempt.folder)
+        reports = {"n1": [ok("gpu.count")], "n2": [ok("gpu.count")],
+                   "n3": [critical("gpu.ecc", 4, "4 errors", "drain")]}
+        hellos = {node: Hello(node, 1, "h", "10.0.0.1", "eth0", 21000, 0, 8, "", "", 0.0) for node in reports}
+        found = with_fabric(attempt, load_config(run_yaml, words).config, [past("hang")], reports, hellos,
+                            load_cluster("configs/clusters/h100x32.yaml"), Profile(), said.append, lambda: None)
+        assert {member.node for member in fabric.Task.read(attempt.folder).members} == {"n1", "n2"}
+        return found, said
+    return measure
+
+
+NOBODY = dict.fromkeys(("n1", "n2"), "Connection closed by peer")
+
+
+def test_a_measurement_that_nobody_asked_for_and_that_fails_ends_no_run(measure):
+    found, said = measure(NOBODY)
+    assert said[-1] == "the fabric could not be measured: going on without"
+    assert [worst(found[node]) for node in ("n1", "n2", "n3")] == ["warning", "warning", "critical"]
+    verdict = judge(found, 2)
+    assert verdict.ok and verdict.accepted == ("n1", "n2")
+
+
+def test_one_that_was_asked_for_and_fails_does(measure):
+    found, said = measure(NOBODY, "run.preflight=fabric")
+    verdict = judge(found, 2)
+    assert not verdict.ok and set(verdict.excluded) == {"n3"} and "going on" not in said[-1]
+    assert [check.name for check in verdict.site] == ["fabric.joined"]
+
+
+def test_a_node_that_does_not_come_is_unfit_also_where_nobody_asked(measure):
+    found, _ = measure({"n2": "n2#1 did not come within 200 s"})
+    assert [worst(found[node]) for node in ("n1", "n2")] == ["ok", "critical"]

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import sys
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +16,9 @@ import pytest
 
 from launch.config.schema import Run
 from launch.errors import UserError
+from launch.health import canary
+from launch.health.check import read_report, write_report
+from launch.health.fabric import Result, Task
 from launch.planner.plan import Placement
 from launch.runtime import components, node_files, shared_files
 from launch.runtime.attempts import Attempt, RunFolder, write_atomically
@@ -24,6 +28,7 @@ from launch.runtime.outcome import Outcome, read_outcome, write_outcome
 from launch.runtime.progress_file import write_progress
 from launch.runtime.shared_files import names_in, patiently, read_shared, seen
 from launch.runtime.supervisor import Supervisor
+from launch.runtime.waiting import wait_until
 from launch.runtime.watch import Watch
 
 
@@ -78,10 +83,11 @@ class LateFiles:
         real_stat, real_open, real_text = os.stat, os.open, Path.read_text
 
         def hidden(path) -> bool:
-            known = str(path) in self.absent
-            if known or not os.path.lexists(path):
-                self.absent.add(str(path))
-            return known
+            chain = [str(each) for each in (*reversed(Path(path).parents), path)]
+            if any(each in self.absent for each in chain):
+                return True
+            self.absent.update([each for each in chain if not os.path.lexists(each)][:1])
+            return False
 
         def stat(path, **kwargs):
             if hidden(path):
@@ -95,7 +101,11 @@ class LateFiles:
 
         def opened(path, flags, *args, **kwargs):
             if flags & os.O_DIRECTORY:
+                if hidden(path):
+                    raise FileNotFoundError(errno.ENOENT, "not there", str(path))
+                found = real_open(path, flags, *args, **kwargs)
                 self.absent = {each for each in self.absent if os.path.dirname(each) != str(path)}
+                return found
             return real_open(path, flags, *args, **kwargs)
 
         monkeypatch.setattr(shared_files.os, "stat", stat)
@@ -115,6 +125,38 @@ def test_a_name_that_was_absent_is_asked_for_again(tmp_path, monkeypatch):
         with pytest.raises(FileNotFoundError):
             os.stat(path)       # as `Path.exists` would
     assert seen(end) and read_shared(outcome) == {}
+
+
+def test_a_folder_that_was_absent_is_asked_for_again(tmp_path, monkeypatch):
+    LateFiles(monkeypatch)
+    hello = tmp_path / "nodes/n1/hello.json"
+    assert read_shared(hello) is None
+    hello.parent.mkdir(parents=True)
+    write_atomically(hello, "{}")
+    assert read_shared(hello) == {}
+
+
+@pytest.mark.parametrize("read, write", [
+    (lambda at: read_report(at / "nodes/n1"), lambda at: write_report(at / "nodes/n1", "n1", [])),
+    (Task.read, lambda at: Task((), "gloo", 1).write(at)), (Result.read, lambda at: Result(1, 1.0).write(at))])
+def test_what_the_preflight_waits_for_is_seen_when_it_comes(tmp_path, monkeypatch, read, write):
+    LateFiles(monkeypatch)
+    (tmp_path / "fabric").mkdir()
+    assert read(tmp_path) is None
+    write(tmp_path)
+    assert read(tmp_path) is not None
+
+
+def test_the_answer_of_the_canary_is_seen_when_it_comes(tmp_path, monkeypatch):
+    late = LateFiles(monkeypatch)
+    answers, found = canary.Answers(tmp_path), []
+    asking = threading.Thread(target=lambda: found.append(canary.ask(tmp_path, "n1", 5.0)))
+    asking.start()
+    wait_until(lambda: str(tmp_path / "canary/n1.answer") in late.absent, "the first look", 5.0, say=print)
+    failing(2, errno.ESTALE, monkeypatch)       # of the answer's rename
+    assert answers.give() == ["n1"]
+    asking.join()
+    assert found[0] is not None
 
 
 def test_names_of_a_folder_are_those_of_whole_files(tmp_path):
