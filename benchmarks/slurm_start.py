@@ -1,7 +1,8 @@
 """`make bench-start`: from the start of the batch script to a report of every rank, on a private simulated Slurm.
 
 All nodes are this machine: 32 supervisors and 256 ranks share its cores, which real nodes do not. What is measured is
-therefore an upper limit of what the launcher itself costs, and how that grows with nodes.
+therefore an upper limit of what the launcher itself costs, and how that grows with nodes. `--ray`: the same jobs with
+Ray on every node (`run.rehearse=ray`), whose raylets start one after the other here and at the same time on real nodes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.pages import write_blocks
+from launch import processes
 from launch.cluster.file import load_cluster
 from tests.slurm.conftest import TOPOLOGY
 from tests.slurm_cluster import REPOSITORY, Group, SlurmCluster, running
@@ -49,10 +51,18 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16, 32])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds of one job")
+    parser.add_argument("--ray", action="store_true", help="measure the start of Ray instead")
     parser.add_argument("--write", action="store_true", help="put table and recorded output into docs/slurm.md")
     arguments = parser.parse_args()
 
     with running([Group("h100", NODES)], TOPOLOGY) as slurm, tempfile.TemporaryDirectory() as folder:
+        if arguments.ray:
+            blocks = {"ray-start": ray_table([measure_ray(slurm, count, Path(folder) / str(count), arguments.timeout)
+                                              for count in arguments.nodes])}
+            print(blocks["ray-start"])
+            if arguments.write:
+                write_blocks(PAGE, blocks)
+            return 0
         rows = [[measure(slurm, count, Path(folder) / f"{count}-{repeat}", arguments.timeout)
                  for repeat in range(arguments.repeats)] for count in arguments.nodes]
         if max(arguments.nodes) == NODES:
@@ -85,15 +95,8 @@ def recorded(slurm: SlurmCluster, folder: Path, timeout_s: float) -> dict[str, s
 
 def measure(slurm: SlurmCluster, nodes: int | None, folder: Path, timeout_s: float) -> Start:
     """Rehearse one job and take the times of the files it leaves. `nodes` None: the shipped 70B script as it is."""
-    folder.mkdir(parents=True)
-    words = ["run.rehearse=true", f"run.dir={folder}/runs"]
-    if nodes is None:
-        script, options, label = "slurm/grpo_70b.sbatch", [], "slurm/grpo_70b.sbatch"
-    else:
-        script, options, label = "slurm/grpo_7b.sbatch", [f"--nodes={nodes}"], "7B, half of the nodes train"
-        words += [f"cluster={cluster_file(folder, nodes)}", "trainer.tp=4", "trainer.pp=1", "trainer.cp=1",
-                  f"trainer.dp={nodes}", "rollout.tp=4", f"rollout.replicas={nodes}"]
-    job = slurm.submit(f"--output={folder}/job.log", *options, script, *words)
+    label = "slurm/grpo_70b.sbatch" if nodes is None else "7B, half of the nodes train"
+    job = submit(slurm, nodes, folder, "run.rehearse=true")
     began = batch_start(slurm, timeout_s)
     slurm.wait_for(job, "COMPLETED", timeout_s=timeout_s)
     (attempt,) = folder.glob("runs/*/attempts/*")
@@ -104,6 +107,67 @@ def measure(slurm: SlurmCluster, nodes: int | None, folder: Path, timeout_s: flo
               attempt / "placement.json", newest(attempt, "rehearsal.json"))
     ends = tuple(file.stat().st_mtime - began for file in stages)
     return Start(label, len(report["nodes"]), report["processes"], ends)
+
+
+def submit(slurm: SlurmCluster, nodes: int | None, folder: Path, *words: str) -> int:
+    """The job, whose files go into `folder`."""
+    folder.mkdir(parents=True)
+    common = (f"run.dir={folder}/runs", *words)
+    if nodes is None:
+        return slurm.submit(f"--output={folder}/job.log", "slurm/grpo_70b.sbatch", *common)
+    return slurm.submit(f"--output={folder}/job.log", f"--nodes={nodes}", "slurm/grpo_7b.sbatch", *common,
+                        f"cluster={cluster_file(folder, nodes)}", "trainer.tp=4", "trainer.pp=1", "trainer.cp=1",
+                        f"trainer.dp={nodes}", "rollout.tp=4", f"rollout.replicas={nodes}")
+
+
+@dataclass(frozen=True)
+class RayStart:
+    """Ray in one job."""
+
+    nodes: int
+    each_s: float
+    """Median over the nodes: from the start of its Ray until the control store lists it."""
+    counted_s: float
+    actors_s: float
+    mib: float
+    """Proportional memory of all Ray processes of a node, mean, when all have started."""
+
+
+def measure_ray(slurm: SlurmCluster, nodes: int, folder: Path, timeout_s: float) -> RayStart:
+    """Rehearse one job with Ray. Its deadline is out of the way: a node waits for those before it."""
+    job = submit(slurm, nodes, folder, "run.rehearse=ray", f"run.deadline_s={timeout_s}")
+    deadline, used = time.monotonic() + timeout_s, 0
+    while slurm.job(job)["JobState"] in ("PENDING", "RUNNING", "COMPLETING") and time.monotonic() < deadline:
+        started = list(folder.glob("runs/*/attempts/1/nodes/*/ray.json"))
+        if len(started) == nodes:
+            used = max(used, memory_of_ray(str(started[0].parents[2].resolve())))
+        time.sleep(0.5)     # between two looks at the processes
+    slurm.wait_for(job, "COMPLETED", timeout_s=1.0)
+    (attempt,) = folder.glob("runs/*/attempts/*")
+    report = json.loads((attempt / "rehearsal.json").read_text(encoding="utf-8"))["ray"]
+    each = [json.loads(file.read_text(encoding="utf-8"))["seconds"] for file in attempt.glob("nodes/*/ray.json")]
+    return RayStart(nodes, statistics.median(each), report["counted_s"], report["actors_s"], used / nodes / 2**20)
+
+
+def memory_of_ray(mark: str) -> int:
+    """Bytes of all processes of Ray that an attempt started, shared pages counted once."""
+    found = 0
+    for process in processes.marked(mark):
+        try:
+            if "/ray/" in (command := " ".join(process.cmdline())) or "ray.scripts" in command or "ray::" in command:
+                found += process.memory_full_info().pss
+        except psutil.Error:    # it has ended
+            continue
+    return found
+
+
+def ray_table(rows: Sequence[RayStart]) -> str:
+    """A line for each size."""
+    lines = [f"Ray on simulated nodes, all of them one machine of {psutil.cpu_count()} cores, one after the other.", "",
+             f"{'nodes':>5}  {'one node':>10}  {'all counted':>11}  {'an actor on each':>16}  {'memory a node':>13}"]
+    lines += [f"{row.nodes:>5}  {row.each_s:>8.1f} s  {row.counted_s:>9.1f} s  {'+':>5}{row.actors_s:>9.1f} s  "
+              f"{row.mib:>9.0f} MiB" for row in rows]
+    return "\n".join(lines)
 
 
 def batch_start(slurm: SlurmCluster, timeout_s: float) -> float:

@@ -27,6 +27,10 @@ def text(document: Mapping[str, Any]) -> str:
     lines += ["", *(field(label, value) for label, value in _leaves(document))]
     if document["spares"]:
         lines.append(field("spare", few(document["spares"], SHOWN)))
+    if "ray" in document:
+        lines.append(field("Ray", f"{len(document['ray']['found'])} nodes counted after "
+                                  f"{document['ray']['counted_s']:.1f} s, an actor on each after "
+                                  f"{document['ray']['actors_s']:.1f} s more"))
     lines.append("")
     for check in document["checks"]:
         word = "ok" if not check["findings"] else "WRONG"

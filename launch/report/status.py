@@ -21,7 +21,7 @@ from launch.runtime.history import read_history
 from launch.runtime.outcome import Outcome, read_outcome
 from launch.runtime.progress_file import Progress, read_progress, steps_done
 from launch.runtime.stop_file import stop_reason, stop_requested
-from launch.slurm.client import JobRecord
+from launch.slurm.records import JobRecord
 
 SCHEMA_VERSION = 1
 RECENT = 20
@@ -243,9 +243,9 @@ def _steps(folder: Path) -> int | None:
 
 
 def _uses_ray(folder: Path) -> bool:
-    """A rehearsal, and the workload of tests, start no Ray."""
+    """A rehearsal does if asked to, the workload of tests does not."""
     run = _run_section(folder)
-    return run.get("workload", "train") == "train" and not run.get("rehearse")
+    return run["rehearse"] == "ray" if run.get("rehearse") else run.get("workload", "train") == "train"
 
 
 def _run_section(folder: Path) -> dict:

@@ -21,8 +21,9 @@ from launch.runtime.history import PastAttempt, append, read_history
 from launch.runtime.node_files import JOB, all_nodes
 from launch.runtime.outcome import Outcome
 from launch.runtime.stop_file import stop_reason, stopping_for_s
-from launch.slurm.client import JobRecord, Slurm
+from launch.slurm.client import Slurm
 from launch.slurm.job_facts import JobFacts
+from launch.slurm.records import JobRecord
 from launch.slurm.refusals import SlurmError, names
 from launch.slurm.same_job import options_like
 
@@ -141,7 +142,7 @@ class Aftermath:
             record = going.record or self.slurm.show_job(self.facts.job_id)
             text = self.slurm.batch_script(self.facts.job_id)
             write_atomically(script, text, mode=0o600)
-            sizes, bad = self._shape(going)
+            sizes, bad = self._shape(past, going)
             like = [*options_like(record, text), *([f"--exclude={','.join(bad)}"] if bad else []),
                     *([f"--chdir={record.work_dir}"] if record.work_dir != self.facts.submit_dir else [])]
             successor = self._first_taken(script, going.words, [[*like, f"--nodes={nodes}"] for nodes in sizes])
@@ -167,10 +168,11 @@ class Aftermath:
                 self.say(f"{options[-1]}: {error.what}")
         raise AssertionError("there is always a choice")
 
-    def _shape(self, going: Going) -> tuple[list[str], tuple[str, ...]]:
+    def _shape(self, past: PastAttempt, going: Going) -> tuple[list[str], tuple[str, ...]]:
         """(values of --nodes to try in turn, nodes to exclude): what the user excluded, and the ledger's nodes, capped
-        by the size of the partition and as long as enough remain. Where fewer are left than the run's first job had,
-        as many as there are will do, down to `run.min_nodes`."""
+        by the size of the partition, and those that this preflight refused (not all of them are in the ledger), as
+        long as enough remain. Where fewer are left than the run's first job had, as many as there are will do, down to
+        `run.min_nodes`."""
         first = self._first_job(going.before)
         wanted = len(first.get("nodes", self.facts.nodes))
         least = min(going.min_nodes or wanted, wanted)
@@ -178,12 +180,12 @@ class Aftermath:
         users = tuple(first.get("excluded", self.facts.excluded))
         self.ledger.cluster_nodes = len(usable)
         bad: list[str] = []
-        for node in self.ledger.excluded():
+        for node in dict.fromkeys((*self.ledger.excluded(), *(past.nodes if past.status == "preflight" else ()))):
             if len(set(usable) - {*users, *bad, node}) >= least:
                 bad.append(node)
             else:
-                self.say(f"{node} is in the ledger and not excluded: fewer than {least} nodes would remain in "
-                         f"partition {self.facts.partition}")
+                self.say(f"{node} is bad and not excluded: fewer than {least} nodes would remain in partition "
+                         f"{self.facts.partition}")
         left = sum(fit for node, fit in usable.items() if node not in (*users, *bad))
         sizes = [] if least < wanted and left < wanted else [str(wanted)]
         sizes += [f"{min(wanted - 1, max(least, left))}-{wanted}"] if least < wanted else []
@@ -252,12 +254,8 @@ class Aftermath:
     # ---- whose fault it was ----------------------------------------------------------------------------------------
 
     def _blame(self, status: str, message: str, nodes: Sequence[str]) -> None:
-        for node in nodes:
-            try:
-                self.ledger.add(node, f"{status.replace('_', ' ')}: {(message.splitlines() or [''])[0]}",
-                                self._evidence(node), self.facts.job_id)
-            except (UserError, OSError) as error:
-                self.say(f"{node} could not be written into the ledger: {error}")
+        reason = f"{status.replace('_', ' ')}: {(message.splitlines() or [''])[0]}"
+        self.ledger.record([(node, reason, self._evidence(node)) for node in nodes], self.facts.job_id, self.say)
 
     def _found(self) -> dict[str, Check]:
         """What is broken in each node's hardware after the failure, judged as the preflight judges: a check that the user

@@ -3,6 +3,7 @@
     runs/<name>/
         checkpoints/            complete checkpoints, shared by all attempts
         hf/step-<n>/            the trained weights as a Hugging Face folder
+        weights/step-<n>/       the same of versions on the way (weight_sync.disk)
         tensorboard/
         latest -> attempts/<n>
         attempts/<n>/
@@ -55,6 +56,11 @@ class Attempt:
     @property
     def checkpoints(self) -> Path:
         return self.run_folder / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        """Where versions of the weights lie as Hugging Face folders (`weight_sync.disk`)."""
+        return self.run_folder / "weights"
 
     def exported(self, step: int) -> Path:
         """Where the weights after `step` lie as a Hugging Face folder, if they were exported."""

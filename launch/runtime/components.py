@@ -15,10 +15,11 @@ from pathlib import Path
 
 import psutil
 
+from launch.runtime import shared_memory
 from launch.runtime.attempts import Attempt, write_atomically
 from launch.runtime.shared_files import names_in, patiently, read_shared, seen
+from launch.runtime.waiting import wait_for
 
-LOOK_EVERY_S = 0.1
 NO_NODE = "-"
 """Folder of a component that was started outside a job."""
 
@@ -62,6 +63,8 @@ class ComponentRecord:
     log: str
     needs: tuple[Pid, ...] = ()
     """Processes that a library started for it: vLLM's engine core and workers."""
+    segments: tuple[str, ...] = ()
+    """Shared memory that it and they hold, see `launch.runtime.shared_memory`."""
 
     def alive(self) -> bool:
         return self.process.alive() and all(each.alive() for each in self.needs)
@@ -88,7 +91,9 @@ def register(attempt: Attempt, name: str, node: str) -> ComponentRecord:
 
 def register_children(attempt: Attempt, record: ComponentRecord) -> ComponentRecord:
     """Called by a component whose children must live as long as it does, when all of them run."""
-    record = replace(record, needs=tuple(Pid.of(child) for child in psutil.Process().children(recursive=True)))
+    children = psutil.Process().children(recursive=True)
+    held = shared_memory.held([os.getpid(), *(child.pid for child in children)])
+    record = replace(record, needs=tuple(Pid.of(child) for child in children), segments=tuple(sorted(held)))
     _write(attempt, record)
     return record
 
@@ -151,7 +156,8 @@ def component(attempt: Attempt, name: str) -> ComponentRecord:
 def _record(text: str) -> ComponentRecord:
     values = json.loads(text)
     return ComponentRecord(**{**values, "process": Pid(**values["process"]),
-                              "needs": tuple(Pid(**each) for each in values["needs"])})
+                              "needs": tuple(Pid(**each) for each in values["needs"]),
+                              "segments": tuple(values.get("segments", ()))})
 
 
 def dead(attempt: Attempt, node: str) -> list[ComponentRecord]:
@@ -204,9 +210,8 @@ def silently_lost(attempt: Attempt) -> list[Failure]:
 def await_silently_lost(attempt: Attempt, within_s: float) -> None:
     """Give the supervisors of other nodes time to say what died there: the driver hears of a death through a closed
     connection, at the same moment as they do, and then knows only who noticed it."""
-    end = time.monotonic() + within_s
-    while not silently_lost(attempt) and time.monotonic() < end:
-        time.sleep(LOOK_EVERY_S)  # the report is a file on a shared file system: nothing to wait on
+    wait_for(lambda: [] if silently_lost(attempt) else ["a supervisor"], "to report a death", within_s,
+             say=lambda line: None)
 
 
 def _talked(attempt: Attempt) -> set[str]:

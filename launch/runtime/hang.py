@@ -29,6 +29,11 @@ _WAITS = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logge
 """A process with one of these near the top of a stack waits for its peers: a collective, or a point-to-point call,
 whose wait happens in C++ below the caller."""
 _IDLE = ("ray/_private/workers/default_worker.py",)
+_BOTTOM = re.compile(r" in (<module>|_run_module_as_main)\n\Z")
+"""Where a Python process begins: the last line of its main thread's stack."""
+SETTLED_LOOKS = 10
+"""A dump that ends otherwise, and has not grown in so many looks, is whole too."""
+LOOK_EVERY_S = 0.05
 _LOOK_AT_FRAMES = 12
 
 
@@ -102,17 +107,29 @@ def _look_into(pid: int, file: Path, wait_s: float) -> None:
 def _collect(attempt: Attempt, record: ComponentRecord, before: int, wait_s: float) -> Stack:
     file = stack_file(attempt, record.name)
     process = psutil.Process(record.process.pid)
-    for _ in range(int(wait_s / 0.05)):
-        text = file.read_text(errors="replace")[before:] if file.exists() else ""
-        if "(most recent call first)" in text and text.endswith("\n"):
+    text, same = "", 0
+    for _ in range(int(wait_s / LOOK_EVERY_S)):
+        seen, text = text, file.read_text(errors="replace")[before:] if file.exists() else ""
+        same = same + 1 if text == seen else 0
+        if whole(text, same):
             state, at = judge(text)
             return Stack(record.name, state, at, file)
         try:
-            process.wait(timeout=0.05)  # paces the poll, and ends it early if the process dies
+            process.wait(timeout=LOOK_EVERY_S)  # paces the poll, and ends it early if the process dies
             return Stack(record.name, "dead", "", file)
         except psutil.TimeoutExpired:
             continue
     return Stack(record.name, "silent", "", file)
+
+
+def whole(dump: str, looks: int) -> bool:
+    """Whether faulthandler has written all of a dump: it does so piece by piece, and marks no end. The main thread
+    comes last.
+
+    Args:
+        looks: for how many looks it has not grown.
+    """
+    return bool(_FRAME.search(dump)) and (bool(_BOTTOM.search(dump)) or looks >= SETTLED_LOOKS)
 
 
 def judge(dump: str) -> tuple[str, str]:

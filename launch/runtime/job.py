@@ -42,8 +42,8 @@ def run_job(path: str, words: Sequence[str], slurm: Slurm | None = None) -> int:
         for past in died:
             say(f"attempt {past.attempt} (job {past.job_id}): {past.status}, {past.message}")
             if past.status == "died":
-                for node in past.nodes:
-                    ledger.add(node, f"died: {past.message}", run.folder / "attempts" / str(past.attempt), past.job_id)
+                evidence = run.folder / "attempts" / str(past.attempt)
+                ledger.record([(node, f"died: {past.message}", evidence) for node in past.nodes], past.job_id, say)
         replaced = next((past for past in whole if past.job_id == facts.job_id and past.successor), None)
         if replaced is not None:
             say(f"job {replaced.successor} goes on with this run: nothing to do here")

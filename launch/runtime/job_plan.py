@@ -46,7 +46,7 @@ def plan_job(path: str, words: Sequence[str], loaded: LoadedConfig, facts: JobFa
     """
     run = loaded.config.run
     cluster = load_cluster(loaded.config.cluster)
-    made = _job_plan(prepare(path, words, to_run=True, on="slurm"), cluster)
+    made = job_plan(prepare(path, words, to_run=True, on="slurm"), cluster)
     differences = _differences(made, facts, run.min_nodes)
     if not differences:
         return made
@@ -57,10 +57,11 @@ def plan_job(path: str, words: Sequence[str], loaded: LoadedConfig, facts: JobFa
                             "(cluster=...), or allow a new plan with run.replan=true")
     given = replace(cluster, nodes=facts.nodes, switches=(),
                     gpus_per_node=facts.gpus_per_node or cluster.gpus_per_node)
-    return _job_plan(prepare(path, words, to_run=True, on="slurm", cluster=given), given)
+    return job_plan(prepare(path, words, to_run=True, on="slurm", cluster=given), given)
 
 
-def _job_plan(prepared: Prepared, cluster: ClusterSpec) -> JobPlan:
+def job_plan(prepared: Prepared, cluster: ClusterSpec) -> JobPlan:
+    """A plan for a cluster, with the nodes that it needs."""
     split, spares = prepared.plan.forecast.split, prepared.loaded.config.placement.spare_nodes
     return JobPlan(prepared, cluster, split.training + split.rollout, spares)
 

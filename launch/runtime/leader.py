@@ -16,7 +16,7 @@ from launch.cluster.file import load_cluster
 from launch.config.load import LoadedConfig
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
-from launch.health import canary
+from launch.health import canary, rails
 from launch.health.check import Check, critical
 from launch.health.expected import expected_of
 from launch.health.gather import gather_reports
@@ -47,7 +47,7 @@ from launch.runtime.workloads.train import TOKEN_FILE
 from launch.slurm.client import Slurm
 from launch.slurm.container import folders_of
 from launch.slurm.job_facts import JobFacts
-from launch.slurm.margin import stop_margin
+from launch.slurm.margin import check_time_left, needed, stop_margin
 from launch.slurm.profiles import Profile, load_profile
 from launch.slurm.step import step
 
@@ -162,7 +162,7 @@ class Leader:
         self._start_supervisors()
         with _answering(self.attempt):
             made = plan_job(self.path, self.words, self.loaded, self.facts)
-        self.clock.margin_s = stop_margin(made.prepared.loaded.config, made.prepared.plan, self.profile)
+        self._keep_margin(made)
         hellos = self._hellos(greeting_s(config.run.deadline_s, self.profile))
         verdict = self._preflight(made, hellos, config.run.deadline_s)
         made, placement = self._place(made, hellos, verdict)
@@ -178,6 +178,14 @@ class Leader:
             folders=[self.attempt.run_folder, *folders_of(self.loaded.config)], wait_s=0)
         self.step = start("srun", command, log=self.attempt.logs / "srun.log", environment=environment)
         say(f"attempt {self.attempt.number}: supervisors are starting ({self.attempt.folder})")
+
+    def _keep_margin(self, made: JobPlan) -> None:
+        """The job stops in time for what this plan needs, and must have more time than that."""
+        config, plan = made.prepared.loaded.config, made.prepared.plan
+        self.clock.margin_s = stop_margin(config, plan, self.profile)
+        self.clock.warned_in_time = config.run.work != "rehearse"
+        left_s = None if self.facts.end_time is None else self.facts.end_time - time.time()
+        check_time_left(left_s, self.facts.time_limit, self.clock.margin_s, needed(plan, self.profile))
 
     def _hellos(self, deadline_s: float) -> dict[str, Hello]:
         """The greetings of all nodes that have come by the deadline."""
@@ -201,9 +209,9 @@ class Leader:
         found = gather_reports(self.attempt.folder, came, deadline_s, say=say, check=self._check)
         self._check()
         reports = {node: found[node] if node in found else [self._absent(node)] for node in self.facts.nodes}
-        reports = with_fabric(self.attempt, self.loaded.config, self.before, reports, hellos, made.cluster, say,
-                              self._check)
-        verdict = judge(reports, made.needed, made.spares, self.ledger,
+        reports = with_fabric(self.attempt, self.loaded.config, self.before, reports, hellos, made.cluster,
+                              self.profile, say, self._check)
+        verdict = judge(reports, made.needed, made.spares, self.ledger.readable(say),
                         skip=self.loaded.config.run.skip_checks)
         write_atomically(self.attempt.folder / "verdict.json", json.dumps(verdict.to_json(), indent=1))
         for line in self._grouped(verdict.warnings):
@@ -211,7 +219,7 @@ class Leader:
         for node, exclusion in verdict.excluded.items():
             say(f"left out {node}: {exclusion.reason}")
         record(verdict, self.ledger, {node: self.attempt.folder / "nodes" / node / "preflight.json"
-                                      for node in verdict.excluded}, self.facts.job_id)
+                                      for node in verdict.excluded}, self.facts.job_id, say)
         self.verdict, self.reports = verdict, reports
         self.lag_s = max((float(check.value) for checks in reports.values() for check in checks
                           if check.name == "fs.round_trip"), default=0.0)
@@ -244,28 +252,13 @@ class Leader:
         if smaller:
             say(f"too few fit nodes for the whole plan: going on with {smaller}")
         config, plan = made.prepared.loaded.config, made.prepared.plan
-        placement = placement.model_copy(update={"nics": self._nics(placement.nodes, made.cluster.nics_per_node)})
+        nics = rails.for_nccl(self.reports, placement.nodes, made.cluster.nics_per_node, self.profile, say)
+        placement = placement.model_copy(update={"nics": nics})
         self.attempt.write(config, plan, placement, envvars.recordable())
         spares = f", spare: {listed(placement.spares)}" if placement.spares else ""
         say(f"plan {plan.fingerprint()} placed on {listed(placement.nodes)}{spares}")
         write_atomically(self.attempt.folder / "slurm-calls.json", json.dumps(self.slurm.calls))
         return made, placement
-
-    def _nics(self, nodes: Sequence[str], expected: int) -> dict[str, tuple[str, ...]]:
-        """NICs for NCCL by name: the site's, else those that the preflight found beside the GPUs. None where the user or
-        the site names them to NCCL."""
-        named = self.profile.interfaces.nccl
-        if named:
-            return {node: tuple(named) for node in nodes}
-        if envvars.get("NCCL_IB_HCA") or "NCCL_IB_HCA" in self.profile.environment:
-            return {}
-        found = {node: next((tuple(check.value) for check in self.reports[node] if check.name == "nic.rails"), ())
-                 for node in nodes}
-        unclear = [node for node, names in found.items() if len(names) != expected]
-        if unclear and expected:
-            say(f"warning nic.rails: NCCL chooses among the NICs by itself, since those beside the GPUs of "
-                f"{listed(unclear)} are not known; name them in interfaces.nccl of the site profile")
-        return {} if unclear else found
 
     # ---- while it runs -------------------------------------------------------------------------------------------
 
@@ -297,8 +290,9 @@ class Leader:
                         "to end", TEARDOWN_S + self.lag_s, say=say, check=answers.give)
         if left:
             say(f"{listed(left)} did not end within {TEARDOWN_S + self.lag_s:.0f} s: Slurm ends the step")
-        if step.wait(STEP_S) is None:
-            step.end(grace_s=STEP_S)
+        patience_s = 0.0 if dead and not left else STEP_S       # of srun, which would wait for the dead node
+        if step.wait(patience_s) is None:
+            step.end(grace_s=patience_s)
 
     def _tell(self, outcome: Outcome) -> None:
         """The summary of the run. Whatever goes wrong with it must not keep the job from what follows."""

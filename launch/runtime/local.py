@@ -21,7 +21,7 @@ from launch.planner.place import LOCAL_NODE, LOOPBACK, place_local
 from launch.planner.prepare import Prepared
 from launch.ports import Ports, allocate
 from launch.report.progress import Progress, make_progress
-from launch.runtime import components, endings, hang, progress_file
+from launch.runtime import components, endings, hang, progress_file, teardown
 from launch.runtime.attempts import Attempt, RunFolder
 from launch.runtime.outcome import Outcome, read_outcome, write_outcome
 from launch.runtime.ray_node import ADDRESS_VARIABLE, RaySession, loopback_variables, start_head
@@ -72,6 +72,7 @@ class LocalJob:
     def run(self, display: Progress) -> Outcome:
         restore = self._catch_signals(display)
         try:
+            teardown.sweep(self.attempt)
             outcome = self._run(display)
             if outcome.status in ("crash", "hang"):
                 self.session.keep_logs(self.attempt.logs / "ray")
@@ -142,8 +143,5 @@ class LocalJob:
     def _clean_up(self) -> None:
         """End every process that carries this attempt's mark, wherever it has moved in the process tree. Ray's own
         processes drain for longer than anybody needs once the actors are gone: hence the short grace."""
-        processes.end_processes(processes.marked(self.attempt.mark), grace_s=1.0)
-        left = processes.marked(self.attempt.mark)
-        if left:
-            processes.end_processes(left, grace_s=0.0)
+        teardown.end_all(self.attempt, grace_s=1.0)
 

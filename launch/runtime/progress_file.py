@@ -23,7 +23,7 @@ class Progress:
     step: int
     """The step that is being made; 0 during start-up."""
     phase: str
-    """`start`, `rollout`, `reward`, `log-prob`, `train`, `sync`, `eval`, `save`, `export`, `end`."""
+    """`start`, `rollout`, `reward`, `log-prob`, `disk`, `train`, `sync`, `eval`, `save`, `export`, `end`."""
     detail: str
     at: float
     """Wall-clock time of the last sign of progress."""

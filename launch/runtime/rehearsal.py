@@ -2,6 +2,7 @@
 
     attempts/<n>/
         nodes/<node>/rehearsal.json     each process of a node in its own words
+        ray-census.json                 with Ray: when its nodes were counted, and what an actor on each says
         rehearsal.json rehearsal.txt    the report: every process once, what was checked, what differs
 """
 
@@ -60,6 +61,18 @@ class Report:
 
 
 @dataclass(frozen=True)
+class RayReport:
+    """What the rehearsal's driver found (`megatron_rl.driver.ray_census`)."""
+
+    counted_s: float
+    """From its start until every node of the placement was counted."""
+    actors_s: float
+    """From then until an actor on each had answered."""
+    found: Mapping[str, str]
+    """Node of the placement -> the node that its actor found itself on."""
+
+
+@dataclass(frozen=True)
 class Finding:
     """Something that is not as placed."""
 
@@ -85,6 +98,10 @@ def node_file(attempt: Attempt, node: str) -> Path:
     return attempt.folder / "nodes" / node / "rehearsal.json"
 
 
+def ray_file(attempt: Attempt) -> Path:
+    return attempt.folder / "ray-census.json"
+
+
 def conclude(attempt: Attempt) -> Outcome:
     """Compare when every node has reported, write the report, and say how the rehearsal ended."""
     config, plan, placement = attempt.config(), attempt.plan(), attempt.placement()
@@ -92,8 +109,10 @@ def conclude(attempt: Attempt) -> Outcome:
                for row in json.loads(node_file(attempt, node).read_text(encoding="utf-8"))]
     given = {place.process: variables(place, config, placement, plan.device, attempt.mark)
              for place in places(placement)}
-    checks = compare(plan, placement, reports, given)
-    document = to_document(placement, reports, checks)
+    census = ray_file(attempt)
+    ray = RayReport(**json.loads(census.read_text(encoding="utf-8"))) if census.exists() else None
+    checks = [*compare(plan, placement, reports, given), *([ray_nodes(placement, ray)] if ray else [])]
+    document = to_document(placement, reports, checks) | ({"ray": asdict(ray)} if ray else {})
     write_atomically(attempt.folder / "rehearsal.json", json.dumps(document, indent=1))
     write_atomically(attempt.folder / "rehearsal.txt", table.text(document) + "\n")
     failed = [check for check in checks if check.findings]
@@ -211,6 +230,13 @@ def _environment(pairs: Sequence[tuple[Place, Report]], given: Mapping[str, Mapp
                                     ", ".join(f"{name}={found}" if found is not None else f"{name} unset"
                                               for name, (_, found) in wrong.items())))
     return Check("environment as set", len(pairs), tuple(findings))
+
+
+def ray_nodes(placement: Placement, ray: RayReport) -> Check:
+    """An actor on every node, the one that it was pinned to. Pure."""
+    findings = [Finding(f"actor on {node}", node, ray.found.get(node, "nowhere")) for node in placement.nodes
+                if ray.found.get(node) != node]
+    return Check("an actor on every Ray node", len(placement.nodes), tuple(findings))
 
 
 def to_document(placement: Placement, reports: Sequence[Report], checks: Sequence[Check]) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from launch.runtime.deadline import Deadline, margin_s
 from launch.runtime.node_files import TERMINATED, stamp
 from launch.runtime.shared_files import seen
 from launch.runtime.stop_file import Reason, ask_to_stop, stop_requested
-from launch.slurm.client import JobRecord, Slurm
+from launch.slurm.client import Slurm
 from launch.slurm.clock import ahead_s
 from launch.slurm.job_facts import JobFacts
 from launch.slurm.margin import PORTABLE_S
+from launch.slurm.records import JobRecord
 from launch.slurm.refusals import SlurmError
 
 EARLY_S = 120.0
@@ -56,6 +57,9 @@ class StopClock:
         self.attempt, self.facts, self.slurm, self.say = attempt, facts, slurm, say
         self.margin_s: float = PORTABLE_S
         """What the plan needs."""
+        self.warned_in_time = True
+        """Slurm's signal before the time limit comes when the job must begin to end. False: the batch script asks for
+        it long before (a rehearsal saves nothing), and it means nothing."""
         self.end_time = facts.end_time
         self._signals = signals.noted
         self._asked_again = self._preempted = False
@@ -73,6 +77,8 @@ class StopClock:
         """
         while self._signals:
             number = self._signals.pop(0)
+            if number == signal.SIGUSR1 and not self.warned_in_time:
+                continue
             self._terminated |= number != signal.SIGUSR1
             self._stop(*self._meaning(number))
         if time.monotonic() - self._asked_at > ASK_EVERY_S:

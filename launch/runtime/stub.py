@@ -2,7 +2,8 @@
 
 What the launcher does around a job can be tested with it: processes that meet at every step, agree on the stop flag at
 a step boundary, checkpoint, resume, die, hang. Number 0 is the driver as well: it writes the progress and the outcome.
-A step takes `MEGATRON_RL_STUB_STEP_S` (0.1) seconds; `MEGATRON_RL_FAULT` strikes at the point `step`.
+A step takes `MEGATRON_RL_STUB_STEP_S` (0.1) seconds; `MEGATRON_RL_STUB_HOLD=STEP:FILE` holds that step until there is
+the file; `MEGATRON_RL_FAULT` strikes at the point `step`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from launch.runtime.outcome import Outcome, write_outcome
 from launch.runtime.progress_file import write_progress
 from launch.runtime.stop_file import stop_requested
 
-STEP_VARIABLE = "MEGATRON_RL_STUB_STEP_S"
+STEP_VARIABLE, HOLD_VARIABLE = "MEGATRON_RL_STUB_STEP_S", "MEGATRON_RL_STUB_HOLD"
 MEETING = "stub"
 """Folder of the attempt in which the processes meet."""
 
@@ -58,6 +59,8 @@ class Stub:
         self.folder = attempt.folder / MEETING
         self.folder.mkdir(exist_ok=True)
         self.step_s = float(envvars.get(STEP_VARIABLE, "0.1"))
+        held, _, self.until = envvars.get(HOLD_VARIABLE, "0:").partition(":")
+        self.held = int(held)
 
     def run(self) -> None:
         """Step from the newest checkpoint to the last step, or to the one at which all agree to stop."""
@@ -74,6 +77,8 @@ class Stub:
                 write_progress(self.attempt.folder, step, "train", "", self.step_s)
             faults.strike(f"trainer-{self.number}", "step", step)
             threading.Event().wait(self.step_s)     # the work
+            if step == self.held:
+                meet(Path(self.until).parent, [Path(self.until).name], self.config.trainer.collective_timeout_s)
             if leads and stop_requested(self.attempt.folder):
                 arrive(self.folder, f"stop-{step}")
             self._meet(f"step-{step}")

@@ -13,7 +13,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,22 +20,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from launch import envvars, processes
-from launch.cluster.interfaces import job_address
+from launch import envvars
 from launch.errors import UserError
 from launch.health import fabric, fabric_run
 from launch.health.check import checks_to_json, write_report
 from launch.health.expected import FILE as EXPECTED, Expected
 from launch.health.node import NodeContext as CheckContext, check_node
 from launch.ports import Ports, allocate
-from launch.runtime import caches, components, hang, node_files, progress_file
+from launch.runtime import caches, components, hang, node_files, progress_file, teardown
 from launch.runtime.attempts import Attempt, write_atomically
 from launch.runtime.components import Failure, NodeComponents
-from launch.runtime.node_files import Beat, Hello, NodeFiles
+from launch.runtime.greeting import greeting
+from launch.runtime.node_files import Beat, NodeFiles
 from launch.runtime.outcome import read_outcome
 from launch.runtime.shared_files import names_in, read_shared, seen
 from launch.runtime.stop_file import ask_to_stop
-from launch.runtime.waiting import LOOK_EVERY_S, wait_until
+from launch.runtime.waiting import LOOK_EVERY_S, listed, wait_until
 from launch.runtime.workloads.context import Running
 
 WITHOUT_LEADER_S = 120.0
@@ -116,6 +115,8 @@ class Supervisor:
         ports = self._claim_ports()
         try:
             self._greet(ports)
+            if removed := teardown.sweep(self.attempt, self.node):
+                self.say(f"removed the shared memory that earlier attempts left: {listed(removed)}")
             self._check_node()
             self._until_placed()
             self.leader_silent_s = max(WITHOUT_LEADER_S, 2 * self.attempt.config().run.node_silent_s)
@@ -131,21 +132,22 @@ class Supervisor:
         placement = self.attempt.folder / "placement.json"
         self._until(lambda: seen(placement) or fabric.Task.read(self.attempt.folder) is not None)
         if not placement.exists():
-            marks = {envvars.JOB_MARK: self.attempt.mark, envvars.NODE: self.node}
-            members = fabric_run.start(self.attempt.folder, self.node, self.files.hello().interface, marks)
+            members = fabric_run.start(self.attempt.folder, self.node, self.files.hello().interface)
             self._until(lambda: all(member.returncode is not None for member in members))
             self._until(lambda: seen(placement))
 
     def _claim_ports(self) -> Ports:
         """This node's block. A node that a job has just left, or that is simulated beside many others, may have to wait
         for one."""
+        self._until(lambda: seen(self.attempt.folder / EXPECTED))
+        pinned = Expected.read(self.attempt.folder).port_base
         found: list[Ports] = []
         seed = int(envvars.get("SLURM_PROCID", "0")) + int(envvars.get("SLURM_JOB_ID", "0"))
         deadline = time.monotonic() + PORTS_S
         while not found:
             self._check()
             try:
-                found.append(allocate(seed))
+                found.append(allocate(seed, pinned=pinned))
             except UserError:
                 if time.monotonic() > deadline:
                     raise
@@ -153,15 +155,9 @@ class Supervisor:
         return found[0]
 
     def _greet(self, ports: Ports) -> None:
-        where = job_address(envvars.get(envvars.INTERFACE))
-        self.files.write_hello(Hello(
-            node=self.node, pid=os.getpid(), host=socket.gethostname(), address=where.address,
-            interface=where.interface, ports=ports.base, task=int(envvars.get("SLURM_PROCID", "0")),
-            cpus=len(os.sched_getaffinity(0)), topology=envvars.get("SLURM_TOPOLOGY_ADDR", ""),
-            topology_pattern=envvars.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""), at=time.time()))
+        self.files.write_hello(greeting(self.node, ports))
 
     def _check_node(self) -> None:
-        self._until(lambda: seen(self.attempt.folder / EXPECTED))
         checks = check_node(self._check_context(self.attempt.folder))
         write_report(self.files.folder, self.node, checks)
 
@@ -250,13 +246,10 @@ class Supervisor:
             self._until(lambda: False, WATCH_EVERY_S)
 
     def _clean_up(self) -> None:
-        """End what carries the attempt's mark and this node's name: twice, since one may just have started another. No
-        grace: they were started with TERM blocked."""
+        """End what carries the attempt's mark and this node's name. No grace: they were started with TERM blocked."""
         outcome = read_outcome(self.attempt.folder)
-        for _ in range(2):
-            left = processes.marked(self.attempt.mark, self.node)
-            if left:
-                processes.end_processes(left, grace_s=0.0)
+        if removed := teardown.end_all(self.attempt, self.node):
+            self.say(f"removed the shared memory that they left: {listed(removed)}")
         if self.running is not None:
             self.running.close(failed=outcome is None or outcome.status in ("crash", "hang"))
 

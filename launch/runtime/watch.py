@@ -143,11 +143,19 @@ class Watch:
         return endings.ended(self.attempt, "node_failure", message, nodes=names)
 
     def _hung(self, progress: progress_file.Progress) -> Outcome:
-        """Every supervisor takes the stacks of its node; the rank that the others wait for is named."""
+        """Every supervisor takes the stacks of its node; the rank that the others wait for is named. A node that has
+        not been heard of for as long as the job stands still is about to be silent for too long: it has failed."""
         (self.attempt.folder / node_files.STACKS_WANTED).touch()
-        folder = self.attempt.folder / "nodes"
-        mute = wait_for(lambda: [node for node in self.placement.nodes if not seen(folder / node / "stacks.json")],
-                        "to take stacks", STACKS_S, say=self.say)
+        folder, failed = self.attempt.folder / "nodes", []
+
+        def missing() -> list[str]:
+            self.beats.look()
+            failed[:] = filter(None, [self._silent()])
+            return [] if failed else [node for node in self.placement.nodes if not seen(folder / node / "stacks.json")]
+
+        mute = wait_for(missing, "to take stacks", STACKS_S, say=self.say)
+        if failed:
+            return failed[0]
         stacks = hang.read_stacks(self.attempt)
         stacks += [hang.Stack(record.name, "silent", "", hang.stack_file(self.attempt, record.name))
                    for record in components.components(self.attempt) if record.node in mute]

@@ -12,15 +12,15 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 from launch import envvars, processes
-from launch.cluster import hostlist, slurm_text
+from launch.cluster import slurm_text
 from launch.cluster.slurm_text import Node
 from launch.cluster.spec import Switch
 from launch.errors import UserError
+from launch.slurm.records import (QUEUE_FORMAT, Account, Estimate, JobRecord, Queued, estimate_of, job_records, names_of,
+                                  queued)
 from launch.slurm.refusals import SlurmError, explain
 
 TIMEOUT_S = 60.0
@@ -30,92 +30,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 PREFIXES = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SINFO", "SCONTROL", "SCANCEL", "SACCT")
 KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_SACK_SOCKET"})
 """How a command finds its controller and proves who asks."""
-WHOLE_LINE = frozenset({"Command", "WorkDir", "StdErr", "StdIn", "StdOut", "Comment", "AdminComment",
-                        "SystemComment"})
-"""Fields of `scontrol show job` that have a line to themselves: their text may hold spaces and equals signs."""
 USABLE = ("idle", "mixed", "allocated", "completing", "planned")
 """States of nodes, as sinfo writes them; one that does not answer has an asterisk, one in maintenance a dollar."""
-QUEUE_FORMAT = "%i|%T|%r|%S|%L|%D|%N|%k|%j"
-ESTIMATE = re.compile(r"Job \d+ to start at (?P<start>\S+) using \d+ processors on nodes (?P<nodes>\S+)"
-                      r"(?: in partition (?P<partition>\S+))?")
-
-
-@dataclass(frozen=True)
-class JobRecord:
-    """What `scontrol show job` says of one job. Times are seconds since 1970, None where Slurm says Unknown."""
-
-    job_id: str
-    name: str
-    state: str
-    """RUNNING, PENDING, COMPLETED, FAILED, NODE_FAIL, ..."""
-    reason: str
-    partition: str
-    account: str
-    qos: str
-    reservation: str
-    nodes: tuple[str, ...]
-    """In Slurm's order, which is that of the tasks; () while it waits."""
-    node_count: int
-    excluded: tuple[str, ...]
-    submitted: float | None
-    started: float | None
-    ends: float | None
-    """When the time limit ends it; of a finished job, when it ended."""
-    time_limit: str
-    requeue: bool
-    restarts: int
-    exit_code: int
-    signal: int
-    comment: str
-    command: str
-    """Path of the batch script and its words, joined by blanks."""
-    work_dir: str
-    stdout: str
-    fields: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Everything, as printed."""
-
-
-@dataclass(frozen=True)
-class Queued:
-    """One line of `squeue`."""
-
-    job_id: str
-    state: str
-    reason: str
-    starts: float | None
-    """Estimate for a job that waits."""
-    left: str
-    """Of the time limit, as Slurm writes it."""
-    node_count: int
-    nodes: str
-    comment: str
-    name: str
-
-    @property
-    def of_array(self) -> bool:
-        """`7_2`, or `7_[3-9]` for those of an array that wait."""
-        return "_" in self.job_id
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What `sbatch --test-only` expects."""
-
-    text: str
-    starts: float | None = None
-    nodes: tuple[str, ...] = ()
-    partition: str | None = None
-
-
-@dataclass(frozen=True)
-class Account:
-    """What `sacct` says of one job."""
-
-    job_id: str
-    state: str
-    exit_code: str
-    elapsed: str
-    nodes: str
 
 
 class Slurm:
@@ -147,9 +63,13 @@ class Slurm:
         """Questions to the controller so far."""
         return len(self.calls)
 
-    def show_job(self, job_id: str) -> JobRecord:
-        """One job, running, waiting or ended not long ago (MinJobAge)."""
-        text = self._ask("scontrol", "show", "job", job_id)
+    def show_job(self, job_id: str, *, local: bool = False) -> JobRecord:
+        """One job, running, waiting or ended not long ago (MinJobAge).
+
+        Args:
+            local: it is a job of this cluster; without that, Slurm first asks its controller about a federation.
+        """
+        text = self._ask("scontrol", *(["--local"] if local else []), "show", "job", job_id)
         records = job_records(text)
         found = [record for record in records if record.job_id == job_id] or records
         if not found:
@@ -175,7 +95,7 @@ class Slurm:
         fit = USABLE
         if reservation:
             record = slurm_text.key_values(self._ask("scontrol", "--oneliner", "show", "reservation", reservation))
-            reserved, fit = set(_names(record.get("Nodes", "").replace("(null)", ""))), (*USABLE, "reserved")
+            reserved, fit = set(names_of(record.get("Nodes", "").replace("(null)", ""))), (*USABLE, "reserved")
             states = {name: state for name, state in states.items() if name in reserved} or states
         return {name: state.rstrip("~#!%@^-") in fit for name, state in states.items()}
 
@@ -192,7 +112,7 @@ class Slurm:
     def queue(self, *, name: str | None = None) -> tuple[Queued, ...]:
         """This user's waiting and running jobs, or those of one name."""
         arguments = ["--noheader", "--me", f"--format={QUEUE_FORMAT}", *([f"--name={name}"] if name else [])]
-        return tuple(_queued(line) for line in self._ask("squeue", *arguments).splitlines() if line.strip())
+        return tuple(queued(line) for line in self._ask("squeue", *arguments).splitlines() if line.strip())
 
     def account(self, job_id: str) -> Account:
         """What the accounting knows, long after the job. SlurmError where this Slurm keeps no accounts."""
@@ -309,71 +229,3 @@ def scrubbed(environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str,
     dropped = tuple(sorted(name for name in environment if name.startswith(PREFIXES) and name not in KEPT))
     kept = {name: value for name, value in environment.items() if name not in dropped}
     return {**kept, "SLURM_TIME_FORMAT": "%s"}, dropped        # seconds: no clock change makes an hour ambiguous
-
-
-def hostnames(text: str, where: str | None = None) -> tuple[str, ...]:
-    """Names of a host list; asks nobody (`launch.cluster.hostlist`)."""
-    return hostlist.expand(text, where)
-
-
-def job_records(text: str) -> tuple[JobRecord, ...]:
-    """Every job of `scontrol show job`'s output (an array, or a heterogeneous job, has several)."""
-    return tuple(_record(block) for block in re.split(r"\n\s*\n", text.strip()) if "JobId=" in block)
-
-
-def estimate_of(text: str) -> Estimate:
-    """`Job 7 to start at ... using ... on nodes h100-[001-004] in partition batch`."""
-    match = ESTIMATE.search(text)
-    if match is None:
-        return Estimate(text)
-    return Estimate(text, moment(match["start"]), hostlist.expand(match["nodes"]), match["partition"])
-
-
-def moment(text: str) -> float | None:
-    """A time of Slurm's as seconds since 1970; None for Unknown, N/A and (null)."""
-    if text.isdecimal():
-        return float(text)
-    try:
-        return datetime.fromisoformat(text).timestamp()        # in this machine's zone, as Slurm prints it
-    except ValueError:
-        return None
-
-
-def _record(block: str) -> JobRecord:
-    fields: dict[str, str] = {}
-    for line in block.splitlines():
-        key, _, value = line.strip().partition("=")
-        for name, text in {key: value}.items() if key in WHOLE_LINE else slurm_text.key_values(line.strip()).items():
-            fields.setdefault(name, "" if text in ("(null)", "None") else text)
-    status, _, number = fields.get("ExitCode", "0:0").partition(":")
-    names = _names(fields.get("NodeList", ""))
-    count = re.match(r"\d+", fields.get("NumNodes", "0"))
-    return JobRecord(
-        job_id=fields["JobId"], name=fields.get("JobName", ""), state=fields.get("JobState", ""),
-        reason=fields.get("Reason", ""), partition=_word(fields.get("Partition", "")),
-        account=fields.get("Account", ""), qos=fields.get("QOS", ""), reservation=fields.get("Reservation", ""),
-        nodes=names, node_count=int(count[0]) if count else 0, excluded=_names(fields.get("ExcNodeList", "")),
-        submitted=moment(fields.get("SubmitTime", "")), started=moment(fields.get("StartTime", "")),
-        ends=moment(fields.get("EndTime", "")), time_limit=fields.get("TimeLimit", ""),
-        requeue=fields.get("Requeue") == "1", restarts=int(fields.get("Restarts", "0") or 0),
-        exit_code=int(status or 0), signal=int(number or 0), comment=fields.get("Comment", ""),
-        command=fields.get("Command", ""), work_dir=fields.get("WorkDir", ""), stdout=fields.get("StdOut", ""),
-        fields=fields)
-
-
-def _word(text: str) -> str:
-    """The first word: what follows on the line is a key with a colon in its name (`AllocNode:Sid`)."""
-    return text.split(" ")[0]
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return hostlist.expand(text, "`scontrol show job`") if text else ()
-
-
-def _queued(line: str) -> Queued:
-    parts = line.split("|", 8)
-    if len(parts) != 9:
-        raise SlurmError(f"not a line of squeue: {line[:100]}", where=f"`squeue --format={QUEUE_FORMAT}`")
-    job_id, state, reason, starts, left, count, nodes, comment, name = (part.strip() for part in parts)
-    return Queued(job_id, state, reason, moment(starts), left, int(count or 0), nodes,
-                  "" if comment == "(null)" else comment, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from launch.slurm.client import JobRecord
+from launch.slurm.records import JobRecord
 
 TOLERATED_S = 5.0
 """Slurm prints whole seconds, and takes some to answer."""

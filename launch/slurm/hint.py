@@ -11,7 +11,8 @@ from launch.report.doctor import Diagnosis, diagnose
 from launch.report.status import Status, read_status
 from launch.runtime.find_run import Found, find_run
 from launch.runtime.outcome import read_outcome
-from launch.slurm.client import JobRecord, Slurm
+from launch.slurm.client import Slurm
+from launch.slurm.records import JobRecord
 from launch.slurm.refusals import SlurmError
 
 

@@ -7,9 +7,11 @@ import time
 from pydantic import BaseModel, ConfigDict
 
 from launch import envvars
+from launch.cluster import hostlist
 from launch.errors import UserError
 from launch.slurm import clock
-from launch.slurm.client import JobRecord, Slurm, hostnames
+from launch.slurm.client import Slurm
+from launch.slurm.records import JobRecord
 from launch.slurm.refusals import SlurmError
 
 
@@ -62,7 +64,7 @@ def read(slurm: Slurm) -> JobFacts:
         raise UserError("this is not a job of Slurm's: SLURM_JOB_ID is not set", where="megatron-rl job",
                         fix="submit it: sbatch slurm/grpo_7b.sbatch, or megatron-rl launch CONFIG --on slurm")
     asked = time.time()
-    record = slurm.show_job(job_id)
+    record = slurm.show_job(job_id, local=True)
     return combine(record, clock.ahead_s(record, asked, time.time()))
 
 
@@ -73,7 +75,7 @@ def combine(record: JobRecord, ahead_s: float = 0.0) -> JobFacts:
         ahead_s: `launch.slurm.clock`.
     """
     text, count = envvars.get("SLURM_JOB_NODELIST"), envvars.get("SLURM_JOB_NUM_NODES")
-    nodes = hostnames(text, "SLURM_JOB_NODELIST") if text else record.nodes
+    nodes = hostlist.expand(text, "SLURM_JOB_NODELIST") if text else record.nodes
     expected = int(count) if count and count.isdecimal() else record.node_count
     if len(nodes) != expected or len(set(nodes)) != len(nodes):
         raise SlurmError(f"the job's node list {text or ','.join(record.nodes)!r} names {len(set(nodes))} nodes, and "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from launch.slurm.client import JobRecord
+from launch.slurm.records import JobRecord
 
 NOTHING = ("", "(null)", "N/A", "None", "*", "0")
 FIELDS = {"constraint": "Features", "licenses": "Licenses", "switches": "Switches", "mail-user": "MailUser",

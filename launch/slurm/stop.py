@@ -5,8 +5,8 @@ from __future__ import annotations
 from launch.errors import UserError
 from launch.runtime.find_run import Found, attempts_of
 from launch.runtime.stop_file import STOP_FILE, ask_to_stop
-from launch.slurm.client import JobRecord
 from launch.slurm.hint import Hints, locate, unknown_job
+from launch.slurm.records import JobRecord
 
 
 def stop(run: str, folder: str, hints: Hints | None = None) -> str:

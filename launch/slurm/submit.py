@@ -14,9 +14,10 @@ from launch.config.load import load_config
 from launch.errors import UserError
 from launch.planner.prepare import Prepared, prepare
 from launch.runtime.attempts import write_atomically
-from launch.slurm.client import Estimate, Slurm
-from launch.slurm.margin import needed, stop_margin
+from launch.slurm.client import Slurm
+from launch.slurm.margin import explained, stop_margin
 from launch.slurm.profiles import Profile, load_profile
+from launch.slurm.records import Estimate
 from launch.slurm.render import Flags, Places, render
 
 Say = Callable[[str], None]
@@ -60,8 +61,7 @@ def compose(config: str, words: Sequence[str], flags: Flags, *, profile: str | N
                     output=_pattern(folder))
     text = render(config, words, prepared.loaded.config, prepared.plan, site, flags=flags, places=places,
                   margin_s=margin_s, plan_hash=prepared.plan.fingerprint())
-    margin = f"{margin_s} s before the end of the time limit; needed: {needed(prepared.plan, site).text}"
-    return Job(prepared, site, text, margin, folder)
+    return Job(prepared, site, text, explained(prepared.loaded.config, prepared.plan, site), folder)
 
 
 def submit(job: Job, say: Say, slurm: Slurm | None = None) -> str:

@@ -16,9 +16,9 @@ from launch import envvars
 from launch.errors import UserError
 from launch.planner.plan import Placement
 from launch.runtime.ray_node import ADDRESS_VARIABLE
+from launch.runtime.waiting import LOOK_EVERY_S
 
 NAMESPACE = "megatron-rl"
-LOOK_EVERY_S = 0.2
 FETCH_S = 600.0
 """Deadline of moving a finished answer to the driver."""
 _LOW_MEMORY = re.compile(r"Memory usage \S+ exceeded threshold of [^)]*\)")

@@ -35,7 +35,7 @@ class PlayedJob:
     supervisors: dict[str, processes.Child]
 
     def until(self, condition: Callable[[], bool], what: str, deadline_s: float = 150.0) -> None:
-        _until(condition, what, deadline_s, self.text)
+        until(condition, what, deadline_s, self.text)
 
     def at_step(self, step: int) -> None:
         self.until(lambda: len(metric_rows(self.attempt.folder / "metrics.jsonl")) >= step, f"step {step}")
@@ -61,10 +61,10 @@ def played(runs: Path, nodes: list[str], training_nodes: int, *words: str) -> It
         attempt = run.new_attempt()
         expected_of(config, None, "cpu", profile=Profile()).write(attempt.folder)
         beat = Beat(attempt.folder / node_files.LEADER_BEAT)
-        supervisors = {node: _supervisor(attempt, node, number) for number, node in enumerate(nodes)}
+        supervisors = {node: supervisor(attempt, node, number) for number, node in enumerate(nodes)}
         try:
             files = {node: NodeFiles(attempt, node) for node in nodes}
-            _until(lambda: all(each.hello() for each in files.values()), "every supervisor's hello", 30)
+            until(lambda: all(each.hello() for each in files.values()), "every supervisor's hello", 30)
             gather_reports(attempt.folder, nodes, 60)
             hellos = {node: each.hello() for node, each in files.items()}
             placement = place_cpu(prepared.plan, attempt.number, nodes, training_nodes,
@@ -75,20 +75,21 @@ def played(runs: Path, nodes: list[str], training_nodes: int, *words: str) -> It
             yield PlayedJob(attempt, placement, supervisors)
         finally:
             (attempt.folder / node_files.END).write_text("{}")
-            left = [node for node, supervisor in supervisors.items() if supervisor.wait(30) is None]
+            left = [node for node, child in supervisors.items() if child.wait(30) is None]
             beat.stop()
         assert not left, f"still there: supervisors of {left}"
         assert [processes.describe(process) for process in processes.marked(attempt.mark)] == []
 
 
-def _supervisor(attempt: Attempt, node: str, number: int) -> processes.Child:
+def supervisor(attempt: Attempt, node: str, number: int) -> processes.Child:
+    """The supervisor of a simulated node, the job's task `number`."""
     return processes.start(
         node, [sys.executable, "-m", "launch", "node", str(attempt.folder)],
         log=attempt.logs / f"supervisor-{node}.log",
         environment={**os.environ, "SLURMD_NODENAME": node, "SLURM_PROCID": str(number)})
 
 
-def _until(condition: Callable[[], bool], what: str, deadline_s: float, text: Callable[[], str] = str) -> None:
+def until(condition: Callable[[], bool], what: str, deadline_s: float, text: Callable[[], str] = str) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}\n{text()}"

@@ -23,8 +23,8 @@ from launch.runtime.history import PastAttempt, append, read_history, record_of
 from launch.runtime.node_files import JOB as JOB_FILE
 from launch.runtime.outcome import Outcome
 from launch.runtime.stop_file import ask_to_stop
-from launch.slurm.client import JobRecord, Queued, job_records
 from launch.slurm.job_facts import combine
+from launch.slurm.records import JobRecord, Queued, job_records
 from launch.slurm.refusals import SlurmError
 from tests.runtime.slurm_text import JOB
 
@@ -207,6 +207,12 @@ def test_enough_nodes_remain(case):
     case.conclude("node_failure", nodes=("n003",))
     assert case.slurm.options["exclude"] in ("n003", "n005") and case.slurm.options["nodes"] == "4"
     assert any("fewer than 4 nodes would remain" in line for line in case.said)
+
+
+def test_what_the_preflight_refused_is_left_out_of_the_next_job_also_where_the_ledger_does_not_know_it(case):
+    """A node on which another job's processes run is nobody's fault."""
+    assert case.conclude("preflight", nodes=("n003",)) == ExitCode.PREFLIGHT
+    assert case.slurm.options["exclude"] == "n003" and not case.ledger.entries()
 
 
 def test_where_no_further_node_is_there_the_run_goes_on_smaller(case):

@@ -15,9 +15,9 @@ from launch.runtime.deadline import Deadline, margin_s
 from launch.runtime.node_files import TERMINATED
 from launch.runtime.stop_clock import JobIsOver, Signals, StopClock
 from launch.runtime.stop_file import ask_to_stop, stop_reason, stop_requested
-from launch.slurm.client import job_records
 from launch.slurm.clock import ahead_s
 from launch.slurm.job_facts import combine
+from launch.slurm.records import job_records
 from tests.runtime.slurm_text import JOB
 
 

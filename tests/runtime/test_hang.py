@@ -12,7 +12,7 @@ import pytest
 from launch.runtime import hang
 from launch.runtime.attempts import Attempt
 from launch.runtime.components import components
-from launch.runtime.hang import Stack, absent, explain, judge, take_stacks
+from launch.runtime.hang import SETTLED_LOOKS, Stack, absent, explain, judge, take_stacks, whole
 
 RAY_IDLE = '''Current thread 0x00007f5b3fc63b80 (most recent call first):
   File "/v/ray/_private/worker.py", line 1069 in main_loop
@@ -47,6 +47,19 @@ COLLECTIVE = '''Current thread 0x00007f0d45858b80 (most recent call first):
 ])
 def test_where_a_process_is(dump, state, at):
     assert judge(dump) == (state, at)
+
+
+@pytest.mark.parametrize("dump", [RAY_IDLE, SLEEPS, PIPELINE])
+def test_a_dump_is_judged_when_it_is_whole(dump):
+    """A process that has no core to run on takes its time between two pieces of it."""
+    assert whole(dump, 0)
+    cuts = [dump[:end] for end in range(len(dump))]
+    assert not any(whole(cut, 0) for cut in cuts)
+    assert not whole(dump.splitlines(keepends=True)[0], SETTLED_LOOKS), "the head alone"
+
+
+def test_a_dump_that_ends_otherwise_is_whole_when_it_grows_no_more():
+    assert not whole(COLLECTIVE, SETTLED_LOOKS - 1) and whole(COLLECTIVE, SETTLED_LOOKS)
 
 
 def stack(name: str, state: str) -> Stack:

@@ -22,8 +22,8 @@ from launch.runtime.node_files import NodeFiles
 from launch.runtime.outcome import read_outcome
 from launch.runtime.progress_file import write_progress
 from launch.runtime.stop_clock import JobIsOver, Signals
-from launch.slurm.client import job_records
 from launch.slurm.job_facts import combine
+from launch.slurm.records import job_records
 from tests.runtime.slurm_text import JOB
 
 

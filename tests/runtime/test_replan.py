@@ -15,8 +15,8 @@ from launch.planner.placement import nodes_needed
 from launch.runtime.job_plan import JobPlan, place_job, plan_job
 from launch.runtime.node_files import Hello
 from launch.runtime.replan import for_fewer, layouts, sizes_for
-from launch.slurm.client import job_records
 from launch.slurm.job_facts import JobFacts, combine
+from launch.slurm.records import job_records
 from tests.runtime.slurm_text import JOB
 
 CLUSTER = """\

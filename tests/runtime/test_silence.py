@@ -113,6 +113,16 @@ def test_most_nodes_silent_together_are_not_failed_nodes(watched):
     assert (outcome.status, outcome.nodes) == ("node_failure", ()) and "no node is blamed" in outcome.message
 
 
+def test_a_job_that_stands_still_with_a_node_about_to_be_silent_has_lost_the_node(watched, monkeypatch):
+    """Nobody waits for the stacks of a dead node, and no rank is said never to have arrived."""
+    for node in ("n1", "n2", "n4"):
+        (NodeFiles(watched.attempt, node).folder / "stacks.json").write_text("[]")
+    seconds = iter((80, 89, 91))
+    monkeypatch.setattr(watched.beats, "look", lambda: silent_for(watched, next(seconds), "n3"))
+    outcome = watched._hung(Progress(3, "train", "", at=5.0, expected_s=1.0))
+    assert (outcome.status, outcome.nodes) == ("node_failure", ("n3",)) and list(seconds) == []
+
+
 def test_a_hang_is_told_by_changes_seen_whatever_the_clocks_say(watched):
     """The driver's clock may be wrong, and a pause of the file system hides its progress."""
     at_limit = Progress(3, "train", "", at=5.0, expected_s=1.0)

@@ -1,20 +1,22 @@
 """A run of the stub workload in a test: composed as `megatron-rl launch --on slurm` does, submitted, watched by its
-files. Runs of different names go on side by side: most of their time is waiting for Slurm."""
+files. What a test does with a run is a scenario. Those of a module go on side by side, each in a thread: most of their
+time is waiting for Slurm."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from launch import envvars, processes
-from launch.runtime.attempts import Attempt
-from launch.runtime.components import components
+from launch.runtime.attempts import Attempt, write_atomically
+from launch.runtime.components import component
 from launch.runtime.history import PastAttempt, read_history
 from launch.runtime.outcome import Outcome, read_outcome
 from launch.runtime.progress_file import read_progress, steps_done
-from launch.runtime.stub import STEP_VARIABLE
+from launch.runtime.stub import HOLD_VARIABLE, STEP_VARIABLE
 from launch.slurm.render import Flags
 from launch.slurm.submit import compose
 from tests.slurm_cluster import REPOSITORY, SlurmCluster
@@ -37,24 +39,31 @@ class StubRun:
     Args:
         folder: of the test; runs of different names may share it.
         step_s: what a step of the stub takes.
+        hold: the step at which it waits for `go`; later attempts then pass it.
         fault: `MEGATRON_RL_FAULT`.
         gpus: what the preflight finds (`launch.health.simulated`); None: healthy nodes.
     """
 
     def __init__(self, slurm: SlurmCluster, folder: Path, name: str, nodes: int, *words: str, steps: int = 10,
-                 step_s: float = 0.1, fault: str = "", gpus: Mapping | None = None, time: str = "10:00") -> None:
+                 step_s: float = 0.1, hold: int = 0, fault: str = "", gpus: Mapping | None = None,
+                 time: str = "10:00") -> None:
         self.slurm, self.name, self.folder = slurm, name, folder / "runs" / name
         cluster = folder / f"{name}-cluster.yaml"
         cluster.write_text(CLUSTER.format(nodes=nodes), encoding="utf-8")
         self.words = (f"cluster={cluster}", f"run.dir={folder / 'runs'}", f"run.name={name}", f"run.steps={steps}",
                       *WORDS, *words)
         self.variables = {STEP_VARIABLE: str(step_s), "PYTHONPATH": str(REPOSITORY)}
+        self.gate = folder / f"{name}-go"
+        if hold:
+            self.variables[HOLD_VARIABLE] = f"{hold}:{self.gate}"
         if fault:
             self.variables["MEGATRON_RL_FAULT"] = fault
+        self.gpus = folder / f"{name}-gpus.json"
         if gpus is not None:
-            (folder / f"{name}-gpus.json").write_text(json.dumps(gpus), encoding="utf-8")
-            self.variables[envvars.SIMULATED_GPUS] = str(folder / f"{name}-gpus.json")
+            self.find(gpus)
+            self.variables[envvars.SIMULATED_GPUS] = str(self.gpus)
         job = compose(CONFIG, self.words, Flags(time=time))
+        self.planned = job.prepared
         job.folder.mkdir(parents=True)
         self.script = job.folder / "job.sbatch"
         self.script.write_text(job.script, encoding="utf-8")
@@ -64,6 +73,14 @@ class StubRun:
     def submit(self, *options: str) -> StubRun:
         self.job = self.slurm.submit(*options, str(self.script), variables=self.variables)
         return self
+
+    def go(self) -> None:
+        """On past the step that was held."""
+        self.gate.touch()
+
+    def find(self, gpus: Mapping) -> None:
+        """From now on, this is what checks find on the nodes (of a run that was given `gpus`)."""
+        write_atomically(self.gpus, json.dumps(gpus))
 
     def attempt(self, number: int) -> Attempt:
         return Attempt(self.folder / "attempts" / str(number))
@@ -115,11 +132,33 @@ class StubRun:
         """The nodes that an attempt's job had."""
         return json.loads((self.attempt(number).folder / "job.json").read_text())["nodes"]
 
-    def node_of(self, number: int, component: str) -> str:
-        return next(each.node for each in components(self.attempt(number)) if each.name == component)
+    def node_of(self, number: int, name: str) -> str:
+        return component(self.attempt(number), name).node
 
     def text(self) -> str:
         """Output of all jobs of this run, and its supervisors' logs."""
         files = sorted((self.folder / "slurm").glob("*.log")) + sorted(self.folder.glob("attempts/*/logs/*.log"))
         return "\n".join(f"--- {os.path.relpath(file, self.folder)}\n{file.read_text(errors='replace')[-3000:]}"
                          for file in files)
+
+
+Scenario = Callable[[SlurmCluster, Path], StubRun]
+"""Makes a run in a folder, submits it, does to it what is to be done, and returns it when nothing follows any more."""
+
+
+def side_by_side(slurm: SlurmCluster, folder: Path, *scenarios: Scenario) -> dict[str, StubRun]:
+    """The runs of all scenarios, by name."""
+    with ThreadPoolExecutor(len(scenarios)) as pool:
+        going = [pool.submit(scenario, slurm, folder) for scenario in scenarios]
+    return {run.name: run for run in (each.result() for each in going)}
+
+
+def alone(name: str, nodes: int, *words: str, attempts: int = 1, options: tuple[str, ...] = (),
+          **settings: object) -> Scenario:
+    """A run to which nothing is done: it ends by itself after so many attempts."""
+    def play(slurm: SlurmCluster, folder: Path) -> StubRun:
+        run = StubRun(slurm, folder, name, nodes, *words, **settings).submit(*options)
+        run.ended(attempts, timeout_s=150)
+        return run
+
+    return play

@@ -10,7 +10,8 @@ import pytest
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
 from launch.slurm import job_facts
-from launch.slurm.client import Slurm, estimate_of, job_records, moment, scrubbed
+from launch.slurm.client import Slurm, scrubbed
+from launch.slurm.records import estimate_of, job_records, moment
 from launch.slurm.refusals import explain, names
 from tests.slurm_cluster import SlurmCluster
 

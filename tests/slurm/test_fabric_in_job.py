@@ -20,7 +20,9 @@ def test_the_nodes_that_are_fit_measure_before_the_job_starts(slurm, tmp_path):
     past, = run.ended(1, timeout_s=150)
     assert past.status == "finished", run.text()
     folder = run.attempt(1).folder
-    members = fabric.Task.read(folder).members
+    task = fabric.Task.read(folder)
+    members = task.members
+    assert task.nics == dict.fromkeys(("h100-001", "h100-003", "h100-004"), tuple(f"mlx5_{rail}" for rail in range(8)))
     assert [member.node for member in members] == ["h100-001", "h100-003", "h100-004"]
     result = fabric.Result.read(folder)
     assert len(result.pairs) == 3 and not result.errors and not result.wrong

@@ -1,6 +1,7 @@
 """A real job on four simulated nodes: Megatron TP2 x PP2 over two of them, two vLLM engines on the others, Ray,
-rewards, weight sync, checkpoints. The time limit stops it, Slurm requeues it, it goes on; in deterministic mode its
-metrics are those of a job on one machine that nobody interrupted."""
+rewards, weight sync, checkpoints. The time limit stops it, Slurm requeues it, it goes on; one of its nodes dies, and it
+goes on without; in deterministic mode its metrics are those of a job that nobody interrupted, on one machine with one
+engine."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -21,17 +23,20 @@ from launch.runtime.history import read_history
 from launch.runtime.outcome import read_outcome
 from launch.runtime.stop_file import stop_reason, stop_requested
 from megatron_rl.trainer.checkpoint_files import complete_checkpoints
-from tests.job.runner import CONFIG, launch
+from tests.job.runner import CONFIG, Launched, launch
 from tests.job.test_whole_job import TIMES
 from tests.slurm_cluster import SlurmCluster
 
-STEPS = 12
+SAVED, STEPS = 4, 9
+"""A checkpoint every so many steps: the second comes before the end."""
+A_STEP = 16 * 16
+"""Completions that are scored."""
 SIZES = ("trainer.vpp=1", "trainer.cp=1", "trainer.sequence_parallel=false", "trainer.recompute=none")
 """What `auto` makes of these on a cluster is not what it makes of them here."""
-WORDS = (*SIZES, f"run.steps={STEPS}", "rollout.deterministic=true", "rollout.replicas=2", "checkpoint.every=0",
+WORDS = (*SIZES, f"run.steps={STEPS}", "rollout.deterministic=true", "rollout.replicas=2", f"checkpoint.every={SAVED}",
          "checkpoint.export=never", "eval.at_end=false", "trainer.optimizer.schedule=linear",
          "trainer.optimizer.warmup_steps=2", "reward.functions.0.function=tests.job.graders:held",
-         "reward.timeout_s=200", "run.hang_min_s=400")
+         "reward.timeout_s=200", "run.hang_min_s=400", "run.node_silent_s=10")
 CLUSTER = """\
 nodes: {count: 4, names: "h100-[001-004]"}
 gpus: {kind: CPU-core, per_node: 2, memory_gb: 8}
@@ -40,38 +45,61 @@ host: {memory_gb: 16}
 """
 
 
-@pytest.mark.timeout(480)
-def test_a_real_job_is_stopped_by_the_time_limit_requeued_and_goes_on(slurm: SlurmCluster, tmp_path: Path):
-    gate = tmp_path / "gate"
+@pytest.mark.timeout(600)
+def test_a_real_job_outlives_the_time_limit_and_a_dead_node(slurm: SlurmCluster, tmp_path: Path):
+    gate = tmp_path / "gate"        # holds every attempt after so many steps: nothing below depends on speed
+    gate.write_text(str(2 * A_STEP))
     job = _submit(slurm, tmp_path, gate)
-    first, second = (Attempt(tmp_path / "runs/real/attempts" / str(number)) for number in (1, 2))
+    first, second, third = (Attempt(tmp_path / "runs/real/attempts" / str(number)) for number in (1, 2, 3))
 
-    _wait(slurm, job, lambda: len(_rows(first)) >= 2, "two steps")
-    gate.touch()            # holds it in the next step until the limit has come: nothing below depends on speed
-    _lower_the_limit(slurm, job)
-    whole = launch(tmp_path, "whole", *WORDS, f"reward.functions.0.args={{gate: {tmp_path}/none}}")
+    _wait(slurm, job, lambda: len(_rows(first)) == 2, "two steps")
+    _end_soon(slurm, job)
+    whole = launch(tmp_path, "whole", *WORDS, "rollout.replicas=1",
+                   f"reward.functions.0.args={{gate: {tmp_path}/none}}")
     _every_component_is_where_it_belongs(first)
     _wait(slurm, job, lambda: stop_requested(first.folder), "the signal of the time limit")
-    slurm.run("scontrol", "update", f"jobid={job}", "timelimit=10")
+    slurm.run("scontrol", "update", f"jobid={job}", "timelimit=10")     # a requeued job keeps the limit
     gate.unlink()
-    _wait(slurm, job, lambda: read_outcome(second.folder) is not None, "the end of the second attempt")
-    slurm.wait_for(job, "COMPLETED", restarts=1)
+    _wait(slurm, job, lambda: _ended(first), "the end of the first attempt")
+    gate.write_text(str(3 * A_STEP))
+    assert stop_reason(first.folder) == "time-limit" and _saved(first) == [3], "the step that was held is made"
+
+    _wait(slurm, job, lambda: len(_rows(second)) == 3, "three steps of the second attempt")
+    assert _saved(second) == [3, SAVED]
+    victim = second.placement().nodes[1]
+    assert {name for name, node in _nodes(second).items() if node == victim} == {"trainer-2", "trainer-3"}
+    slurm.kill_node(victim)
+    _wait(slurm, job, lambda: slurm.job(job)["JobState"] != "RUNNING", "the end of the job that lost a node")
+    slurm.mark_down(victim)
+    _wait(slurm, job, lambda: (third.folder / "placement.json").exists(), "a third attempt without the dead node")
+    gate.unlink()
+    _wait(slurm, job, lambda: _ended(third), "the end of the third attempt")
+    slurm.wait_until(lambda: not slurm.jobs(), "the end of the job")
     assert whole.end() == 0, whole.text()
-    assert stop_reason(first.folder) == "time-limit"
-    done = read_outcome(first.folder).step
-    assert (read_outcome(first.folder).status, read_outcome(second.folder).status) == ("stopped", "finished")
-    assert 2 <= done < STEPS and [folder.name for folder in complete_checkpoints(second.checkpoints)] == [
-        f"step-{done:06d}", f"step-{STEPS:06d}"]
+
+    stopped, died, finished = read_history(first.run_folder)
+    assert (stopped.status, stopped.step, stopped.decision, stopped.job_id) == ("stopped", 3, "requeue", str(job))
+    assert died.status in ("node_failure", "died") and died.nodes == (victim,), died
+    assert (finished.status, finished.step, _saved(third)) == ("finished", STEPS, [2 * SAVED, STEPS])
+    assert slurm.job(int(finished.job_id))["JobState"] == "COMPLETED"
+    assert victim not in third.placement().nodes and len(third.placement().nodes) == 4
     assert first.plan().training == whole.attempt.plan().training
-    joined = _rows(first) + _rows(second)
-    assert [row["step"] for row in joined] == list(range(1, STEPS + 1))
-    for ours, reference in zip(joined, whole.rows(), strict=True):
-        for name in reference.keys() - {name for name in reference if name.startswith(TIMES)}:
-            assert ours[name] == reference[name], f"step {reference['step']}, {name}"
-        assert ours["weights/version"] == ours["step"] and ours["sync/bytes"] == reference["sync/bytes"] > 0
-    assert [(past.attempt, past.status) for past in read_history(first.run_folder)] == [(1, "stopped"), (2, "finished")]
-    for attempt in (first, second):
+    _rows_are_those_of_one_run([first, second, third], [range(1, 4), range(4, 7), range(5, STEPS + 1)], whole)
+    for attempt in (first, second, third):
         assert marked(attempt.mark) == []
+
+
+def _rows_are_those_of_one_run(attempts: list[Attempt], steps: list[range], whole: Launched) -> None:
+    """Each attempt goes on from the step that was saved; those that were lost are made again, with the same numbers."""
+    reference = {row["step"]: row for row in whole.rows()}
+    assert list(reference) == list(range(1, STEPS + 1))
+    for attempt, made in zip(attempts, steps, strict=True):
+        assert [row["step"] for row in _rows(attempt)] == list(made)
+        for ours in _rows(attempt):
+            wanted = reference[ours["step"]]
+            for name in (name for name in wanted if not name.startswith(TIMES)):
+                assert ours[name] == wanted[name], f"attempt {attempt.number}, step {ours['step']}, {name}"
+            assert ours["weights/version"] == ours["step"] and ours["sync/bytes"] == 2 * wanted["sync/bytes"] > 0
 
 
 def _submit(slurm: SlurmCluster, folder: Path, gate: Path) -> int:
@@ -88,17 +116,31 @@ def _wait(slurm: SlurmCluster, job: int, condition: Callable[[], bool], what: st
     end, asked = time.monotonic() + 240, 0.0
     while not condition():
         if time.monotonic() > asked + 5:
-            state, asked = slurm.job(job)["JobState"], time.monotonic()
-            going = state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
-            assert going, f"{state} before {what}:\n{slurm.output(job)}"
+            going, asked = slurm.jobs(), time.monotonic()
+            assert going, f"no job before {what}:\n{slurm.output(job)}"
         assert time.monotonic() < end, f"{what} did not come:\n{slurm.output(job)}"
         time.sleep(0.25)
 
 
-def _lower_the_limit(slurm: SlurmCluster, job: int) -> None:
-    """One to two minutes are left then: less than `--signal` asks for, so the signal comes when Slurm looks next."""
-    hours, minutes, seconds = slurm.job(job)["RunTime"].split(":")
-    slurm.run("scontrol", "update", f"jobid={job}", f"timelimit={60 * int(hours) + int(minutes) + 2}")
+def _end_soon(slurm: SlurmCluster, job: int) -> None:
+    """Less is left then than `--signal` asks for: the signal comes when Slurm looks next, which it does twice a
+    minute."""
+    end = datetime.now() + timedelta(seconds=90)
+    slurm.run("scontrol", "update", f"jobid={job}", f"endtime={end:%Y-%m-%dT%H:%M:%S}")
+
+
+def _ended(attempt: Attempt) -> bool:
+    return read_outcome(attempt.folder) is not None
+
+
+def _saved(attempt: Attempt) -> list[int]:
+    """Steps of the run's complete checkpoints."""
+    return [int(folder.name.removeprefix("step-")) for folder in complete_checkpoints(attempt.checkpoints)]
+
+
+def _nodes(attempt: Attempt) -> dict[str, str]:
+    """Component -> its node."""
+    return {record.name: record.node for record in components(attempt)}
 
 
 def _rows(attempt: Attempt) -> list[dict[str, float]]:
@@ -110,7 +152,7 @@ def _every_component_is_where_it_belongs(attempt: Attempt) -> None:
     placement = attempt.placement()
     assert len(placement.nodes) == 4 and len(set(placement.ports.values())) == 4
     train, other, *rollout = placement.nodes
-    assert {record.name: record.node for record in components(attempt)} == {
+    assert _nodes(attempt) == {
         "driver": train, "reward-0": train, "trainer-0": train, "trainer-1": train, "trainer-2": other,
         "trainer-3": other, "rollout-0": rollout[0], "rollout-1": rollout[1]}
     for node in placement.nodes:

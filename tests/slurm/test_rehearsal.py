@@ -6,11 +6,18 @@ Megatron's rank order, computed here; only then against the placement.
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import pytest
 
+from launch import processes
+from launch.runtime.node_files import NodeFiles
+from launch.runtime.ray_node import FOR_MANY_NODES
+from launch.runtime.workloads.train import TOKEN_FILE
 from tests.slurm.rehearsing import SCRIPT_7B, SCRIPT_70B, Rehearsed, rehearse, rehearsed
+from tests.slurm_cluster import REPOSITORY
 
 WHOLE_LEAVES = ("trainer.tp=8", "trainer.pp=2", "trainer.cp=1", "trainer.dp=8", "rollout.tp=4", "rollout.replicas=32")
 """16 nodes for each partition: two leaves of eight."""
@@ -33,6 +40,11 @@ def test_256_processes_of_their_own_each_on_a_gpu_of_its_own(full):
     assert max(Counter((said["node"], said["gpu"]) for said in full.said).values()) == 1
     assert {said["node"] for said in full.said} == {f"h100-{number:03d}" for number in range(1, 33)}
     assert {said["gpu"] for said in full.said} == set(range(8))
+
+
+def test_so_many_nodes_take_no_more_questions_than_two(full):
+    """And the step: at most three RPCs at start."""
+    assert len(json.loads((full.attempt.folder / "slurm-calls.json").read_text())) <= 2
 
 
 def test_tp_groups_and_engines_lie_inside_a_node(full):
@@ -70,7 +82,7 @@ def test_every_process_was_started_with_its_environment(full):
     for said in full.said:
         variables = said["environment"]
         assert variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" and variables["MEGATRON_RL_NODE"] == said["node"]
-        assert ("CUDA_DEVICE_MAX_CONNECTIONS" in variables) == (trainer(said) is not None)
+        assert variables["CUDA_DEVICE_MAX_CONNECTIONS"] == ("1" if trainer(said) is not None else "32")
         assert len(variables["CUDA_VISIBLE_DEVICES"].split(",")) == (1 if trainer(said) is not None else 4)
         assert variables["NCCL_IB_HCA"] == "=" + ",".join(f"mlx5_{rail}" for rail in range(8)), "by exact names"
     assert len({said["environment"]["NCCL_CUMEM_ENABLE"] for said in full.said}) == 1
@@ -109,6 +121,42 @@ def test_a_user_rehearses_with_launch(slurm, tmp_path):
     assert answer.stdout.strip().isdecimal(), "the job's id alone"
     found = rehearsed(slurm, int(answer.stdout), tmp_path)
     assert found.report["ok"] and len(found.said) == 16
+
+
+def test_a_job_asks_the_controller_at_most_three_times_whatever_its_number_of_nodes(slurm, full, tmp_path):
+    """By the controller's own count. The other job has a time limit below the margin of training, which a rehearsal
+    does not need."""
+    small = rehearse(slurm, tmp_path, SCRIPT_7B, options=("--time=5",))
+    assert len(small.report["nodes"]) == 2 and small.report["ok"]
+    assert full.asked == small.asked and 0 < sum(full.asked.values()) <= 3, full.asked
+
+
+def test_a_time_limit_that_the_margin_takes_up_is_refused_with_the_sum(slurm, tmp_path):
+    job = slurm.submit("--time=2", f"--output={tmp_path}/log", SCRIPT_7B, "run.workload=stub", f"run.dir={tmp_path}/runs")
+    assert slurm.wait_for(job, "FAILED")["ExitCode"] == "2:0"
+    said = slurm.output(job)
+    assert "the time limit 00:02:00 leaves" in said and "it would stop at once; a stop needs" in said
+    assert "(checkpoint," in said and "GB/s) + 60 s =" in said and "sbatch --time" in said
+
+
+def test_ray_comes_up_as_on_many_nodes_and_leaves_nothing(slurm, tmp_path):
+    """Eight nodes have the settings of thirty-two."""
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text((REPOSITORY / "configs/clusters/h100x32.yaml").read_text().replace(
+        "count: 32", "count: 8").replace("[001-032]", "[001-008]"))
+    sizes = ("trainer.tp=4", "trainer.pp=1", "trainer.cp=1", "trainer.dp=4", "rollout.tp=4", "rollout.replicas=12")
+    found = rehearse(slurm, tmp_path, SCRIPT_7B, "run.rehearse=ray", f"cluster={cluster}", *sizes,
+                     options=("--nodes=8",))
+    nodes = found.attempt.placement().nodes
+    assert found.report["ok"] and found.report["ray"]["found"] == {node: node for node in nodes} and len(nodes) == 8
+    assert "8 nodes counted after" in found.output and "ok     an actor on every Ray node: 8 of 8" in found.output
+    folders = set()
+    for node in nodes:
+        told = NodeFiles(found.attempt, node).log.read_text()
+        assert all(f"{name}={value}" in told for name, value in FOR_MANY_NODES.items())
+        folders.add(Path(told.partition("Ray in ")[2].partition(",")[0]))
+    assert len(folders) == 8 and not [folder for folder in folders if folder.exists()]
+    assert not (found.attempt.folder / TOKEN_FILE).exists() and processes.marked(found.attempt.mark) == []
 
 
 def test_variables_that_srun_obeys_do_not_bend_the_step(slurm, tmp_path):

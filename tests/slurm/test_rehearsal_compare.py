@@ -20,7 +20,7 @@ from launch.ports import Ports
 from launch.report import rehearsal as table
 from launch.runtime import faults
 from launch.runtime.places import Place, places, variables
-from launch.runtime.rehearsal import Check, Report, compare, to_document
+from launch.runtime.rehearsal import Check, RayReport, Report, compare, ray_nodes, to_document
 from launch.runtime.workloads.rank_report import END, entry_of
 from launch.runtime.workloads.rehearse import SCRIPT, report_of
 from tests.slurm_cluster import REPOSITORY
@@ -84,6 +84,17 @@ def test_two_gpus_exchanged_on_one_node(prepared, placement, reports, given):
     assert found["GPU as placed"].findings[0].placed == f"{one.node} GPU {one.gpu}"
 
 
+def test_an_actor_on_another_node_than_its_own_and_one_nowhere(placement):
+    found = {node: node for node in placement.nodes}
+    one, other, third = placement.nodes[:3]
+    assert ray_nodes(placement, RayReport(1.0, 1.0, found)).findings == ()
+    check = ray_nodes(placement, RayReport(1.0, 1.0, {**found, one: other, third: "nowhere"}))
+    assert [(each.process, each.placed, each.found) for each in check.findings] == [
+        (f"actor on {one}", one, other), (f"actor on {third}", third, "nowhere")]
+    del found[third]
+    assert ray_nodes(placement, RayReport(1.0, 1.0, found)).held == len(placement.nodes) - 1
+
+
 def test_a_process_that_did_not_report_and_one_that_nobody_asked_for(prepared, placement, reports, given):
     said = [*reports[:-1], replace(reports[0], process="trainer-999", gpu=None)]
     (check,) = wrong(prepared.plan, placement, said, given).values()
@@ -133,8 +144,8 @@ def test_the_report_names_every_process_and_fits_the_terminal(prepared, placemen
     text = table.text(document)
     assert max(map(len, text.splitlines())) <= 100
     assert "ranks 0-7 on GPUs 0-7" in text and "are where the placement wants them" in text
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" in document["environment"]["trainer"]
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in document["environment"]["rollout"]
+    assert document["environment"]["trainer"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert document["environment"]["rollout"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
 
 
 def test_an_engine_is_one_process_a_gpu_and_all_see_all_of_its_gpus(placement):

@@ -10,6 +10,7 @@ import pytest
 
 from launch.errors import UserError
 from launch.planner import prepare as preparing
+from launch.planner.forecast import DiskForecast
 from launch.planner.prepare import prepare
 from launch.slurm.margin import PORTABLE_S, needed, stop_margin
 from launch.slurm.profiles import Profile, parse_profile
@@ -232,6 +233,16 @@ def test_the_margin_is_what_the_plan_needs(prepared):
     margin = stop_margin(config, prepared.plan, Profile(file_system_gb_per_s=2.0))
     assert margin % 60 == 0 and total <= margin < total + 60
     assert stop_margin(config, prepared.plan, Profile(stop_margin_s=9000.0)) == 9000
+
+
+def test_a_version_that_is_being_written_to_disk_is_waited_for(prepared):
+    forecast = prepared.plan.forecast
+    sync = forecast.sync.model_copy(update={"disk": DiskForecast(every=10, bytes=15 * 10**9, seconds=1.0)})
+    plan = prepared.plan.model_copy(update={"forecast": forecast.model_copy(update={"sync": sync})})
+    profile = Profile(file_system_gb_per_s=2.0)
+    need = needed(plan, profile)
+    assert need.disk_s == 15 and need.total_s == pytest.approx(needed(prepared.plan, profile).total_s + 15)
+    assert " + 15 s (a version to disk) + " in need.text
 
 
 def test_a_margin_that_is_too_short_is_refused_with_the_sum(prepared):

@@ -16,7 +16,7 @@ from launch.errors import UserError
 from launch.runtime.outcome import Outcome, read_outcome, write_outcome
 from launch.runtime.stub import STEP_VARIABLE
 from launch.slurm import sweep as sweep_module
-from launch.slurm.client import Queued
+from launch.slurm.records import Queued
 from launch.slurm.refusals import SlurmError
 from launch.slurm.render import Flags
 from launch.slurm.sweep import Member, Shape, parameters, state_of, wait_for

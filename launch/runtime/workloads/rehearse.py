@@ -1,5 +1,6 @@
 """The rehearsal on one node: a process for each of its ranks, started with the environment that the rank will have,
-which says where it finds itself. Everything of a job but the GPU work; no torch, no Ray, a few megabytes a process.
+which says where it finds itself. Everything of a job but the GPU work; no torch, a few megabytes a process. Ray comes
+up with `run.rehearse=ray`: as in a job, but for a driver that only counts (`megatron_rl.driver.ray_census`).
 
 Every node writes what its processes said (`nodes/<node>/rehearsal.json`), secrets masked. The placement's first node
 waits for all of them, compares them with the placement and writes the attempt's outcome (`launch.runtime.rehearsal`).
@@ -26,10 +27,11 @@ from launch.runtime.outcome import write_outcome
 from launch.runtime.places import Place, places, variables
 from launch.runtime.rehearsal import Report
 from launch.runtime.shared_files import seen
-from launch.runtime.workloads import rank_report
+from launch.runtime.workloads import rank_report, train
 from launch.runtime.workloads.context import NodeContext
 
 SCRIPT = Path(rank_report.__file__)
+CENSUS = "megatron_rl.driver.ray_census"
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,12 @@ class Started:
     """What runs on this node now."""
 
     children: list[processes.Child]
+    ray: train.Started | None = None
 
     def close(self, *, failed: bool = False) -> None:
-        """Nothing of a rehearsal lies outside the attempt's folder."""
+        """Only Ray has something that lies outside the attempt's folder."""
+        if self.ray is not None:
+            self.ray.close(failed=failed)
 
 
 def start(context: NodeContext) -> Started:
@@ -47,6 +52,7 @@ def start(context: NodeContext) -> Started:
 
     Raises:
         UserError: a process ended, or processes or nodes did not report within `run.deadline_s`.
+        RayNotUp: Ray did not come up.
     """
     attempt, node = context.attempt, context.node
     config, placement, device = attempt.config(), attempt.placement(), attempt.plan().device
@@ -63,14 +69,30 @@ def start(context: NodeContext) -> Started:
     target = rehearsal.node_file(attempt, node)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, json.dumps([report.to_json() for report in reports]))
+    ray = train.start(context, CENSUS) if config.run.rehearse == "ray" else None
     if node == placement.nodes[0]:
         for other in placement.nodes:
             file = rehearsal.node_file(attempt, other)
             context.wait(partial(seen, file), f"the rehearsal's report of {other}", deadline_s)
+        if ray is not None:
+            _wait_for_census(context, ray)
         write_outcome(attempt.folder, rehearsal.conclude(attempt))
         left = [psutil.Process(child.pid) for child in children if child.returncode is None]
         processes.end_processes(left, grace_s=0.0)
-    return Started(children)
+    return Started([*children, *(ray.children if ray is not None else [])], ray)
+
+
+def _wait_for_census(context: NodeContext, ray: train.Started) -> None:
+    """Until Ray's nodes are counted and their actors have answered. Raylets of one host come one after the other."""
+    file, census = rehearsal.ray_file(context.attempt), ray.children[-1]
+
+    def told() -> bool:
+        if census.returncode:
+            raise train.RayNotUp(f"the census of Ray's nodes ended with status {census.returncode}: see {census.log}")
+        return file.exists()
+
+    nodes = len(context.attempt.placement().nodes)
+    context.wait(told, f"an actor on each of {nodes} Ray nodes", context.attempt.config().run.deadline_s * nodes)
 
 
 def _start(place: Place, given: dict[str, str], folder: Path) -> processes.Child:

@@ -26,6 +26,7 @@ from launch.runtime.ray_node import (ADDRESS_VARIABLE, RaySession, loopback_vari
 from launch.runtime.shared_files import read_shared, seen
 from launch.runtime.workloads.context import NodeContext
 
+DRIVER = "megatron_rl.train"
 TOKEN_FILE = "ray-token"
 """In the attempt's folder, readable by the user alone, while the job runs: how the other nodes get the token."""
 
@@ -57,9 +58,12 @@ class Started:
             (self.attempt.folder / TOKEN_FILE).unlink(missing_ok=True)
 
 
-def start(context: NodeContext) -> Started:
+def start(context: NodeContext, driver: str = DRIVER) -> Started:
     """Start this node's part of the job and return once Ray knows the node. The driver starts with the head: reading
     the data takes as long as Ray does, and it waits for Ray itself.
+
+    Args:
+        driver: the module that is run on Ray.
 
     Raises:
         RayNotUp: Ray ended, or did not register within `run.deadline_s`.
@@ -73,11 +77,10 @@ def start(context: NodeContext) -> Started:
         session, listens = _session(context), f"{address}:{context.ports.ray_gcs}"
         _share(session, attempt)
         ray = start_head(session, context.ports, node=node, address=address, environment=environment, log=log)
-        driver = processes.start(
-            "driver", [sys.executable, "-m", "megatron_rl.train", str(attempt.folder)],
-            log=attempt.logs / "driver.log",
+        drives = processes.start(
+            "driver", [sys.executable, "-m", driver, str(attempt.folder)], log=attempt.logs / "driver.log",
             environment={**environment, **session.variables(), ADDRESS_VARIABLE: listens})
-        started = Started([ray, driver], session, attempt, node)
+        started = Started([ray, drives], session, attempt, node)
     else:
         for other in _before(placement, node):
             _wait(context, lambda: ray_address(attempt, other) is not None, f"Ray on {other}")

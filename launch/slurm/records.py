@@ -1,0 +1,161 @@
+"""What Slurm's commands print, as records. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from launch.cluster import hostlist, slurm_text
+from launch.slurm.refusals import SlurmError
+
+WHOLE_LINE = frozenset({"Command", "WorkDir", "StdErr", "StdIn", "StdOut", "Comment", "AdminComment",
+                        "SystemComment"})
+"""Fields of `scontrol show job` that have a line to themselves: their text may hold spaces and equals signs."""
+QUEUE_FORMAT = "%i|%T|%r|%S|%L|%D|%N|%k|%j"
+ESTIMATE = re.compile(r"Job \d+ to start at (?P<start>\S+) using \d+ processors on nodes (?P<nodes>\S+)"
+                      r"(?: in partition (?P<partition>\S+))?")
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What `scontrol show job` says of one job. Times are seconds since 1970, None where Slurm says Unknown."""
+
+    job_id: str
+    name: str
+    state: str
+    """RUNNING, PENDING, COMPLETED, FAILED, NODE_FAIL, ..."""
+    reason: str
+    partition: str
+    account: str
+    qos: str
+    reservation: str
+    nodes: tuple[str, ...]
+    """In Slurm's order, which is that of the tasks; () while it waits."""
+    node_count: int
+    excluded: tuple[str, ...]
+    submitted: float | None
+    started: float | None
+    ends: float | None
+    """When the time limit ends it; of a finished job, when it ended."""
+    time_limit: str
+    requeue: bool
+    restarts: int
+    exit_code: int
+    signal: int
+    comment: str
+    command: str
+    """Path of the batch script and its words, joined by blanks."""
+    work_dir: str
+    stdout: str
+    fields: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Everything, as printed."""
+
+
+@dataclass(frozen=True)
+class Queued:
+    """One line of `squeue`."""
+
+    job_id: str
+    state: str
+    reason: str
+    starts: float | None
+    """Estimate for a job that waits."""
+    left: str
+    """Of the time limit, as Slurm writes it."""
+    node_count: int
+    nodes: str
+    comment: str
+    name: str
+
+    @property
+    def of_array(self) -> bool:
+        """`7_2`, or `7_[3-9]` for those of an array that wait."""
+        return "_" in self.job_id
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What `sbatch --test-only` expects."""
+
+    text: str
+    starts: float | None = None
+    nodes: tuple[str, ...] = ()
+    partition: str | None = None
+
+
+@dataclass(frozen=True)
+class Account:
+    """What `sacct` says of one job."""
+
+    job_id: str
+    state: str
+    exit_code: str
+    elapsed: str
+    nodes: str
+
+
+def job_records(text: str) -> tuple[JobRecord, ...]:
+    """Every job of `scontrol show job`'s output (an array, or a heterogeneous job, has several)."""
+    return tuple(_record(block) for block in re.split(r"\n\s*\n", text.strip()) if "JobId=" in block)
+
+
+def estimate_of(text: str) -> Estimate:
+    """`Job 7 to start at ... using ... on nodes h100-[001-004] in partition batch`."""
+    match = ESTIMATE.search(text)
+    if match is None:
+        return Estimate(text)
+    return Estimate(text, moment(match["start"]), hostlist.expand(match["nodes"]), match["partition"])
+
+
+def moment(text: str) -> float | None:
+    """A time of Slurm's as seconds since 1970; None for Unknown, N/A and (null)."""
+    if text.isdecimal():
+        return float(text)
+    try:
+        return datetime.fromisoformat(text).timestamp()        # in this machine's zone, as Slurm prints it
+    except ValueError:
+        return None
+
+
+def _record(block: str) -> JobRecord:
+    fields: dict[str, str] = {}
+    for line in block.splitlines():
+        key, _, value = line.strip().partition("=")
+        for name, text in {key: value}.items() if key in WHOLE_LINE else slurm_text.key_values(line.strip()).items():
+            fields.setdefault(name, "" if text in ("(null)", "None") else text)
+    status, _, number = fields.get("ExitCode", "0:0").partition(":")
+    names = names_of(fields.get("NodeList", ""))
+    count = re.match(r"\d+", fields.get("NumNodes", "0"))
+    return JobRecord(
+        job_id=fields["JobId"], name=fields.get("JobName", ""), state=fields.get("JobState", ""),
+        reason=fields.get("Reason", ""), partition=_word(fields.get("Partition", "")),
+        account=fields.get("Account", ""), qos=fields.get("QOS", ""), reservation=fields.get("Reservation", ""),
+        nodes=names, node_count=int(count[0]) if count else 0, excluded=names_of(fields.get("ExcNodeList", "")),
+        submitted=moment(fields.get("SubmitTime", "")), started=moment(fields.get("StartTime", "")),
+        ends=moment(fields.get("EndTime", "")), time_limit=fields.get("TimeLimit", ""),
+        requeue=fields.get("Requeue") == "1", restarts=int(fields.get("Restarts", "0") or 0),
+        exit_code=int(status or 0), signal=int(number or 0), comment=fields.get("Comment", ""),
+        command=fields.get("Command", ""), work_dir=fields.get("WorkDir", ""), stdout=fields.get("StdOut", ""),
+        fields=fields)
+
+
+def _word(text: str) -> str:
+    """The first word: what follows on the line is a key with a colon in its name (`AllocNode:Sid`)."""
+    return text.split(" ")[0]
+
+
+def names_of(text: str) -> tuple[str, ...]:
+    """Of a field that holds a host list; () where it is empty."""
+    return hostlist.expand(text, "`scontrol show job`") if text else ()
+
+
+def queued(line: str) -> Queued:
+    """One line of `squeue --format=QUEUE_FORMAT`. Raises SlurmError."""
+    parts = line.split("|", 8)
+    if len(parts) != 9:
+        raise SlurmError(f"not a line of squeue: {line[:100]}", where=f"`squeue --format={QUEUE_FORMAT}`")
+    job_id, state, reason, starts, left, count, nodes, comment, name = (part.strip() for part in parts)
+    return Queued(job_id, state, reason, moment(starts), left, int(count or 0), nodes,
+                  "" if comment == "(null)" else comment, name)

@@ -1,0 +1,45 @@
+"""The driver of a rehearsal with Ray (`run.rehearse=ray`): `python -m megatron_rl.driver.ray_census ATTEMPT_FOLDER`.
+
+It joins Ray as the driver does, once every node of the placement is counted, pins an actor to each node as the driver
+pins its ranks, and writes what each actor found in its own process. The rehearsal holds that against the placement."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import ray
+
+from launch import envvars
+from launch.runtime.attempts import Attempt, write_atomically
+from launch.runtime.rehearsal import RayReport, ray_file
+from megatron_rl.driver.cluster import connect, gather, pinned
+
+
+class Witness:
+    """An actor that says where it is."""
+
+    def look(self) -> tuple[str, str]:
+        """(what the supervisor of its node calls the node, Ray's id of the node)."""
+        return envvars.get(envvars.NODE, ""), ray.get_runtime_context().get_node_id()
+
+
+def main() -> int:
+    attempt, began = Attempt(Path(sys.argv[1])), time.monotonic()
+    placement, deadline_s = attempt.placement(), attempt.config().run.deadline_s
+    ids = connect(placement, deadline_s * len(placement.nodes))     # the supervisors keep the deadline of each node
+    counted_s = time.monotonic() - began
+    actors = {node: pinned(Witness, ids[node], {}) for node in placement.nodes}
+    seen = gather({node: actor.look.remote() for node, actor in actors.items()}, "start", deadline_s)
+    found = {node: name if raylet == ids[node] else f"{name}, of another raylet"
+             for node, (name, raylet) in seen.items()}
+    report = RayReport(counted_s, time.monotonic() - began - counted_s, found)
+    write_atomically(ray_file(attempt), json.dumps(asdict(report), indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
