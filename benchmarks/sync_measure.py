@@ -14,6 +14,7 @@ from benchmarks.sync_hosts import Network, Traffic, wait_for_quiet
 from benchmarks.sync_probe import CpuSpare, Verdict, plain_rates
 from launch.fabric.choose import SyncPrediction
 from launch.planner.coefficients.sync import SyncCoefficients
+from launch.planner.place import place_cpu
 from launch.ports import FIRST, Ports
 from megatron_rl.sync_bench.members import Members, together
 from megatron_rl.sync_bench.rates import Rates
@@ -75,12 +76,12 @@ async def measure(setup: Setup, rates: Rates, cores: int, logs: Path, route: str
         found = Measured(setup, prediction)
         found.predicted_s = prediction.simulate(known).total_s
 
-        world = start_world(
-            members, setup.config, setup.plan, setup.folder,
-            rank_hosts=[network.hosts[setup.host_of_rank(each.rank)] for each in setup.plan.training.ranks],
-            engine_hosts=[network.hosts[setup.host_of_engine(each.replica)] for each in setup.plan.rollout.engines],
-            ports={host.name: Ports(FIRST) for host in network.hosts},
-            rank_kind=sync_baselines.RANK, worker_kind=sync_baselines.WORKER)
+        placement = place_cpu(setup.plan, 0, [host.name for host in network.hosts], case.trainer_hosts,
+                              {host.name: host.address for host in network.hosts},
+                              {host.name: Ports(FIRST) for host in network.hosts})
+        world = start_world(members, setup.config, setup.plan, setup.folder, placement,
+                            {host.name: host for host in network.hosts},
+                            rank_kind=sync_baselines.RANK, worker_kind=sync_baselines.WORKER)
         await _ours(found, network, world, spares)
         if case.baselines:
             await _baselines(found, network, world, spares)

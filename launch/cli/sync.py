@@ -44,11 +44,13 @@ def plan(config: str, overrides: tuple[str, ...], device: str, route: str | None
     names = sync_routes.Names(planned.seating.training_nodes if planned else (),
                               planned.seating.rollout_nodes if planned else (),
                               -(-found.training.layout.gpus // found.problem.cluster.gpus_per_node))
+    on_gpus = found.problem.cluster.gpu.device == "gpu"
+    needed = {kind: found.sync.communicators(coefficients, kind) for kind in KINDS if on_gpus}
     drawn = sync_routes.simulated(found.sync, coefficients, (route,) if route else KINDS)
     if as_json:
-        click.echo(json.dumps(sync_routes.as_document(found.sync, drawn, names), indent=1))
+        click.echo(json.dumps(sync_routes.as_document(found.sync, drawn, names, needed), indent=1))
     else:
-        click.echo(sync_routes.as_text(found.sync, drawn, names, every_line=every_line))
+        click.echo(sync_routes.as_text(found.sync, drawn, names, needed, every_line=every_line))
 
 
 @command.command()
@@ -57,10 +59,13 @@ def plan(config: str, overrides: tuple[str, ...], device: str, route: str | None
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True,
               help="Syncs to measure, after one that warms up; the median is printed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--on", type=click.Choice(["local", "slurm"]), default="local", show_default=True,
+              help="This machine, or the nodes of the allocation that this is called in (salloc, sbatch).")
 @click.option("--write", metavar="FILE", type=click.Path(exists=True, dir_okay=False),
               help="Also put what was found into `coefficients:` of this cluster file.")
-def bench(config: str, overrides: tuple[str, ...], device: str, repeats: int, as_json: bool, write: str | None) -> int:
-    """Measure the weight sync of CONFIG's plan on this machine, beside its prediction.
+def bench(config: str, overrides: tuple[str, ...], device: str, repeats: int, as_json: bool, on: str,
+          write: str | None) -> int:
+    """Measure the weight sync of CONFIG's plan on this machine or on an allocation's nodes, beside its prediction.
 
     The plan's ranks and workers run as plain processes with weights of the right shapes: the real sender, receiver,
     lanes, digests and protocol, without a trainer and without an engine. Prints lanes, packing, digests and phases, and
@@ -73,5 +78,5 @@ def bench(config: str, overrides: tuple[str, ...], device: str, repeats: int, as
 
     # A process of its own: it needs torch and vLLM, and launch must not import them.
     arguments = [sys.executable, "-m", "megatron_rl.sync_bench", config, *overrides, "--device", device, "--repeats",
-                 str(repeats), *(["--json"] if as_json else []), *(["--write", write] if write else [])]
+                 str(repeats), "--on", on, *(["--json"] if as_json else []), *(["--write", write] if write else [])]
     return run(arguments).returncode

@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--on", choices=("local", "slurm"), default="local")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write")
@@ -37,19 +38,21 @@ def main() -> int:
 
 def _run(options: argparse.Namespace) -> int:
     prepared = prepare(options.config, options.overrides, options.device)
-    check(prepared)
+    check(prepared, options.on)
     # The environment of ranks and workers, before anything imports torch or vLLM; members fork from here.
     for role in ("trainer", "rollout"):
         envvars.set_for_this_process(envvars.environment(role, prepared.plan.device, prepared.loaded.config,
                                                          job="sync-bench"))
-    from megatron_rl.sync_bench.local import bench
+    from megatron_rl.sync_bench.measure import bench
     from megatron_rl.sync_bench.members import MemberError
     from megatron_rl.sync_bench.report import as_document, as_text
+    from megatron_rl.sync_bench.sites import allocation, this_machine
     from megatron_rl.weight_sync.protocol import SyncError
 
     with tempfile.TemporaryDirectory(prefix="megatron-rl-sync-bench-") as folder:
         try:
-            found = asyncio.run(bench(prepared, options.repeats, Path(folder)))
+            with (allocation if options.on == "slurm" else this_machine)(prepared, Path(folder)) as site:
+                found = asyncio.run(bench(prepared, site, options.repeats))
         except (MemberError, SyncError) as error:
             raise UserError(f"the sync could not be measured: {error}", where=options.config,
                             fix="free memory and cores, or raise weight_sync.timeout_s",
@@ -58,7 +61,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.write:
         from launch.cluster.calibration import with_coefficients
         with_coefficients(options.write, found.found, f"megatron-rl sync bench {options.config}, {found.backend} on "
-                                                      f"{found.cores} cores")
+                                                      f"{found.what}")
     return int(ExitCode.OK)
 
 

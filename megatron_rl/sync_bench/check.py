@@ -1,6 +1,8 @@
-"""Whether the sync of a plan can be measured on this machine. Light: it is asked before anything is started."""
+"""Whether the sync of a plan can be measured here, or on an allocation. Light: it is asked before anything is started."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import psutil
 
@@ -10,31 +12,46 @@ from launch.planner.prepare import Prepared
 MOST_PROCESSES = 16
 
 
-def check(prepared: Prepared) -> None:
+def check(prepared: Prepared, on: Literal["local", "slurm"] = "local") -> None:
     """Before anything is started.
 
+    Args:
+        on: this machine, or the nodes of the job that this is a part of.
+
     Raises:
-        UserError: the plan is not for this machine, or is too large for it.
+        UserError: the plan is not for what it is to run on, has no sync, or is too large for it.
     """
     loaded = prepared.loaded
-    if prepared.planned is not None:
+    if on == "local" and prepared.planned is not None:
         raise UserError(f"this is planned for {loaded.config.cluster}, and what is measured is this machine",
                         where=loaded.where("cluster"),
-                        fix="add cluster=local, with sizes that fit here: trainer.tp=1 trainer.pp=1 trainer.dp=1 "
-                            "rollout.tp=1 rollout.replicas=1")
+                        fix="measure its nodes in an allocation with --on slurm, or add cluster=local, with sizes that fit "
+                            "here: trainer.tp=1 trainer.pp=1 trainer.dp=1 rollout.tp=1 rollout.replicas=1")
+    if on == "slurm" and prepared.planned is None:
+        raise UserError("this is planned for this machine, and --on slurm measures the nodes of an allocation",
+                        where=loaded.where("cluster"), fix="name their cluster file: cluster=configs/clusters/h100x2.yaml")
     if prepared.found is None or prepared.found.sync is None:
         raise UserError(prepared.plan.no_forecast or "no weights travel in this plan", where=loaded.path,
                         fix="plan with placement.mode=disaggregated, and with a workload that can be predicted")
+    if not (prepared.model_folder / "config.json").is_file():
+        raise UserError(f"the workers build the model from its config.json, and there is none in {prepared.model_folder}",
+                        where=loaded.where("model.path"), fix="give the model's folder")
+    if on == "local":
+        _check_size(prepared)
+
+
+def _check_size(prepared: Prepared) -> None:
     training, rollout = prepared.found.training.layout, prepared.found.rollout.layout
     count = training.gpus + rollout.gpus
     if count > MOST_PROCESSES:
         raise UserError(f"the plan has {training.gpus} training ranks and {rollout.gpus} rollout workers: {count} "
-                        f"processes, and at most {MOST_PROCESSES} are measured on one machine", where=loaded.path,
+                        f"processes, and at most {MOST_PROCESSES} are measured on one machine", where=prepared.loaded.path,
                         fix="lower trainer.dp, trainer.tp or rollout.replicas")
     if prepared.plan.device == "cpu":
-        needed = prepared.found.sync.replica_bytes * (training.dp * training.cp + rollout.replicas)
+        copies = training.dp * training.cp + 2 * rollout.replicas           # an engine's second one is measured, too
+        needed = prepared.found.sync.replica_bytes * copies
         available = psutil.virtual_memory().available
         if needed > available:
             raise UserError(f"the weights of all ranks and engines are {needed / 1e9:.1f} GB, and "
-                            f"{available / 1e9:.1f} GB of memory are free", where=loaded.path,
+                            f"{available / 1e9:.1f} GB of memory are free", where=prepared.loaded.path,
                             fix="measure with a smaller model.path, trainer.dp=1 or rollout.replicas=1")

@@ -82,6 +82,11 @@ def parts(prediction: SyncPrediction, kind: str, coefficients: SyncCoefficients,
             Part("whole sync", cost.expected_s, seconds["total"])]
 
 
+def pauses(predicted: Mapping[str, float], reports: Mapping[str, SyncReport]) -> list[Part]:
+    """For how long engines served nothing at a sync, by `weight_sync.staging`."""
+    return [Part(staging, predicted.get(staging), report.seconds["pause"]) for staging, report in reports.items()]
+
+
 def found_coefficients(lane: Lane, nic_bandwidth: float, pack: float, digest: float,
                        report: SyncReport) -> dict[str, float]:
     """What a cluster file may hold in place of the design values. The pause is that of an idle engine, nearly nothing:

@@ -6,13 +6,14 @@ import time
 
 import torch
 
+from megatron_rl.weight_sync.opening import open_lane
 from megatron_rl.weight_sync.protocol import LaneSpec, Link
-from megatron_rl.weight_sync.transport import Deadline, open_lane
+from megatron_rl.weight_sync.transport import Deadline, Links
 
 SMALL, MANY = 64, 200
 THERE, BACK = 0, 1
 """Streams of the two directions."""
-LINKS = (Link(THERE, 0, 1), Link(BACK, 1, 0))
+LINKS = (Link(0, 1), Link(1, 0))
 IN_FLIGHT = 2
 
 
@@ -24,7 +25,8 @@ class LaneProbe:
         self._device = torch.device(device)
 
     def open(self, spec: LaneSpec, member: int, address: str, timeout_s: float) -> None:
-        self._lane = open_lane(spec, member, timeout_s, address=address, device=self._device)
+        links = Links(spec.members[member], spec.backend, timeout_s, address=address, device=self._device)
+        self._lane = open_lane(spec, member, Deadline(timeout_s), links)
         self._member, self._timeout_s = member, timeout_s
 
     def stream(self, bucket_bytes: int, count: int) -> float:

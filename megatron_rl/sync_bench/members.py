@@ -19,7 +19,10 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from megatron_rl.sync_bench.agents import Agents
 
 Result = TypeVar("Result")
 CLONE_NEWNET = 0x40000000
@@ -89,10 +92,11 @@ class Members:
     Args:
         preload: modules that the server imports before any member forks from it.
         logs: folder for what members print; None: they print here.
+        agents: start the members of hosts that they are on.
     """
 
-    def __init__(self, preload: Sequence[str], logs: Path | None = None) -> None:
-        self._logs = logs
+    def __init__(self, preload: Sequence[str], logs: Path | None = None, agents: Agents | None = None) -> None:
+        self._logs, self._agents = logs, agents
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))
         self._members: list[Member] = []
@@ -110,9 +114,12 @@ class Members:
         Args:
             variables: set in the process before anything of `kind` is imported.
         """
+        if self._agents is not None and host.name in self._agents.hellos:
+            self._members.append(self._agents.start(name, host, kind, args, dict(variables or {})))
+            return self._members[-1]
         ours, theirs = self._context.Pipe()
         log = None if self._logs is None else self._logs / f"{name.replace(' ', '-')}.log"
-        process = self._context.Process(target=_serve, args=(theirs, host, kind, args, dict(variables or {}), log),
+        process = self._context.Process(target=serve, args=(theirs, host, kind, args, dict(variables or {}), log),
                                         name=name, daemon=True)
         process.start()
         theirs.close()
@@ -176,8 +183,8 @@ def _print_into(log: Path) -> None:
         os.dup2(output.fileno(), 2)
 
 
-def _serve(pipe: Connection, host: Host, kind: str, args: tuple, variables: dict[str, str],
-           log: Path | None) -> None:
+def serve(pipe: Connection, host: Host, kind: str, args: tuple, variables: dict[str, str], log: Path | None) -> None:
+    """A member process: answer calls until the pipe is closed."""
     from launch import envvars
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C reaches every process of a terminal; our pipe ends us

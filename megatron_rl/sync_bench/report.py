@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.sync_bench.local import Bench
+from megatron_rl.sync_bench.measure import Bench
 
 
 def as_text(bench: Bench) -> str:
@@ -14,10 +14,11 @@ def as_text(bench: Bench) -> str:
 
 def _lines(bench: Bench) -> Iterator[str]:
     untried = "" if bench.backend == "gloo" else " (this path has not been run on GPUs yet)"
-    yield (f"{bench.processes} processes on {bench.cores} cores, {bench.backend}{untried}, route {bench.route}; "
+    yield (f"{bench.processes} processes on {bench.what}, {bench.backend}{untried}, route {bench.route}; "
            f"{bench.report.nbytes / 1e6:.1f} MB a sync, all edges together; lanes open after {bench.opening_s:.2f} s")
     yield from _alone(bench)
     yield from _sync(bench)
+    yield from _pauses(bench)
     yield from _edges(bench)
     yield from ("", "for `coefficients:` of a cluster file (--write FILE puts them there):")
     yield from (f"  {key}: {value:.6g}" for key, value in bench.found.items())
@@ -44,6 +45,15 @@ def _sync(bench: Bench) -> Iterator[str]:
         yield f"  {name:<30}{'':>14}{_time(bench.report.seconds[key]):>14}"
 
 
+def _pauses(bench: Bench) -> Iterator[str]:
+    """The predicted ones hold what pausing a busy engine takes; these engines are idle."""
+    yield from ("", f"{'an idle engine serves nothing':<32}{'predicted':>14}{'measured':>14}{'residual':>14}")
+    for part in bench.pauses:
+        residual = None if part.predicted_s is None else part.measured_s - part.predicted_s
+        yield (f"{'staging ' + part.name:<32}{_time(part.predicted_s):>14}{_time(part.measured_s):>14}"
+               f"{_time(residual, signed=True):>14}")
+
+
 def _edges(bench: Bench) -> Iterator[str]:
     yield from ("", f"{'edge':<46}{'planned':>12}{'sent':>12}{'predicted':>12}{'measured':>12}{'residual':>12}")
     for edge in bench.edges:
@@ -67,8 +77,9 @@ def _time(value: float | None, *, signed: bool = False) -> str:
 
 def as_document(bench: Bench) -> dict:
     """For `--json`; rates in bytes/s, times in seconds."""
-    return {"backend": bench.backend, "route": bench.route, "processes": bench.processes, "cores": bench.cores,
+    return {"backend": bench.backend, "route": bench.route, "processes": bench.processes, "on": bench.what,
             "bytes": bench.report.nbytes, "opening_s": bench.opening_s, "seconds": bench.report.seconds, "lane": bench.lane._asdict(),
             "rates": bench.rates._asdict(), "parts": [part._asdict() for part in bench.parts],
+            "pauses": [part._asdict() for part in bench.pauses],
             "edges": [edge._asdict() | {"residual_s": edge.residual_s} for edge in bench.edges],
             "coefficients": bench.found}

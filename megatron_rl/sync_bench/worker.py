@@ -10,9 +10,10 @@ import torch
 from vllm.config import get_current_vllm_config
 
 from megatron_rl.weight_sync.digest import digest_layouts
+from megatron_rl.weight_sync.protocol import Staging
 from megatron_rl.weight_sync.vllm_internals import offline_model
 from megatron_rl.weight_sync.vllm_layout import decode_layout
-from megatron_rl.weight_sync.vllm_plugin import LaneReceiver, WeightSyncWorker
+from megatron_rl.weight_sync.vllm_plugin import LaneReceiver, ShadowReceiver, WeightSyncWorker
 
 
 class RolloutWorker(WeightSyncWorker):
@@ -23,10 +24,16 @@ class RolloutWorker(WeightSyncWorker):
         self._open = ExitStack()                            # the model's parallel groups live as long as the process
         self.model = self._open.enter_context(offline_model(model_folder, tp, rank, getattr(torch, dtype), device))
         self.model_runner = SimpleNamespace(get_model=lambda: self.model)
-        config = get_current_vllm_config()
-        config.parallel_config.rank = rank
-        self.weight_transfer_engine = LaneReceiver(None, config, torch.device(device), self.model)
+        self._config, self._device = get_current_vllm_config(), torch.device(device)
+        self._config.parallel_config.rank = rank
         self._weight_update_active = False
+        self.weight_transfer_engine = LaneReceiver(None, self._config, self._device, self.model)
+
+    def stage(self, staging: Staging) -> None:
+        """From here on receive in place, or into a second copy."""
+        self.weight_transfer_engine.shutdown()
+        kind = ShadowReceiver if staging == "shadow" else LaneReceiver
+        self.weight_transfer_engine = kind(None, self._config, self._device, self.model)
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         self.weight_transfer_engine.init_transfer_engine(self.weight_transfer_engine.parse_init_info(init_info))

@@ -9,11 +9,11 @@ from typing import Any
 
 from launch import envvars
 from launch.config.schema import RunConfig
-from launch.planner.plan import Plan
-from launch.ports import Ports
+from launch.planner.plan import Placement, Plan
 from megatron_rl.rollout.weights import EngineWeights
 from megatron_rl.sync_bench.members import Host, Member, Members, together
 from megatron_rl.weight_sync.coordinator import Endpoint
+from megatron_rl.weight_sync.protocol import Staging
 
 RANK, WORKER = "megatron_rl.sync_bench.rank:TrainerRank", "megatron_rl.sync_bench.worker:RolloutWorker"
 RATES, LANE = "megatron_rl.sync_bench.rates:RateProbe", "megatron_rl.sync_bench.lane_probe:LaneProbe"
@@ -49,8 +49,14 @@ class EngineHandle:
 
     def __init__(self, workers: Sequence[Member], replica: int, dtype: str, timeout_s: float) -> None:
         self.workers, self._timeout_s = workers, timeout_s
-        self.weights = EngineWeights(self, replica, len(workers), dtype, workers[0].host.address)
+        self._identity = replica, len(workers), dtype, workers[0].host.address
+        self.weights = EngineWeights(self, *self._identity)
         self.unfinished = 0                                  # requests: nobody asks anything of this engine
+
+    async def stage(self, staging: Staging) -> None:
+        """From here on receive in place, or into a second copy; the next sync needs a new set-up."""
+        await self.rpc("stage", staging)
+        self.weights = EngineWeights(self, *self._identity, staging)
 
     async def rpc(self, method: str, *args: Any) -> list:
         timeout_s = BUILD_S if method == "sync_layout" else 4 * self._timeout_s
@@ -105,35 +111,36 @@ class World:
                               for engine in self.engines for worker in engine.workers)
 
 
-def start_world(members: Members, config: RunConfig, plan: Plan, model_folder: Path, *, rank_hosts: Sequence[Host],
-                engine_hosts: Sequence[Host], ports: Mapping[str, Ports], rank_kind: str = RANK,
-                worker_kind: str = WORKER) -> World:
+def start_world(members: Members, config: RunConfig, plan: Plan, model_folder: Path, placement: Placement,
+                hosts: Mapping[str, Host], *, rank_kind: str = RANK, worker_kind: str = WORKER) -> World:
     """Start every training rank and every rollout worker of a plan.
 
     Args:
         model_folder: its `config.json` is all that is read.
-        rank_hosts, engine_hosts: where each rank and each engine lives.
-        ports: block of ports of each host, by its name; rank i of a host takes the i-th lane.
+        placement: where each of them lives, on which GPU.
+        hosts: by the placement's nodes.
         rank_kind, worker_kind: other objects with the same methods.
     """
-    timeout_s, dtype, gpus = config.weight_sync.timeout_s, TORCH_NAMES[config.trainer.dtype], iter(range(1 << 16))
+    timeout_s, dtype = config.weight_sync.timeout_s, TORCH_NAMES[config.trainer.dtype]
+    device = "cuda" if plan.device == "gpu" else "cpu"
 
-    def start(name: str, role: str, host: Host, kind: str, *args: Any) -> Member:
-        on_gpu = plan.device == "gpu"
-        variables = envvars.environment(role, plan.device, config, job=f"sync-bench-{host.name}",
-                                        gpus=(next(gpus),) if on_gpu else (), address=host.address)
-        return members.start(name, host, kind, *args, "cuda" if on_gpu else "cpu", variables=variables)
+    def start(name: str, role: str, node: str, gpu: int | None, kind: str, *args: Any) -> Member:
+        variables = envvars.environment(role, plan.device, config, job=f"sync-bench-{node}",
+                                        gpus=() if gpu is None else (gpu,), interface=placement.interface(node),
+                                        address=hosts[node].address)
+        return members.start(name, hosts[node], kind, *args, device, variables=variables)
 
-    trainers, endpoints, on_host = [], [], dict.fromkeys(ports, 0)
-    for each, host in zip(plan.training.ranks, rank_hosts, strict=True):
-        member = start(f"trainer rank {each.rank}", "trainer", host, rank_kind, plan.architecture, plan.training,
-                       each.rank, dtype, host.address)
+    trainers, endpoints = [], []
+    for each in placement.training:
+        host = hosts[each.node]
+        member = start(f"trainer rank {each.rank}", "trainer", each.node, each.gpu, rank_kind, plan.architecture,
+                       plan.training, each.rank, dtype, host.address)
         trainers.append(TrainerHandle(member, timeout_s))
-        endpoints.append(Endpoint(host.address, ports[host.name].lane(on_host[host.name])))
-        on_host[host.name] += 1
+        endpoints.append(Endpoint(host.address, each.port))
     engines = []
-    for each, host in zip(plan.rollout.engines, engine_hosts, strict=True):
-        workers = [start(f"engine {each.replica} worker {worker}", "rollout", host, worker_kind, str(model_folder),
-                         each.tp, worker, dtype) for worker in range(each.tp)]
-        engines.append(EngineHandle(workers, each.replica, dtype, timeout_s))
+    for engine, seat in zip(plan.rollout.engines, placement.rollout, strict=True):
+        workers = [start(f"engine {engine.replica} worker {worker}", "rollout",
+                         seat.nodes[worker] if seat.nodes else seat.node, seat.gpus[worker] if seat.gpus else None,
+                         worker_kind, str(model_folder), engine.tp, worker, dtype) for worker in range(engine.tp)]
+        engines.append(EngineHandle(workers, engine.replica, dtype, timeout_s))
     return World(tuple(trainers), tuple(engines), tuple(endpoints))

@@ -182,6 +182,10 @@ def test_a_plan_is_measured_on_this_machine(tmp_path):
         assert edge["measured_s"] > 0 and edge["planned_bytes"] == edge["bytes"]
         assert edge["residual_s"] == pytest.approx(edge["measured_s"] - edge["predicted_s"])
     assert found["parts"][-1]["measured_s"] == pytest.approx(found["seconds"]["total"])
+    in_place, shadow = found["pauses"]
+    assert (in_place["name"], shadow["name"]) == ("in_place", "shadow")
+    assert in_place["measured_s"] > found["seconds"]["transfer"] and shadow["measured_s"] > 0
+    assert all(each["predicted_s"] > 0 for each in found["pauses"])
     assert found["rates"]["memcpy"] > 1e8 and found["lane"]["rate"] > 1e6
     written = cluster.read_text(encoding="utf-8")
     assert "sync.digest_rate: {value:" in written and "megatron-rl sync bench configs/tiny/grpo.yaml" in written

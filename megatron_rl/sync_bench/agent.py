@@ -1,0 +1,67 @@
+"""An agent on a node of an allocation: starts member processes there for a bench that runs elsewhere.
+
+The bench listens inside the job's network; agents and members connect to it, and both ends prove that they know the
+bench's key before anything else is read. Each member has a connection of its own, so that it is called as one on the
+bench's machine is. When the bench closes an agent's connection, its members end.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from multiprocessing.connection import Client
+
+from launch import envvars
+from launch.ports import allocate
+from launch.runtime.greeting import greeting
+from megatron_rl.sync_bench.members import GRACE_S, Host, serve
+
+KEY = "MEGATRON_RL_SYNC_BENCH_KEY"
+"""The key, in the environment of the step: it is on no command line."""
+
+
+def main() -> int:
+    """`python -m megatron_rl.sync_bench.agent ADDRESS PORT`, once a node."""
+    endpoint, key = (sys.argv[1], int(sys.argv[2])), bytes.fromhex(envvars.get(KEY, ""))
+    node = envvars.get("SLURMD_NODENAME", "")
+    ports = allocate(int(envvars.get("SLURM_PROCID", "0")))
+    context = multiprocessing.get_context("forkserver")
+    members: list[multiprocessing.process.BaseProcess] = []
+    with Client(endpoint, authkey=key) as bench:
+        bench.send(("agent", asdict(greeting(node, ports))))
+        try:
+            context.set_forkserver_preload(list(bench.recv()))
+            while True:
+                number, name, host, kind, args, variables = bench.recv()
+                members.append(context.Process(target=_member, name=name, daemon=True,
+                                               args=(endpoint, key, number, host, kind, args, variables)))
+                members[-1].start()
+        except (EOFError, OSError):
+            pass            # the bench has ended
+    _end(members)
+    ports.release()
+    return 0
+
+
+def _member(endpoint: tuple[str, int], key: bytes, number: int, host: Host, kind: str, args: tuple,
+            variables: Mapping[str, str]) -> None:
+    pipe = Client(endpoint, authkey=key)
+    pipe.send(("member", number))
+    serve(pipe, host, kind, args, dict(variables), None)
+
+
+def _end(members: list[multiprocessing.process.BaseProcess]) -> None:
+    deadline = time.monotonic() + GRACE_S
+    for member in members:
+        member.join(max(0.0, deadline - time.monotonic()))
+    for member in members:
+        if member.is_alive():
+            member.kill()
+            member.join(GRACE_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

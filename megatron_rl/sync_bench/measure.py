@@ -1,0 +1,118 @@
+"""`megatron-rl sync bench`: the sync of a plan, measured beside its prediction where its processes were put."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from launch.fabric.simulate import arrivals
+from launch.planner.coefficients.sync import SyncCoefficients
+from launch.planner.prepare import Prepared
+from megatron_rl.sync_bench.compare import EdgeTime, Lane, Part, edges, found_coefficients, parts, pauses
+from megatron_rl.sync_bench.lane_probe import LINKS
+from megatron_rl.sync_bench.members import together
+from megatron_rl.sync_bench.rates import Rates
+from megatron_rl.sync_bench.sites import Site
+from megatron_rl.sync_bench.world import LANE, RATES, TORCH_NAMES, World, start_world
+from megatron_rl.weight_sync.coordinator import SyncCoordinator
+from megatron_rl.weight_sync.megatron_layout import canonical_tensors
+from megatron_rl.weight_sync.protocol import LaneSpec, SyncReport
+
+PROBE_BYTES = 256 << 20
+"""Through a lane alone."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What was measured, with its prediction."""
+
+    backend: str
+    route: str
+    processes: int
+    what: str
+    """On what they ran."""
+    report: SyncReport
+    """Of the median sync, in place."""
+    opening_s: float
+    """Layouts, proof of coverage, lanes."""
+    lane: Lane
+    rates: Rates
+    parts: list[Part]
+    pauses: list[Part]
+    """For how long the engines serve nothing, in place and with a second copy."""
+    edges: list[EdgeTime]
+    coefficients: SyncCoefficients
+    """Of the plan."""
+    nic_bandwidth: float
+    """That the plan assumes."""
+    found: dict[str, float]
+    """Coefficients of what was measured, by their keys in a cluster file."""
+
+
+async def bench(prepared: Prepared, site: Site, repeats: int) -> Bench:
+    """Start the plan's processes without trainer and engine, sync `repeats` + 1 times and take the median of those
+    after the first; once more with engines that receive into a second copy of their weights, for their pause."""
+    plan, config, sync, coefficients = prepared.plan, prepared.loaded.config, site.sync, site.coefficients
+    backend = "nccl" if plan.device == "gpu" else "gloo"
+    rates, lane = await _alone(site, plan.device, backend, TORCH_NAMES[config.trainer.dtype], config.weight_sync.timeout_s,
+                               site.bucket_bytes)
+    world = start_world(site.members, config, plan, prepared.model_folder, site.placement, site.hosts)
+    coordinator = SyncCoordinator(world.trainers, world.engines, world.endpoints,
+                                  canonical_tensors(plan.architecture), backend=backend, bucket_bytes=site.bucket_bytes,
+                                  timeout_s=config.weight_sync.timeout_s, route=site.route, seats=site.seats)
+    started = time.monotonic()
+    manifest = await coordinator.setup()
+    opening_s = time.monotonic() - started
+    report = await _syncs(coordinator, world, repeats)
+    await together(engine.stage("shadow") for engine in world.engines)
+    await coordinator.setup()
+    beside = await _syncs(coordinator, world, repeats)
+    route = sync.build(site.route)
+    return Bench(
+        backend, site.route, plan.training.world_size + sum(each.tp for each in plan.rollout.engines), site.what,
+        report, opening_s, lane, rates, parts(sync, site.route, coefficients, report),
+        pauses(prepared.found.pauses, {"in_place": report, "shadow": beside}),
+        edges(route, arrivals(route, coefficients), site.planned_seats, manifest.bytes_per_hop(), report.arrivals),
+        coefficients, route.fabric.nic_bandwidth,
+        found_coefficients(lane, route.fabric.nic_bandwidth, rates.pack, rates.digest, report))
+
+
+async def _syncs(coordinator: SyncCoordinator, world: World, repeats: int) -> SyncReport:
+    """The median of `repeats` syncs, after one that touches every buffer for the first time."""
+    reports, first = [], 0 if coordinator.version is None else coordinator.version + 1
+    for version in range(first, first + 1 + repeats):
+        await world.on_ranks("fill", version)
+        await world.on_workers("spoil")
+        reports.append(await coordinator.sync(version))
+    return sorted(reports[1:], key=lambda each: each.seconds["total"])[repeats // 2]
+
+
+async def _alone(site: Site, device: str, backend: str, dtype: str, timeout_s: float,
+                 bucket_bytes: int) -> tuple[Rates, Lane]:
+    """What one process does, then what one lane from a training node to a rollout node does, with nothing beside them."""
+    members, placement = site.members, site.placement
+    kind = "cuda" if device == "gpu" else "cpu"
+    at = ((placement.training[0].node, placement.training[0].gpu),
+          (placement.rollout[0].node, next(iter(placement.rollout[0].gpus), None)))
+    hosts = [site.hosts[node] for node, _ in at]
+    gpus = [{} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)} for _, gpu in at]
+    probe = members.start("rates", hosts[0], RATES, dtype, kind, variables=gpus[0])
+    rates = await probe.call("measure")
+    probe.end()
+    ends = [members.start(f"lane {end}", host, LANE, kind, variables=variables)
+            for end, host, variables in zip(("sender", "receiver"), hosts, gpus)]
+    spec = LaneSpec(0, hosts[0].address, placement.master_port, ("receiver",), backend, LINKS)
+
+    async def both(method: str, *args: object) -> list:
+        return await together(end.call(method, *args, timeout_s=2 * timeout_s) for end in ends)
+
+    await together(end.call("open", spec, member, host.address, timeout_s)
+                   for member, (end, host) in enumerate(zip(ends, hosts)))
+    size = min(bucket_bytes, PROBE_BYTES // 4)
+    await both("stream", size, 2)
+    count = max(4, PROBE_BYTES // size)
+    seconds = max(await both("stream", size, count))
+    lane = Lane(count * size / seconds, max(await both("small")))
+    for end in ends:
+        end.end()
+    return rates, lane

@@ -1,0 +1,108 @@
+"""Where the processes of a measured plan run: this machine, or the nodes of the allocation that this is called in."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.cluster import local
+from launch.cluster.file import load_cluster
+from launch.fabric.choose import SyncPrediction
+from launch.fabric.estimate import Kind
+from launch.fabric.lanes import Place, engine_gpus
+from launch.fabric.seated import Seats
+from launch.planner.coefficients.sync import SyncCoefficients
+from launch.planner.joint import Candidate
+from launch.planner.place import place_local
+from launch.planner.plan import Placement
+from launch.planner.prepare import Prepared
+from launch.ports import allocate
+from launch.runtime.job_plan import job_plan, place_job
+from launch.runtime.job_topology import switches_of_job
+from launch.slurm import job_facts
+from launch.slurm.client import Slurm
+from launch.slurm.profiles import load_profile
+from launch.slurm.step import step
+from megatron_rl.driver.sync_plan import sync_plan
+from megatron_rl.sync_bench.agents import Agents
+from megatron_rl.sync_bench.members import Host, Members
+from megatron_rl.sync_bench.world import PRELOAD
+
+
+@dataclass(frozen=True)
+class Site:
+    """Placed processes."""
+
+    what: str
+    """In words."""
+    members: Members
+    placement: Placement
+    hosts: Mapping[str, Host]
+    """By the placement's nodes."""
+    seats: Seats
+    """That the sync is routed over."""
+    planned_seats: Seats
+    """That the prediction was made for."""
+    route: Kind
+    bucket_bytes: int
+    sync: SyncPrediction
+    coefficients: SyncCoefficients
+
+
+@contextmanager
+def this_machine(prepared: Prepared, logs: Path) -> Iterator[Site]:
+    """Everything here, over loopback; routed as planned, as if nodes were apart."""
+    plan, found = prepared.plan, prepared.found
+    host = Host("this machine")
+    ports = allocate(address=host.address)
+    try:
+        with Members(PRELOAD, logs) as members:
+            gpus = local.gpus() if plan.device == "gpu" else ()
+            placement = place_local(plan, 0, ports, gpus=gpus, node=host.name, address=host.address)
+            seats = planned_seats(found)
+            bucket = int(prepared.loaded.config.weight_sync.bucket_mb * (1 << 20))
+            yield Site(f"{len(os.sched_getaffinity(0))} cores", members, placement, {host.name: host}, seats, seats,
+                       found.sync.chosen, min(bucket, found.sync.cost.chunk_bytes), found.sync,
+                       found.problem.coefficients.sync)
+    finally:
+        ports.release()
+
+
+@contextmanager
+def allocation(prepared: Prepared, logs: Path) -> Iterator[Site]:
+    """The nodes of the Slurm job that this runs in (salloc, sbatch), placed as a run is placed on them.
+
+    Raises:
+        UserError: this is no job, or it has fewer nodes than the plan needs.
+        MemberError: a node did not answer.
+    """
+    config, slurm = prepared.loaded.config, Slurm()
+    facts = job_facts.read(slurm)
+    made = job_plan(prepared, load_cluster(config.cluster))
+    profile = load_profile(config.run.profile)
+    run_on_all = functools.partial(step, nodes=facts.nodes, cpus=facts.cpus_per_node, profile=profile, wait_s=0)
+    with Agents(facts.nodes, run_on_all, PRELOAD, logs, config.run.deadline_s, profile.interfaces.socket) as agents:
+        switches = switches_of_job(agents.hellos, facts.nodes, slurm)
+        made, placement, _ = place_job(made, facts.nodes, (), agents.hellos, 0, switches)
+        plan, found = made.prepared.plan, made.prepared.found
+        planned = sync_plan(config, plan, placement)
+        with Members(PRELOAD, logs, agents) as members:
+            yield Site(f"{len(placement.nodes)} nodes of job {facts.job_id}", members, placement,
+                       {node: Host(node, placement.addresses[node]) for node in placement.nodes}, planned.seats,
+                       planned_seats(found), planned.route, planned.bucket_bytes, found.sync,
+                       found.problem.coefficients.sync)
+
+
+def planned_seats(found: Candidate) -> Seats:
+    """Where the plan's fabric puts everybody: training ranks first, engines on nodes of their own."""
+    fabric, rollout = found.sync.traffic.fabric, found.rollout.layout
+    ranks = found.training.layout.gpus
+    first = -(-ranks // fabric.gpus_per_node)
+    places = {(replica, worker): place._replace(node=first + place.node) for replica in range(rollout.replicas)
+              for worker, place in enumerate(engine_gpus(rollout.tp, rollout.pp, replica, found.sync.gpu_order,
+                                                         fabric.gpus_per_node))}
+    return Seats(fabric, tuple(Place(*divmod(rank, fabric.gpus_per_node)) for rank in range(ranks)), places)
