@@ -55,6 +55,8 @@ TABLE: tuple[Variable, ...] = (
     Variable("NCCL_SOCKET_IFNAME", "{interface}", "as GLOO_SOCKET_IFNAME", ("trainer", "rollout"), ("gpu",)),
     Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", "Megatron overlaps its TP communication by launch order",
              ("trainer",), ("gpu",)),
+    Variable("CUDA_DEVICE_MAX_CONNECTIONS", "32", "transfers of the weight sync that share a hardware queue wait for "
+             "one another, engines that pass on to each other in a circle", ("rollout",), ("gpu",)),
     Variable("NCCL_CUMEM_ENABLE", "0", "must be equal on both ends of the weight sync, or its communicators hang",
              ("trainer", "rollout"), ("gpu",)),
     Variable("PYTORCH_ALLOC_CONF", "expandable_segments:True", "packed micro-batches of ever new lengths fragment the "
@@ -83,18 +85,19 @@ CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "
 Not XDG_CACHE_HOME: what a user has downloaded lies there too."""
 
 
-def environment(role: Role, device: Device, config: RunConfig, *, job: str, gpus: Sequence[int] = (),
+def environment(role: Role, device: Device, config: RunConfig | None, *, job: str, gpus: Sequence[int] = (),
                 interface: str = "lo", address: str = "127.0.0.1", nics: Sequence[str] = ()) -> dict[str, str]:
     """The variables to set for a process of this role before its Python starts (on top of what it inherits).
 
     Args:
+        config: None where there is none yet (the preflight): one thread.
         job: the attempt's mark, see `JOB_MARK`.
         gpus: local indices of the GPUs that the placement gives to this process, in rank order.
         interface, address: the network of the job on this node.
         nics: names of this node's NICs for NCCL, the same list for all its processes: ranks of a node that see
             different NICs make rings that do not meet. () lets NCCL find them.
     """
-    threads = {"trainer": config.trainer.threads, "rollout": config.rollout.threads}
+    threads = {"trainer": config.trainer.threads, "rollout": config.rollout.threads} if config else {}
     filled = {"threads": threads.get(role, 1) if device == "cpu" else 1,
               "interface": interface, "address": address}
     values = {each.name: each.value.format(**filled) for each in TABLE

@@ -31,6 +31,7 @@ from megatron_rl.rewards.load import load_rewards
 from megatron_rl.rewards.sample import Score
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.trainer.checkpoint_files import checkpoint_folder
+from megatron_rl.weight_sync.disk import NotWritten
 
 log = logging.getLogger("megatron_rl.train")
 
@@ -78,6 +79,7 @@ def train(attempt: Attempt, clock: StepClock) -> Outcome:
             monitor.note("CHANGED", line)
         with clock.phase("sync", "first version"):
             job.sync(state.step)
+        job.open_disk(state.step)
         if state.step == 0 and state.saved < 0 and config.eval.at_start:
             monitor.log(0, evaluate(job, state, clock))
 
@@ -93,12 +95,13 @@ def train(attempt: Attempt, clock: StepClock) -> Outcome:
             finally:  # a checkpoint that fails must not take the step's row with it
                 monitor.log(state.step, metrics)
 
+        settle_disk(job, clock, monitor, "save")
         stopped = state.step < config.run.steps
         if stopped and state.step > state.saved:
             save(job, state, clock)
         if not stopped and state.exports:
             with clock.phase("export", "Hugging Face folder"):
-                job.export(attempt.exported(state.step))
+                job.export(attempt.exported(state.step), clock.alive)
         monitor.close()
         clock.ending()
     return Outcome(status="stopped" if stopped else "finished", step=state.step)
@@ -114,6 +117,7 @@ def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monitor) -> 
         scores = job.score(groups, clock.alive)
     rewards = [np.array([score.total for score in group], dtype=np.float64) for group in scores]
     batches, statistics = build_policy_batch(groups, rewards, config.algorithm, config.rollout.max_new_tokens)
+    waited = settle_disk(job, clock, monitor)
     with clock.phase("log-prob"):
         batches = [with_fixed_logprobs(job, batch) for batch in batches]
     with clock.phase("train", f"{len(batches)} update(s)"):
@@ -121,9 +125,24 @@ def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monitor) -> 
     with clock.phase("sync", f"version {step}"):
         report = job.sync(step)
     state.step = step
-    times = clock.end()
+    times = clock.end() | waited
+    if due(step, config.weight_sync.disk.every) and not stop_requested(job.attempt.folder):
+        job.begin_to_disk(step)
     monitor.samples(step, groups, rewards)
     return step_metrics.of_step(step, groups, scores, statistics, updates, report, times)
+
+
+def settle_disk(job: Job, clock: StepClock, monitor: Monitor, phase: str = "disk") -> dict[str, float]:
+    """Before the trainer works again: wait until the version that is being written is on disk. One that cannot be
+    written is a warning; the run does not need it. `phase`: `disk` inside a step, `save` after the last."""
+    if not job.writes:
+        return {}
+    with clock.phase(phase, "a version of the weights"):
+        try:
+            job.version_on_disk(clock.alive)
+        except NotWritten as error:
+            monitor.note("DISK", str(error))
+    return {"time/disk": clock.last(phase)}
 
 
 def with_fixed_logprobs(job: Job, batch: PolicyBatch) -> PolicyBatch:

@@ -43,6 +43,7 @@ def check(loaded: LoadedConfig, architecture: Architecture, device: Literal["cpu
     checker.batch()
     checker.optimizer()
     checker.engine()
+    checker.staging()
     checker.transformer_engine()
     checker.sections_that_need_each_other()
     if device == "gpu" and gpus is not None:
@@ -266,6 +267,22 @@ class _Checker:
                      f"{longest}", "rollout.kv_cache_gb",
                      fix=f"use rollout.kv_cache_gb >= {math.ceil(longest * token_bytes / 2**30 * 100) / 100:g}")
 
+    def staging(self) -> None:
+        """A second copy holds what travels as it travels, beside an engine that serves."""
+        c, key = self.config, "weight_sync.staging"
+        if c.weight_sync.staging != "shadow":
+            return
+        for other, colliding, why in (
+                ("model.lora_rank", c.model.lora_rank is not None,
+                 "only adapters travel, and an engine takes a new adapter beside the old one anyway"),
+                ("rollout.dtype", c.rollout.dtype == "fp8",
+                 "quantised weights cannot be written as they travel: the engine loads and quantises them again"),
+                ("placement.mode", c.placement.mode in ("colocated", "hybrid"),
+                 "trainer and engine take turns on a GPU: no engine serves while weights are handed over")):
+            if colliding:
+                self.add(f"{key} = shadow with {other} = {self.loaded.value(other)}: {why}", key, other,
+                         fix=f"use {key} = in_place")
+
     def transformer_engine(self) -> None:
         """Flash and cuDNN attention take 16-bit types only; what is left for fp32 has no context parallelism
         (Transformer Engine 2.11, `get_attention_backend`)."""
@@ -282,6 +299,10 @@ class _Checker:
         if asked and c.data.eval is None:
             self.add(f"{' and '.join(asked)} ask for evaluations, and data.eval = null", *asked, "data.eval",
                      fix="set data.eval to a file of held-out questions, or switch the evaluations off")
+        if c.weight_sync.disk.compare and c.weight_sync.disk.every == 0:
+            self.add("weight_sync.disk.compare = true, and with weight_sync.disk.every = 0 no version is written",
+                     "weight_sync.disk.compare", "weight_sync.disk.every",
+                     fix="set weight_sync.disk.every > 0, or remove compare")
         names = [each.function for each in c.reward.functions]
         if c.eval.right is not None and c.eval.right not in names:
             self.add(f"eval.right = {c.eval.right} is none of reward.functions", "eval.right",

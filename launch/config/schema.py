@@ -32,8 +32,8 @@ class Run(Section):
     resume: Literal["auto", "never"] = "auto"
     """`auto`: go on from the newest complete checkpoint of this run. `never`: refuse if there is one."""
     port_base: int | None = Field(default=None, ge=1024, le=65535)
-    """First port of the job's block (`launch.ports`); null takes the first free block. A pinned block that is in use
-    is refused."""
+    """First port of the job's block (`launch.ports`) on each of its nodes; null takes the first free block. A pinned
+    block that is in use is refused."""
     deadline_s: PositiveFloat = 180.0
     """How long one component may take to start before the attempt ends, naming who is missing; half as long again, the
     first time of any phase. A Slurm job takes longer by itself where its plan needs it (docs/recover.md), unless this
@@ -42,9 +42,9 @@ class Run(Section):
     """No progress for this many times the expected phase counts as a hang."""
     hang_min_s: PositiveFloat = 60.0
     """... but never before this many seconds."""
-    rehearse: bool = False
+    rehearse: bool | Literal["ray"] = False
     """Do everything but the work of the GPUs: every rank starts as a process on its node and reports where it is
-    (docs/slurm.md). Slurm only."""
+    (docs/slurm.md). `ray`: Ray comes up as well, and an actor on every node reports. Slurm only."""
     replan: bool = False
     """Slurm only. Where the allocation differs from the plan (nodes, GPUs, memory), plan anew for what was given;
     false ends the job with a message that names both."""
@@ -264,16 +264,38 @@ class Data(Section):
     """A new order each epoch, drawn from `run.seed`; false keeps the file's order."""
 
 
+class Disk(Section):
+    every: NonNegativeInt = 0
+    """Versions (steps) between those that are written to disk as Hugging Face folders (`<run.dir>/<run.name>/weights`,
+    docs/weight-sync.md), for debugging and for engines that start again; 0 is off."""
+    keep: PositiveInt = 2
+    """Newest complete versions kept."""
+    compare: bool = False
+    """For debugging: compare the live weights of every engine with each version that was written, bit for bit, and end
+    the attempt where they differ."""
+
+
 class WeightSync(Section):
     route: Literal["auto", "direct", "chain", "tree"] = "auto"
     """How weights travel (docs/weight-sync.md): straight to every engine, or from engine to engine in chains or in two
     trees. `auto` takes the one that is predicted to be the fastest."""
     bucket_mb: PositiveFloat = 256.0
     """Most MiB of a packed bucket; where engines pass buckets on, the plan may choose smaller ones."""
+    staging: Literal["in_place", "shadow"] = "in_place"
+    """`in_place`: an engine stops while its weights are written. `shadow`: it goes on serving the old version while it
+    receives the new one into a second copy of its weights, by which its KV cache is smaller, and stops only for the
+    swap (docs/weight-sync.md). Worth it where generation and training overlap; a synchronous run waits for the sync
+    anyway."""
+    in_flight: Literal["keep", "drain", "abort"] = "keep"
+    """Requests that run when an engine stops for a sync. `keep`: frozen in their place, they go on with the new
+    weights. `drain`: the engine takes no new ones and waits for them, half of `timeout_s` at most. `abort`: they are ended, and
+    asked again with the tokens that they have (docs/weight-sync.md). A synchronous run has none."""
     timeout_s: PositiveFloat = 120.0
     """Deadline of one sync; past it the attempt ends and names who is missing."""
     verify: Literal["always"] = "always"
     """A version counts only after the engine's digest equals the trainer's."""
+    disk: Disk = Disk()
+    """Versions of the weights on disk."""
 
 
 class Checkpoint(Section):

@@ -6,6 +6,7 @@
     routes     direct, chain, tree: edges with bytes, slots, hops and parents
     seated     the same for members that were placed: who sits where, and who is still there
     bounds     times below which no route can be
+    communicators  how many a GPU needs for a route, and their memory
     estimate   expected time in closed form (the search), `simulate` chunk by chunk (the final plan)
     paths      a route from node to node, as trees: what `megatron-rl sync plan` draws
     choose     all three beside each other, and the choice

@@ -8,6 +8,7 @@ from math import sqrt
 
 from launch.cluster.spec import ClusterSpec
 from launch.fabric.bounds import Bounds, bounds
+from launch.fabric.communicators import Communicators, communicators
 from launch.fabric.estimate import DEFAULT_BUCKET, KINDS, RECEIVING, SENDING, Kind, Loads, loads, times
 from launch.fabric.lanes import Fabric, Traffic, fabric_of, traffic
 from launch.fabric.record import write
@@ -88,6 +89,10 @@ class SyncPrediction:
         """The edges of a route, by default the chosen one."""
         kind = kind or self.chosen
         return build(self.traffic, kind, self.routes[kind].chunk_bytes)
+
+    def communicators(self, coefficients: SyncCoefficients = DEFAULT, kind: Kind | None = None) -> Communicators:
+        """Communicators on a GPU and their memory, by default of the chosen route."""
+        return communicators(self.build(kind), coefficients)
 
     def simulate(self, coefficients: SyncCoefficients = DEFAULT, kind: Kind | None = None) -> Simulation:
         """A route chunk by chunk, by default the chosen one."""

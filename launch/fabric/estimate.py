@@ -110,6 +110,17 @@ def gpu_bytes(load: Loads) -> int:
     return load.ingress + load.nvlink
 
 
+def swap_seconds(weight_bytes: float, coefficients: SyncCoefficients) -> float:
+    """For how long an engine serves nothing that receives into a second copy of its weights: it pauses, copies them
+    inside the GPU, digests what is live, and resumes; of the protocol's three barriers it waits for one.
+
+    Args:
+        weight_bytes: of one GPU.
+    """
+    return (coefficients.pause_s + coefficients.barrier_s / 3 + weight_bytes / coefficients.copy_rate
+            + weight_bytes / coefficients.digest_rate)
+
+
 def fill_chunks(kind: Kind, hops: int) -> int:
     """Chunks that pass before the last receiver's pipeline is full."""
     return (hops - 1) * (2 if kind == "tree" else 1)

@@ -9,10 +9,13 @@ from launch.fabric.estimate import Kind
 from launch.planner.book import Book
 from launch.planner.cautions import cautions
 from launch.planner.choices import choices, layout_name
-from launch.planner.evaluate import evaluate, nodes_used
-from launch.planner.forecast import (ClusterFacts, Forecast, MemoryOf, NodeSplit, Number, Pareto, Phase, Reliability,
-                                     RolloutForecast, Staleness, SyncEdge, SyncForecast, SyncRoute, Throughput)
+from launch.planner.evaluate import evaluate, nodes_used, version_to_disk_s
+from launch.planner.forecast import (ClusterFacts, DiskForecast, Forecast, MemoryOf, NodeSplit, Number, Pareto, Phase,
+                                     Reliability, RolloutForecast, Staleness, SyncEdge, SyncForecast, SyncRoute,
+                                     Throughput)
 from launch.planner.joint import Candidate, step_seconds
+from launch.planner.parameters import count
+from launch.planner.reliability import WEIGHT_BYTES
 from launch.planner.search import Search
 
 FRONT = 12
@@ -41,7 +44,7 @@ def forecast(search: Search | None, found: Candidate, sources: Mapping[str, str]
             load=found.rollout_load,
             longest_s=rollout.time.latency_max_s, bound_by=rollout.time.limit),
         staleness=Staleness(versions=found.staleness, mean=_mean_staleness(found), limit=problem.max_staleness),
-        sync=_sync(found), reliability=Reliability(
+        sync=_sync(found).model_copy(update={"disk": _disk(found)}), reliability=Reliability(
             job_mtbf_hours=trust.job_mtbf_hours, checkpoint_s=trust.checkpoint_s,
             checkpoint_every_steps=trust.every_steps, restart_s=problem.coefficients.reliability.restart_s,
             effective_time_ratio=trust.effective_time_ratio),
@@ -104,7 +107,9 @@ def _phases(found: Candidate) -> tuple[Phase, ...]:
                                      ("train", training.train_s, updating), ("sync", found.sync_s, "both")):
         if not seconds:
             continue
-        if name == "sync":
+        if name == "sync" and asynchronous and found.problem.shadow:
+            partition = "training"              # the engines go on; their swap is too short to be seen
+        elif name == "sync":
             at = found.step_s - seconds
         fast, slow = _spread(found, name)
         rows.append(Phase(name=name, seconds=seconds, low=seconds * fast, high=seconds * slow, starts=at,
@@ -124,7 +129,7 @@ def throughput_of(found: Candidate) -> Throughput:
             ("reference", found.training.reference_s)))
         rates.append(3600 * problem.workload.prompts
                      / step_seconds(problem, rollout, training, found.sync_s * _spread(found, "sync")[end],
-                                    found.rollout.pace_s * _spread(found, "rollout")[end]))
+                                    found.rollout.pace_s * _spread(found, "rollout")[end], found.rollout.swap_s))
     low, high = rates
     verdict = ("no target" if target is None else "reached" if low >= target else
                "within its uncertainty" if high >= target else "missed")
@@ -162,16 +167,29 @@ def _sync(found: Candidate) -> SyncForecast:
                           busiest_nic_in_bytes=0, hops=0)
         return SyncForecast(chosen="in place", reason=f"{found.mode}: the weights stay on their GPUs", payload_bytes=0,
                             routes=(route,), gpu_order=(), cross_rail_bytes_natural=0, cross_rail_bytes=0)
-    sync = found.sync
+    sync, gpus = found.sync, found.problem.cluster.gpu.device == "gpu"
+    needed = {kind: sync.communicators(found.problem.coefficients.sync, kind) for kind in sync.routes if gpus}
     routes = tuple(SyncRoute(route=kind, lower_bound_s=cost.lower_bound_s, expected_s=cost.expected_s,
                              busiest_nic_out_bytes=max(cost.trainer_nic_out_bytes, cost.rollout_nic_out_bytes),
                              busiest_nic_in_bytes=cost.rollout_nic_in_bytes, hops=cost.hops,
                              chunk_bytes=cost.chunk_bytes,
+                             communicators=max(needed[kind][:2]) if gpus else 0,
+                             communicator_bytes=max(needed[kind][2:]) if gpus else 0,
                              edges=_edges(found, kind))
                    for kind, cost in sync.routes.items())
     return SyncForecast(chosen=sync.chosen, reason=sync.reason, payload_bytes=sync.replica_bytes, routes=routes,
+                        staging="shadow" if found.problem.shadow else "in_place",
+                        pauses=found.pauses,
                         gpu_order=sync.gpu_order, cross_rail_bytes_natural=sync.natural_cross_rail_bytes,
                         cross_rail_bytes=sync.cross_rail_bytes)
+
+
+def _disk(found: Candidate) -> DiskForecast | None:
+    problem = found.problem
+    if not problem.disk_every:
+        return None
+    nbytes = WEIGHT_BYTES[found.training.layout.precision] * count(problem.shape)
+    return DiskForecast(every=problem.disk_every, bytes=nbytes, seconds=version_to_disk_s(found))
 
 
 def _edges(found: Candidate, kind: Kind) -> tuple[SyncEdge, ...]:

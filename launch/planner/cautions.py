@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from launch.planner.coefficients.cpu import MEASURED
+from launch.planner.evaluate import version_to_disk_s
 from launch.planner.forecast import Warned
 from launch.planner.host_memory import host_bytes
 from launch.planner.joint import Candidate
@@ -30,6 +32,9 @@ DOCUMENTED: dict[str, str] = {
     "W012": "no coefficient was measured at this site",
     "W013": "what lies in host memory fills a node's",
     "W014": "most groups hold a completion that is cut off",
+    "W015": "a second copy of the weights saves nothing",
+    "W016": "the communicators of the sync may not fit beside what else a GPU holds",
+    "W017": "writing a version of the weights to disk takes longer than the steps between two of them",
 }
 """Code -> what it means."""
 
@@ -98,9 +103,35 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
         yield "W014", (f"{workload.lengths.capped_share:.0%} of the completions run into the cap of {workload.lengths.cap:,} "
                        f"tokens, and with them {capped:.0%} of the groups of {workload.group}: a larger "
                        "rollout.max_new_tokens, or a reward that does not punish what was cut off")
+    yield from _communicators(found)
+    if problem.shadow and (not problem.asynchronous or problem.max_staleness == 0):
+        copy = rollout.memory.components["weights"]
+        yield "W015", (f"weight_sync.staging = shadow takes {copy / 1e9:.1f} GB a GPU from the KV cache, and a step that "
+                       "generates with the newest weights waits for the sync all the same: weight_sync.staging=in_place, "
+                       "or algorithm.asynchronous=true with max_staleness of at least 1")
+    if problem.disk_every and (disk := version_to_disk_s(found)) > problem.disk_every * found.step_s:
+        yield "W017", (f"a version of the weights takes {disk:,.0f} s to disk, and weight_sync.disk.every = "
+                       f"{problem.disk_every} asks for one every {problem.disk_every * found.step_s:,.0f} s, so that "
+                       f"training waits for it: use {math.ceil(disk / found.step_s)} or more")
     if problem.cluster.coefficients.items() <= MEASURED.items():       # none, or those that are shipped for a CPU
         of = "a run on another machine" if problem.cluster.coefficients else "published runs"
         yield "W012", f"efficiencies are those of {of}: `megatron-rl plan --calibrate RUN` measures yours"
+
+
+def _communicators(found: Candidate) -> Iterator[tuple[str, str]]:
+    gpu, training, rollout = found.problem.cluster.gpu, found.training.memory, found.rollout
+    if found.sync is None or gpu.device != "gpu":
+        return
+    needed = found.sync.communicators(found.problem.coefficients.sync)
+    for side, count, size, free, fix in (
+            ("training", needed.training, needed.training_bytes, gpu.usable_bytes - training.total,
+             "a lower trainer.token_budget"),
+            ("rollout", needed.rollout, needed.rollout_bytes, gpu.usable_bytes - rollout.memory.total,
+             "a lower rollout.memory_utilization")):
+        if size > free:
+            yield "W016", (f"{count} communicators of the sync take {size / 1e9:.1f} GB of a {side} GPU beside what the "
+                           f"plan counts, and {max(0, free) / 1e9:.1f} GB of it are free: {fix}, or another "
+                           "weight_sync.route")
 
 
 def _offloaded(found: Candidate) -> str:

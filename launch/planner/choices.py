@@ -25,6 +25,8 @@ def choices(search: Search, found: Candidate) -> tuple[Choice, ...]:
         made.insert(1, _split(search, found))
     if found.sync is not None:
         made.append(_route(found))
+        if "shadow" in found.pauses and (found.problem.asynchronous or found.problem.shadow):
+            made.append(_staging(found))
     made.append(_recipe(found))
     return tuple(made)
 
@@ -190,6 +192,23 @@ def _route(found: Candidate) -> Choice:
     return Choice(key="weight_sync.route", value=sync.chosen, reason=sync.reason, alternatives=tuple(
         Alternative(value=kind, rejected_by=f"{cost.expected_s:.2f} s") for kind, cost in sync.routes.items()
         if kind != sync.chosen))
+
+
+def _staging(found: Candidate) -> Choice:
+    """Where the engines receive, and what the other way would cost: seconds against KV cache."""
+    mine = found.rollout
+    copy, per_token = mine.memory.components["weights"], mine.memory.kv_bytes_per_token
+    pauses = {"in_place": f"engines stop {found.sync_s:.2f} s for a sync",
+              "shadow": (f"engines stop {mine.swap_s:.2f} s for a sync, for {copy / GB:.1f} GB a GPU of the KV cache "
+                         f"({copy // per_token:,} tokens of an engine)")}
+    if not found.problem.shadow:
+        return Choice(key="weight_sync.staging", value="in_place", reason=pauses["in_place"],
+                      alternatives=(Alternative(value="shadow", rejected_by=pauses["shadow"]),))
+    best = Search(replace(found.problem, shadow=False), found.mode).best()
+    other = Alternative(value="in_place", rejected_by=f"{pauses['in_place']}; {_per_hour(best)}",
+                        prompts_per_hour=best.prompts_per_hour)
+    return Choice(key="weight_sync.staging", value="shadow", alternatives=(other,),
+                  reason=f"the configuration asks for it: {pauses['shadow']}; {_per_hour(found)}")
 
 
 def _recipe(found: Candidate) -> Choice:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 
 from launch.planner import givens
-from launch.planner.book import Book
+from launch.planner.book import NO_BOOK, Book
 from launch.planner.joint import Candidate, Problem, candidate, rollout_option, training_option
 from launch.planner.parameters import count, lora_count
 from launch.planner.shape import ModelShape
-from launch.planner.reliability import Reliability, reliability
+from launch.planner.reliability import Reliability, disk_seconds, reliability
 
 
 def evaluate(found: Candidate, sources: Mapping[str, str]) -> tuple[Candidate, Reliability, Book]:
@@ -38,7 +38,16 @@ def evaluate(found: Candidate, sources: Mapping[str, str]) -> tuple[Candidate, R
     trust = reliability(trained, again.step_s, sum(nodes), nodes[0], problem.cluster,
                         problem.coefficients.reliability, precision=again.training.layout.precision, parameters_key=key,
                         book=book)
+    if problem.disk_every:
+        version_to_disk_s(again, book)
     return again, trust, book
+
+
+def version_to_disk_s(found: Candidate, book: Book = NO_BOOK) -> float:
+    """Seconds until a version of the weights is on disk, read back."""
+    problem = found.problem
+    return disk_seconds(count(problem.shape), nodes_used(found)[0], problem.coefficients.reliability,
+                        precision=found.training.layout.precision, book=book)
 
 
 def write_givens(problem: Problem, book: Book, source: Callable[[str], str]) -> None:
@@ -56,6 +65,8 @@ def write_givens(problem: Problem, book: Book, source: Callable[[str], str]) -> 
                              ("node_mtbf_hours", cluster.node_mtbf_hours, "h")):
         book.given(f"cluster.{key}", value, unit, source(f"cluster.{key}"))
     book.given("sync.bucket_bytes", problem.bucket_bytes, "bytes", source("weight_sync.bucket_mb"))
+    if problem.shadow:
+        book.given("sync.shadow", 1, "", source("weight_sync.staging"))
     if problem.max_staleness is not None:
         book.given("algorithm.max_staleness", problem.max_staleness, "versions", source("algorithm.max_staleness"))
     if problem.kv_tokens is not None:

@@ -101,8 +101,22 @@ class SyncRoute(Record):
     hops: int
     chunk_bytes: int = 0
     """Of a bucket; 0 where nothing crosses a network."""
+    communicators: int = 0
+    """Most that a GPU takes part in; 0 without GPUs."""
+    communicator_bytes: int = 0
+    """Most that they take of a GPU."""
     edges: tuple[SyncEdge, ...] = ()
     """Node to node, for the picture; () where nothing crosses a network."""
+
+
+class DiskForecast(Record):
+    """A version of the weights on disk (`weight_sync.disk`)."""
+
+    every: int
+    """Steps between two of them."""
+    bytes: int
+    seconds: float
+    """Written and read back, beside a rollout."""
 
 
 class SyncForecast(Record):
@@ -113,9 +127,15 @@ class SyncForecast(Record):
     routes: tuple[SyncRoute, ...]
     gpu_order: tuple[int, ...]
     """Local GPU of each TP rank of an engine, so that its traffic stays on its rail; () where any order does."""
+    staging: Literal["in_place", "shadow"] = "in_place"
+    """Where engines receive: into the weights that they serve, or into a second copy."""
+    pauses: dict[str, float] = {}
+    """Staging -> seconds for which the engines serve nothing at a sync; {} where nothing crosses a network."""
     cross_rail_bytes_natural: int
     cross_rail_bytes: int
     """Bytes that leave their rail, an engine and sync, in natural order and in `gpu_order`."""
+    disk: DiskForecast | None = None
+    """None: no version is written to disk."""
 
 
 class RolloutForecast(Record):

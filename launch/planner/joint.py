@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from launch.cluster.spec import ClusterSpec
 from launch.fabric.choose import SyncPrediction, predict
+from launch.fabric.estimate import swap_seconds
 from launch.planner import rl_step
 from launch.planner.book import NO_BOOK, Book
 from launch.planner.coefficients.site import SiteCoefficients
@@ -54,6 +55,8 @@ class Problem:
     token_budget: int = 8192
     bucket_bytes: int = 256 << 20
     route: str = "auto"
+    shadow: bool = False
+    """Engines receive new weights into a second copy, and stop for the swap only."""
     max_staleness: int | None = None
     """Versions that a sample may be old, when asynchronous; the trainer waits rather than use an older one."""
     kv_tokens: int | None = None
@@ -62,6 +65,8 @@ class Problem:
     """The configuration names the mode; else the fastest was taken."""
     spare_nodes: int = 0
     """Nodes that the plan leaves alone."""
+    disk_every: int = 0
+    """Steps between versions of the weights that are written to disk; 0: none is."""
 
     @property
     def unit_gpus(self) -> int:
@@ -107,6 +112,8 @@ class RolloutOption:
     """Of one GRPO step: until the longest completion ends, or, asynchronous, the completions over their rate."""
     pace_s: float
     """The step may not be shorter: the longest completion over the versions that it may span; 0 without a limit."""
+    swap_s: float
+    """For how long the engines stop for a sync that is received into a second copy of the weights."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,8 @@ class Candidate:
 
     @cached_property
     def step_s(self) -> float:
-        return step_seconds(self.problem, self.rollout.seconds, self.training.seconds, self.sync_s, self.rollout.pace_s)
+        return step_seconds(self.problem, self.rollout.seconds, self.training.seconds, self.sync_s, self.rollout.pace_s,
+                            self.rollout.swap_s)
 
     @property
     def waits(self) -> bool:
@@ -153,6 +161,13 @@ class Candidate:
         return self.training.units
 
     @property
+    def pauses(self) -> dict[str, float]:
+        """Staging -> seconds for which the engines serve nothing at a sync. Adapters alone and weights that the engine
+        quantises are never received into a second copy."""
+        shadow = not self.problem.lora_rank and self.rollout.layout.weight_precision != "fp8"
+        return {"in_place": self.sync_s} | ({"shadow": self.rollout.swap_s} if shadow else {})
+
+    @property
     def staleness(self) -> int:
         """Versions: ceil(longest completion / step), 0 when synchronous."""
         if not self.problem.asynchronous:
@@ -161,8 +176,9 @@ class Candidate:
 
 
 def in_mode(problem: Problem, mode: Mode) -> Problem:
-    """The problem as a mode has it: trainer and engine that take turns on a GPU are synchronous."""
-    return problem if mode == "disaggregated" else replace(problem, asynchronous=False)
+    """The problem as a mode has it: trainer and engine that take turns on a GPU are synchronous, and nothing is
+    received while an engine serves."""
+    return problem if mode == "disaggregated" else replace(problem, asynchronous=False, shadow=False)
 
 
 def shares(problem: Problem) -> tuple[float, ...]:
@@ -180,11 +196,12 @@ def share_left(problem: Problem, mode: Mode, memory: TrainingMemory) -> float:
     return next((share for share in shares(problem) if int(share * usable) <= left), 0.0)
 
 
-def step_seconds(problem: Problem, rollout_s: float, training_s: float, sync_s: float, pace_s: float, *,
+def step_seconds(problem: Problem, rollout_s: float, training_s: float, sync_s: float, pace_s: float, swap_s: float, *,
                  passes: Sequence[str] = (), book: Book = NO_BOOK) -> float:
-    """Of a whole step; see `rl_step.step_seconds`. `pace_s`: see `RolloutOption`."""
+    """Of a whole step; see `rl_step.step_seconds`. `pace_s`, `swap_s`: see `RolloutOption`."""
     mode: rl_step.StepMode = "fully_async" if problem.asynchronous else "synchronous"
-    phases = rl_step.Phases(rollout_s=rollout_s, train_s=training_s, refit_s=sync_s)
+    phases = rl_step.Phases(rollout_s=rollout_s, train_s=training_s, refit_s=sync_s,
+                            swap_s=swap_s if problem.shadow else None)
     floor = ("rollout.longest_s", "algorithm.max_staleness") if pace_s else ()
     return rl_step.step_seconds(mode, phases, problem.coefficients.rl, passes=passes, at_least_s=pace_s,
                                 at_least_keys=floor, book=book)
@@ -257,7 +274,8 @@ def rollout_option(problem: Problem, layout: RolloutLayout, units: int, book: Bo
     seconds = rl_step.rollout_seconds(time.total_s, workload.sequences, coefficients.rl, book=book)
     book.computed("rollout.longest_s", time.latency_max_s, "s", "cap x TPOT", ("workload.response_cap", "rollout.tpot_s"))
     limit = problem.max_staleness if problem.asynchronous else None
-    return RolloutOption(units, layout, memory, time, seconds, time.latency_max_s / limit if limit else 0.0)
+    return RolloutOption(units, layout, memory, time, seconds, time.latency_max_s / limit if limit else 0.0,
+                         swap_seconds(memory.components["weights"], coefficients.sync))
 
 
 def _cache(problem: Problem, memory: RolloutMemory, book: Book) -> tuple[int, str]:
@@ -273,7 +291,8 @@ def _cache(problem: Problem, memory: RolloutMemory, book: Book) -> tuple[int, st
 
 def engine_memory(problem: Problem, layout: RolloutLayout, book: Book = NO_BOOK) -> RolloutMemory:
     return rollout_memory(problem.shape, layout, problem.cluster.gpu, problem.coefficients.memory,
-                          max_tokens=problem.workload.longest, sync_bytes=ENGINE_BUCKETS * problem.bucket_bytes, book=book)
+                          max_tokens=problem.workload.longest, sync_bytes=ENGINE_BUCKETS * problem.bucket_bytes,
+                          shadow=problem.shadow, book=book)
 
 
 def sequence_limits(problem: Problem, replicas: int) -> tuple[int, ...]:
@@ -294,6 +313,9 @@ def candidate(problem: Problem, mode: Mode, training: TrainingOption, rollout: R
         sync = predict(problem.shape, training.layout, rollout.layout, problem.cluster, coefficients.sync,
                        route=problem.route, book=book, **sync_arguments(problem, training.layout, rollout.layout))
         sync_s, colocated = in_ticks(problem, sync.seconds), None
+        rates = (f"{coefficients.sync.PREFIX}.{name}" for name in ("pause_s", "barrier_s", "copy_rate", "digest_rate"))
+        book.computed("sync.swap_s", rollout.swap_s, "s",
+                      "pause + barriers/3 + weights/copy rate + weights/digest rate", ("memory.rollout.weights", *rates))
     else:
         sync = None
         sync_s = handover_seconds(mode, problem.shape, training.layout, rollout.layout, problem.cluster, coefficients,
@@ -307,7 +329,8 @@ def candidate(problem: Problem, mode: Mode, training: TrainingOption, rollout: R
         host_bytes(problem, mode, training, book)
     found = Candidate(mode, training, rollout, sync, sync_s, colocated, problem)
     passes = [key for key in ("phase.logprob_s", "phase.reference_s") if key in book]
-    step_seconds(problem, rollout.seconds, training.seconds, sync_s, rollout.pace_s, passes=passes, book=book)
+    step_seconds(problem, rollout.seconds, training.seconds, sync_s, rollout.pace_s, rollout.swap_s, passes=passes,
+                 book=book)
     book.computed("step.prompts_per_hour", found.prompts_per_hour, "prompts/h", "3600 x prompts / step",
                   ("workload.prompts", "step.total_s"))
     return found

@@ -124,6 +124,8 @@ def write_rollout(book: Book, shape: ModelShape, gpu: Gpu, memory: RolloutMemory
     rows = {
         "weights": ("layers x (matrices/TP, KV heads at least 1 a rank) x bytes + padded V h/TP, twice unless tied",
                     (*sizes, *stage, "model.vocab", "model.tied", "rollout.tp", "rollout.weight_bytes")),
+        "shadow": ("weights again: the next version is received beside the one that is served",
+                   ("memory.rollout.weights", "sync.shadow")),
         "graphs": ("CUDA graphs", (f"{C}.graph_bytes", "rollout.cuda_graphs")),
         "workspace": ("profiling pass of one iteration, and the sampler's fp32 logits",
                       ("model.hidden", "model.mlp_matrices", "model.vocab", *(name for name in widths if

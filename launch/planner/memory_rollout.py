@@ -30,7 +30,7 @@ class RolloutMemory:
     """Memory of one engine; bytes a GPU."""
 
     components: dict[str, int]
-    """Weights, kv_cache, graphs, workspace, sync, context; they sum to `total`."""
+    """Weights, shadow, kv_cache, graphs, workspace, sync, context; they sum to `total`."""
     total: int
     """What the engine takes of the GPU: memory_utilization of it."""
     limit: int
@@ -92,17 +92,20 @@ def kv_bytes_per_token(shape: ModelShape, layout: RolloutLayout) -> int:
 
 def rollout_memory(shape: ModelShape, layout: RolloutLayout, gpu: Gpu,
                    coefficients: MemoryCoefficients = DEFAULT, *, max_tokens: int = 0,
-                   sync_bytes: int = 0, batched_tokens: int = PROFILE_TOKENS,
+                   sync_bytes: int = 0, shadow: bool = False, batched_tokens: int = PROFILE_TOKENS,
                    book: Book = NO_BOOK) -> RolloutMemory:
     """Memory of an engine's rank, and what its cache holds.
 
     Args:
         max_tokens: longest sequence, prompt and completion; the engine fits if its cache holds one.
         sync_bytes: staging buffers of the weight sync on this rank.
+        shadow: the next version is received into a second copy of the weights.
         batched_tokens: most tokens of one iteration.
     """
+    weights = weights_on_rank(shape, layout)
     components = {
-        "weights": weights_on_rank(shape, layout),
+        "weights": weights,
+        "shadow": weights if shadow else 0,
         "graphs": int(coefficients.graph_bytes) if layout.cuda_graphs and gpu.device == "gpu" else 0,
         "workspace": _workspace(shape, layout, batched_tokens),
         "sync": sync_bytes,

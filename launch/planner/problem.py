@@ -29,8 +29,10 @@ def problem_of(loaded: LoadedConfig, shape: ModelShape, cluster: ClusterSpec) ->
         coefficients=SiteCoefficients.of(cluster.coefficients), asynchronous=config.algorithm.asynchronous,
         lora_rank=config.model.lora_rank or 0,
         token_budget=token_budget(config, cluster), route=config.weight_sync.route,
-        bucket_bytes=int(config.weight_sync.bucket_mb * MIB), max_staleness=config.algorithm.max_staleness,
-        mode_pinned=config.placement.mode != "auto", spare_nodes=config.placement.spare_nodes)
+        bucket_bytes=int(config.weight_sync.bucket_mb * MIB), shadow=config.weight_sync.staging == "shadow",
+        max_staleness=config.algorithm.max_staleness,
+        mode_pinned=config.placement.mode != "auto", spare_nodes=config.placement.spare_nodes,
+        disk_every=config.weight_sync.disk.every)
 
 
 def token_budget(config: RunConfig, cluster: ClusterSpec) -> int:
@@ -80,6 +82,8 @@ def chosen_values(found, config) -> dict[str, object]:
     chosen = {key: values[key] for key in auto.open_keys(config)}
     if found.mode != "disaggregated" and config.algorithm.asynchronous:
         chosen["algorithm.asynchronous"] = False        # trainer and engine take turns on a GPU
+    if found.mode != "disaggregated" and config.weight_sync.staging == "shadow":
+        chosen["weight_sync.staging"] = "in_place"
     if rollout.memory_utilization != config.rollout.memory_utilization:
         chosen["rollout.memory_utilization"] = rollout.memory_utilization
     return chosen

@@ -1,4 +1,5 @@
-"""How often the job fails, how often to write a checkpoint, and what share of the time is progress."""
+"""How often the job fails, how often to write a checkpoint, what share of the time is progress; what a version of
+the weights on disk takes."""
 
 from __future__ import annotations
 
@@ -12,6 +13,10 @@ from launch.planner.layouts import Precision
 
 STATE_BYTES = {"bf16": 14, "fp8": 14, "fp32": 12}
 """A trained parameter in a checkpoint: the weight, its fp32 master copy where it is not fp32 itself, two fp32 moments."""
+
+
+WEIGHT_BYTES = {"bf16": 2, "fp8": 2, "fp32": 4}
+"""A parameter in a Hugging Face folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +60,13 @@ def reliability(parameters: int, step_s: float, nodes: int, training_nodes: int,
                           ("reliability.every_steps", "step.total_s", "reliability.checkpoint_s",
                            "reliability.job_mtbf_hours", "coefficients.reliability.restart_s"))
     return Reliability(job_mtbf, checkpoint, steps, ratio)
+
+
+def disk_seconds(parameters: int, training_nodes: int, coefficients: ReliabilityCoefficients, *,
+                 precision: Precision = "bf16", book: Book = NO_BOOK) -> float:
+    """Seconds from the beginning of a version's write to disk until it is there, read back (`weight_sync.disk`)."""
+    nbytes = WEIGHT_BYTES[precision] * parameters
+    return book.computed("sync.disk_s", 2 * nbytes / (coefficients.checkpoint_bandwidth * training_nodes), "s",
+                         f"written and read back: 2 x {WEIGHT_BYTES[precision]} bytes x parameters / (bandwidth x "
+                         "training nodes)", ("model.parameters", "trainer.precision", "plan.training_nodes",
+                                             "coefficients.reliability.checkpoint_bandwidth"))

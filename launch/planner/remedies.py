@@ -104,6 +104,8 @@ def _changes(loaded: LoadedConfig) -> Iterator[tuple[float, dict[str, Any]]]:
         yield 1.0, {key: "auto"}
     if len(pinned) > 1:
         yield 6.0, dict.fromkeys(pinned, "auto")
+    if config.weight_sync.staging == "shadow":
+        yield 1.1, {"weight_sync.staging": "in_place"}
     if config.placement.spare_nodes:
         yield 1.2, {"placement.spare_nodes": 0}
     if algorithm.kl.beta > 0 and not algorithm.kl.reference_offload:

@@ -3,7 +3,8 @@
     train      (updates x pre-training time x imbalance) / eta + updates x t_update
     log-prob   train x forward / training x factor            rho = log-prob / train: 1/3 in theory, more in practice
     rollout    generation / eta_rollout + responses x t_response
-    step       (sum of the phases, or, asynchronous, of the slower partition's + weight sync) x (1 + other)
+    step       (sum of the phases, or, asynchronous, of the slower partition's + weight sync) x (1 + other); where
+               engines receive into a second copy of their weights the sync is the trainer's, and theirs is the swap
 
 Imbalance: a sequence is not split over DP ranks. Where the longest sequence of an optimizer step is longer than a
 rank's share of the tokens, all wait for the rank that has it.
@@ -48,6 +49,8 @@ class Phases:
     reference_s: float = 0.0
     refit_s: float = 0.0
     """Weight sync, or the hand-over to engines on the same GPUs."""
+    swap_s: float | None = None
+    """For how long the engines stop for it, where that is not all of it."""
 
     @property
     def trainer_s(self) -> float:
@@ -123,7 +126,8 @@ def refit_seconds(model_bytes: float, tensors: int, coefficients: RlCoefficients
 def step_seconds(mode: StepMode, phases: Phases, coefficients: RlCoefficients | None = None, *,
                  sync_key: str = "phase.sync_s", passes: Iterable[str] = (), at_least_s: float = 0.0,
                  at_least_keys: Iterable[str] = (), book: Book = NO_BOOK) -> float:
-    """Seconds of an RL step. Phases overlap unless synchronous; the weight sync stops both partitions.
+    """Seconds of an RL step. Phases overlap unless synchronous; the weight sync stops both partitions, or the engines
+    for `swap_s` only.
 
     Args:
         passes: keys of the log-prob passes in the book, where the recipe has any.
@@ -132,18 +136,25 @@ def step_seconds(mode: StepMode, phases: Phases, coefficients: RlCoefficients | 
     """
     c = coefficients or RlCoefficients()
     overlap = mode != "synchronous"
-    formula = ("(max(rollout, train + log-prob + reference) + sync)" if overlap else
+    beside = overlap and phases.swap_s is not None
+    formula = ("max(rollout + swap, train + log-prob + reference + sync)" if beside else
+               "(max(rollout, train + log-prob + reference) + sync)" if overlap else
                "(rollout + train + log-prob + reference + sync)")
-    seconds = combined_seconds(overlap, phases.rollout_s, phases.trainer_s, phases.refit_s, c.other_share, at_least_s)
+    seconds = combined_seconds(overlap, phases.rollout_s, phases.trainer_s, phases.refit_s, c.other_share, at_least_s,
+                               phases.swap_s)
     floor = tuple(at_least_keys)
+    swap = ("sync.shadow", "sync.swap_s") if beside else ()
     return book.computed("step.total_s", seconds, "s",
                          f"{formula} x (1 + other)" + (", at least longest completion / staleness allowed" if floor else ""),
-                         ("phase.rollout_s", "phase.train_s", *passes, sync_key, f"{_C}.other_share", *floor))
+                         ("phase.rollout_s", "phase.train_s", *passes, sync_key, *swap, f"{_C}.other_share", *floor))
 
 
 def combined_seconds(overlap: bool, rollout_s: float, trainer_s: float, refit_s: float, other_share: float,
-                     at_least_s: float = 0.0) -> float:
+                     at_least_s: float = 0.0, swap_s: float | None = None) -> float:
     """The arithmetic of `step_seconds`, which a search does millions of times."""
+    if overlap and swap_s is not None:
+        seconds = max(rollout_s + swap_s, trainer_s + refit_s) * (1 + other_share)
+        return seconds if seconds > at_least_s else at_least_s
     parts = (rollout_s if rollout_s > trainer_s else trainer_s) if overlap else rollout_s + trainer_s
     seconds = (parts + refit_s) * (1 + other_share)
     return seconds if seconds > at_least_s else at_least_s

@@ -198,7 +198,9 @@ class Search:
         return (step_s, units) >= (found.step_s, found.units)
 
     def _step_s(self, rollout_s: float, training_s: float, sync_s: float, pace_s: float) -> float:
-        return combined_seconds(self.problem.asynchronous, rollout_s, training_s, sync_s, self._other_share, pace_s)
+        """A bound where the engines stop for the swap only: it takes none there."""
+        return combined_seconds(self.problem.asynchronous, rollout_s, training_s, sync_s, self._other_share, pace_s,
+                                0.0 if self.problem.shadow else None)
 
     def _better(self, found: Candidate | None, new: Candidate) -> Candidate:
         if found is None or (new.step_s, new.units) < (found.step_s, found.units):

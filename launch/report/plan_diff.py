@@ -131,7 +131,10 @@ def _sync(forecast: Forecast | None) -> dict[str, Value]:
     sync = forecast.sync
     found: dict[str, Value] = {"route": (sync.chosen, ""), "payload": (sync.payload_bytes, "bytes"),
                                "GPU order": (list(sync.gpu_order), ""),
-                               "bytes that leave their rail": (sync.cross_rail_bytes, "bytes")}
+                               "bytes that leave their rail": (sync.cross_rail_bytes, "bytes"),
+                               "staging": (sync.staging, "")}
+    if sync.pauses:
+        found["engines stop"] = (sync.pauses[sync.staging], "s")
     for route in sync.routes:
         found[f"{route.route}, expected"] = (route.expected_s, "s")
         found[f"{route.route}, at least"] = (route.lower_bound_s, "s")

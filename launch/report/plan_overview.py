@@ -222,6 +222,12 @@ def _sync(forecast: Forecast, console: Console, width: int) -> None:
             text += (f"; busiest NIC {human(route.busiest_nic_out_bytes, 'bytes')} out, "
                      f"{human(route.busiest_nic_in_bytes, 'bytes')} in")
         _line(console, "", text, body="bold" if chosen else "")
+    if sync.pauses:
+        _line(console, "", f"  engines stop {seconds(sync.pauses[sync.staging])} a sync ({sync.staging}); " + "; ".join(
+            f"{staging} {seconds(pause)}" for staging, pause in sync.pauses.items() if staging != sync.staging))
+    if sync.disk:
+        _line(console, "", f"  to disk every {plural(sync.disk.every, 'step')}: {human(sync.disk.bytes, 'bytes')} a "
+              f"version, written and read back in {seconds(sync.disk.seconds)} while engines generate")
     if sync.gpu_order:
         _line(console, "", f"  GPU order of an engine {','.join(map(str, sync.gpu_order))}: "
               f"{human(sync.cross_rail_bytes, 'bytes')} leave their rail, "

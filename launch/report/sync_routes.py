@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from launch.fabric.choose import SyncPrediction
+from launch.fabric.communicators import Communicators
 from launch.fabric.estimate import KINDS, Kind
 from launch.fabric.paths import Branch, trees
 from launch.fabric.simulate import arrivals
@@ -54,9 +55,10 @@ def simulated(sync: SyncPrediction, coefficients: SyncCoefficients, kinds: Seque
     return drawn
 
 
-def as_text(sync: SyncPrediction, drawn: Sequence[Drawn], names: Names, *, every_line: bool = False) -> str:
-    """The routes beside each other, the choice with its reason, then each route's drawing."""
-    lines = [*_table(sync, drawn), "", f"{sync.chosen}: {sync.reason}"]
+def as_text(sync: SyncPrediction, drawn: Sequence[Drawn], names: Names, needed: Mapping[Kind, Communicators], *,
+            every_line: bool = False) -> str:
+    """The routes beside each other, the choice with its reason, then each route's drawing. `needed`: on GPUs."""
+    lines = [*_table(sync, needed), "", f"{sync.chosen}: {sync.reason}"]
     lines += [f"a copy of the weights: {human(sync.replica_bytes, 'bytes')} in {sync.wire_precision}; no route can be "
               f"faster than {seconds(sync.floor_s)} ({sync.floor_by})", *sync.notes]
     for each in drawn:
@@ -71,17 +73,26 @@ def as_text(sync: SyncPrediction, drawn: Sequence[Drawn], names: Names, *, every
     return "\n".join(lines)
 
 
-def _table(sync: SyncPrediction, drawn: Sequence[Drawn]) -> Iterator[str]:
-    """All of it predicted; a route's row is complete without its drawing."""
+def _table(sync: SyncPrediction, needed: Mapping[Kind, Communicators]) -> Iterator[str]:
+    """All of it predicted; a route's row is complete without its drawing. Communicators: the most that a training GPU
+    and a rollout GPU have, and the most memory that they take of a GPU."""
     yield (f"  {'route':<8}{'whole sync':>12}{'wire':>10}{'at least':>10}{'hops':>6}{'chunk':>10}"
-           f"{'trainer NIC out':>18}{'rollout NIC in':>17}{'forwards':>11}")
+           f"{'trainer NIC out':>18}{'rollout NIC in':>17}{'forwards':>11}"
+           + (f"{'communicators a GPU':>22}" if needed else ""))
     for kind in KINDS:
         cost = sync.routes[kind]
         mark = ">" if kind == sync.chosen else " "
         yield (f"{mark} {kind:<8}{seconds(cost.expected_s):>12}{seconds(cost.wire_s):>10}"
                f"{seconds(cost.lower_bound_s):>10}{cost.hops:>6}{human(cost.chunk_bytes, 'bytes'):>10}"
                f"{human(cost.trainer_nic_out_bytes, 'bytes'):>18}{human(cost.rollout_nic_in_bytes, 'bytes'):>17}"
-               f"{human(cost.rollout_nic_out_bytes, 'bytes') if cost.rollout_nic_out_bytes else '-':>11}")
+               f"{human(cost.rollout_nic_out_bytes, 'bytes') if cost.rollout_nic_out_bytes else '-':>11}"
+               + (f"{_needs(needed[kind]):>22}" if needed else ""))
+
+
+def _needs(needed: Communicators) -> str:
+    """`16 + 22, 2.0 GB`: on a training GPU, on a rollout GPU, and their memory."""
+    size = human(max(needed.training_bytes, needed.rollout_bytes), "bytes")
+    return f"{needed.training} + {needed.rollout}, {size}"
 
 
 def _draw(branch: Branch, names: Names, indent: str = "", joint: str = "") -> Iterator[str]:
@@ -123,10 +134,11 @@ def _told(group: Sequence[Branch], names: Names) -> str:
     return f"{where}  {size}, {seconds(last)}"
 
 
-def as_document(sync: SyncPrediction, drawn: Sequence[Drawn], names: Names) -> dict:
+def as_document(sync: SyncPrediction, drawn: Sequence[Drawn], names: Names,
+                needed: Mapping[Kind, Communicators]) -> dict:
     """For `--json`: bytes as integers, seconds as floats, nodes by their number in the plan and by name."""
     costs = {kind: {field: getattr(sync.routes[kind], field) for field in sync.routes[kind].__dataclass_fields__}
-             for kind in KINDS}
+             | ({"communicators": needed[kind]._asdict()} if needed else {}) for kind in KINDS}
     return {"predicted": True, "chosen": sync.chosen, "reason": sync.reason, "floor_s": sync.floor_s,
             "floor_by": sync.floor_by, "replica_bytes": sync.replica_bytes, "wire_precision": sync.wire_precision,
             "gpu_order": list(sync.gpu_order), "notes": list(sync.notes), "routes": costs,

@@ -15,6 +15,7 @@ from launch.runtime import faults
 from launch.runtime.components import component, register_children
 from megatron_rl.data.batch import Group, PolicyBatch, Prompt
 from megatron_rl.driver.component import begin, guarded, settle
+from megatron_rl.weight_sync.disk import Exported, Part
 
 if TYPE_CHECKING:
     from megatron_rl.rewards.sample import Sample, Score
@@ -71,8 +72,8 @@ class TrainerActor:
         return self.trainer.logprobs(batch, model)
 
     @guarded
-    def export(self, folder: str, part: str) -> None:
-        self.trainer.export(folder, part)
+    def export(self, folder: str, part: Part) -> Exported:
+        return self.trainer.export(folder, part)
 
     # ---- weight sync (megatron_rl.weight_sync.protocol.TrainerHandle)
 
@@ -156,12 +157,16 @@ class RolloutActor:
         return await self.engine.sync_receive(epoch)
 
     @guarded
-    async def sync_commit(self, epoch: int, version: int) -> None:
-        await self.engine.sync_commit(epoch, version)
+    async def sync_commit(self, epoch: int, version: int) -> float:
+        return await self.engine.sync_commit(epoch, version)
 
     @guarded
     async def sync_discard(self, epoch: int, reason: str) -> None:
         await self.engine.sync_discard(epoch, reason)
+
+    @guarded
+    async def compare(self, folder: str) -> list[str]:
+        return await self.engine.compare(folder)
 
 
 class RewardActor:

@@ -43,7 +43,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def phase(self, name: str, detail: str = "") -> Iterator[None]:
-        """Time a block as `name`: one of PHASES, `eval`, `save` or `export`."""
+        """Time a block as `name`: one of PHASES, `disk`, `eval`, `save` or `export`."""
         self._enter(name, detail)
         started = time.monotonic()
         try:

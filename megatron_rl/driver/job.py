@@ -22,6 +22,7 @@ from megatron_rl.rewards.sample import Score, group_samples
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.scheduler import RolloutScheduler
 from megatron_rl.weight_sync.coordinator import Endpoint, SyncCoordinator
+from megatron_rl.weight_sync.disk import VersionsOnDisk, WrittenVersion, write_folder
 from megatron_rl.weight_sync.facts import disagreements, shared_gpus
 from megatron_rl.weight_sync.megatron_layout import canonical_tensors
 from megatron_rl.weight_sync.protocol import SyncError, SyncReport
@@ -59,6 +60,7 @@ class Job:
         self.rewards: dict[str, Any] = {}
         self._events = asyncio.Runner()
         self._coordinator: SyncCoordinator | None = None
+        self._writing: asyncio.Task[WrittenVersion] | None = None
 
     def __enter__(self) -> Job:
         return self
@@ -121,7 +123,8 @@ class Job:
             backend="gloo" if self.plan.device == "cpu" else "nccl", bucket_bytes=way.bucket_bytes,
             timeout_s=self.config.weight_sync.timeout_s,
             aliases=TIED if self.plan.architecture.tied_embeddings else None, route=way.route, seats=way.seats,
-            address=self.placement.addresses[self.placement.nodes[0]])
+            address=self.placement.addresses[self.placement.nodes[0]],
+            go_on=False)    # the death of any process ends the attempt: nothing is gained by healing the others first
         manifest = self._events.run(self._coordinator.setup())
         log.info("weight sync: route %s %s, %d streams over %d hops, %.1f MiB a sync, manifest %s", manifest.kind,
                  manifest.route_fingerprint(), len(manifest.streams), sum(len(each.hops) for each in manifest.streams),
@@ -157,8 +160,6 @@ class Job:
     def sync(self, version: int) -> SyncReport:
         """Bring every engine to the trainer's weights; returns once all have committed `version`."""
         report = self._events.run(self._coordinator.sync(version))
-        if report.lost:
-            raise SyncError(f"{', '.join(report.lost)} died during the sync of version {version}; the others hold it")
         self._scheduler.committed(version)
         return report
 
@@ -179,11 +180,53 @@ class Job:
         calls = {name: getattr(actor, method).remote(*args) for name, actor in self.trainers.items()}
         return list(gather(calls, method).values())
 
-    def export(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face folder."""
-        first = {"trainer-0": self.trainers["trainer-0"]}
-        for actors, part in ((first, "prepare"), (self.trainers, "write"), (first, "finish")):
-            gather({name: actor.export.remote(str(folder), part) for name, actor in actors.items()}, "export")
+    def export(self, folder: Path, alive: Callable[[], None]) -> None:
+        """Write the weights as a Hugging Face folder. `alive` is called whenever a rank has done a part.
+
+        Raises:
+            NotWritten: the run needs this one.
+        """
+        self._events.run(write_folder(self._writers(), folder, alive))
+
+    # ---- versions on disk ------------------------------------------------------------------------------------------
+
+    def open_disk(self, step: int) -> None:
+        """The attempt goes on from `step`: versions after it are removed, since their steps are made again."""
+        self._disk = VersionsOnDisk(self._writers(), self.attempt.weights, self.config.weight_sync.disk.keep)
+        for folder in self._disk.forget_after(step):
+            log.info("%s removed: its step is made again", folder)
+
+    def begin_to_disk(self, version: int) -> None:
+        """Write what the trainer holds while the engines generate; nothing may change it before `version_on_disk`."""
+        self._writing = self._events.get_loop().create_task(self._disk.write(version))
+
+    @property
+    def writes(self) -> bool:
+        """Whether a version is being written."""
+        return self._writing is not None
+
+    def version_on_disk(self, alive: Callable[[], None]) -> WrittenVersion:
+        """Wait for the version that is being written. `alive` is called whenever a rank has done a part.
+
+        Raises:
+            NotWritten: earlier versions are untouched, and so is the run.
+            SyncError: an engine holds other weights (`weight_sync.disk.compare`).
+        """
+        writing, self._writing = self._writing, None
+        self._disk.alive = alive
+        written = self._events.run(_result(writing))
+        log.info("version in %s written: %.2f GB in %.1f s (%.2f GB/s), read back in %.1f s", written.folder,
+                 written.nbytes / 1e9, written.write_s, written.nbytes / 1e9 / written.write_s, written.read_back_s)
+        if self.config.weight_sync.disk.compare:
+            found = gather({name: engine.compare.remote(str(written.folder)) for name, engine in self.engines.items()},
+                           "comparing the engines with the disk")
+            lines = [f"{name}: {line}" for name, each in found.items() for line in each]
+            if lines:
+                raise SyncError("\n".join([f"{len(lines)} differences from {written.folder}", *lines[:20]]))
+        return written
+
+    def _writers(self) -> dict[int, Handle]:
+        return dict(enumerate(map(Handle, self.trainers.values())))
 
     def _environment(self, role: envvars.Role, node: str, gpus: Sequence[int]) -> dict[str, str]:
         variables = envvars.environment(role, self.plan.device, self.config, job=self.attempt.mark, gpus=gpus,
@@ -202,6 +245,10 @@ def refuse_disagreement(facts: Mapping[str, Mapping[str, Any]]) -> None:
         raise UserError("the processes of this job do not fit together\n  " + "\n  ".join(lines),
                         where="environment and packages of the nodes",
                         fix="one environment, one model folder and the placement's GPUs for all of them")
+
+
+async def _result(task: asyncio.Task[WrittenVersion]) -> WrittenVersion:
+    return await task
 
 
 class Handle:

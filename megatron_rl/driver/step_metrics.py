@@ -33,7 +33,7 @@ def of_step(step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]
         "prompt/length_mean": float(np.mean([len(group.prompt.token_ids) for group in groups])),
         "staleness/mean": float(ages.mean()), "staleness/max": float(ages.max()),
         "weights/version": float(sync.version),
-        "sync/bytes": float(sync.nbytes), "sync/seconds": transfer, "sync/pause_seconds": sync.seconds["total"],
+        "sync/bytes": float(sync.nbytes), "sync/seconds": transfer, "sync/pause_seconds": sync.seconds["pause"],
         "sync/verify_seconds": sync.seconds["verify"] + max(sync.seconds.get("digest", 0.0),
                                                             sync.seconds.get("live_digest", 0.0)),
         "sync/gb_per_s": sync.nbytes / 1e9 / max(transfer, 1e-9),

@@ -74,6 +74,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("time/sync", "s", "weights from trainer to engines, verification included"),
         Metric("time/eval", "s", "evaluation; not part of `time/step`"),
         Metric("time/checkpoint", "s", "writing a checkpoint; not part of `time/step`"),
+        Metric("time/disk", "s", "waiting for a version of the weights to be on disk (`weight_sync.disk`); part of "
+                                 "`time/other`"),
         Metric("time/other", "s", "`time/step` less rollout, reward, logprob, train and sync",
                "< 5 % of `time/step` for a real model"),
         Metric("throughput/samples_per_s", "1/s", "completions trained on over `time/step`"),

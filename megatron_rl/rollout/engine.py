@@ -1,7 +1,8 @@
 """A rollout replica: vLLM's AsyncLLM with its tensor parallel workers, as a plain class with async methods.
 
 The driver wraps it in a Ray actor; nothing here knows Ray. The engine starts with dummy weights and serves nothing
-until the weight sync has committed a version; `weights` (EngineWeights) holds that side of it.
+until the weight sync has committed a version, unless it starts with one from disk; `weights` (EngineWeights) holds
+that side of it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,12 @@ from megatron_rl.data.batch import Completion, Group, Prompt
 from megatron_rl.rollout.sampling import Sampling, engine_seed, group_seed, instances
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weights import EngineWeights
+from megatron_rl.trainer.checkpoint_files import step_of
 from megatron_rl.weight_sync.copies import Destination
+from megatron_rl.weight_sync.disk_check import refuse_changed
 from megatron_rl.weight_sync.facts import process_facts
-from megatron_rl.weight_sync.protocol import Held, SyncPart, TransferReport
+from megatron_rl.weight_sync.megatron_layout import canonical_tensors
+from megatron_rl.weight_sync.protocol import Held, NotServing, SyncPart, TransferReport, vllm_backend
 from megatron_rl.weight_sync.tiles import CanonicalTensor
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -58,8 +63,13 @@ class RolloutEngine:
         self.facts: dict[str, Any] = {}
         """What `start` returned."""
 
-    async def start(self) -> dict[str, Any]:
+    async def start(self, version_folder: Path | None = None) -> dict[str, Any]:
         """Start vLLM with dummy weights; returns when it answers. Serves nothing yet.
+
+        Args:
+            version_folder: a version on disk (`weight_sync.disk`), which vLLM's own loader reads in place of dummy
+                weights. If the files have the trainer's digests and the live weights equal the files, bit for bit, the
+                engine serves that version; a run sends it requests after the next sync.
 
         Returns:
             What this end must have in common with the driver and the trainer: `template_fingerprint`
@@ -67,13 +77,20 @@ class RolloutEngine:
             `process_facts`.
         Raises:
             EngineDied: vLLM did not start.
-            UserError: the model folder's tokenizer cannot be used.
+            UserError: the model folder's tokenizer cannot be used, or the version on disk is not whole.
+            SyncError: vLLM did not load what lies on disk.
         """
+        if version_folder is not None:
+            await asyncio.to_thread(refuse_changed, version_folder)
         self._template = self._load_template()
         self._stop_ids = list(template.stop_token_ids(self._template.tokenizer, self._config.model.path))
-        self._vllm = VllmEngine(self._engine_arguments(), f"engine {self._replica}", self._log_path)
+        self._vllm = VllmEngine(self._engine_arguments(version_folder), f"engine {self._replica}", self._log_path)
         dtype = _DTYPES[self._config.rollout.dtype]
-        self.weights = EngineWeights(self._vllm, self._replica, self._tp, dtype, self._address)
+        self.weights = EngineWeights(self._vllm, self._replica, self._tp, dtype, self._address,
+                                     self._config.weight_sync.staging, self._config.weight_sync.in_flight,
+                                     self._config.weight_sync.timeout_s)
+        if version_folder is not None:
+            await self.weights.adopt(version_folder, step_of(version_folder), self._canonical())
         # A full collection walks everything that torch, transformers and vLLM imported: 0.4 s in mid-rollout.
         gc.collect()
         gc.freeze()
@@ -109,7 +126,7 @@ class RolloutEngine:
             finally:
                 await self._vllm.resume()
         for i, queue in zip(order, queues):
-            groups[i] = self._group(prompts[i], await self._vllm.finished(queue))
+            groups[i] = await self._group(prompts[i], sampling, queue)
         return groups
 
     async def generate_group(self, prompt: Prompt, sampling: Sampling, seed: int | None = None) -> Group:
@@ -117,7 +134,7 @@ class RolloutEngine:
         self._check_prompt(prompt)
         async with self.weights.admission():
             queue = await self._enqueue(prompt, sampling, seed)
-        return self._group(prompt, await self._vllm.finished(queue))
+        return await self._group(prompt, sampling, queue)
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """End vLLM and its workers; none is left when this returns."""
@@ -137,6 +154,10 @@ class RolloutEngine:
         return {"replica": self._replica, "state": self.weights.state.value, "version": self.weights.version,
                 "unfinished": unfinished, "generated_tokens": generated}
 
+    async def compare(self, folder: str | Path) -> list[str]:
+        """A line for each piece of a live parameter that is not, bit for bit, what lies in a Hugging Face folder."""
+        return await self.weights.compare(Path(folder), self._canonical())
+
     # The engine's part of a weight sync (`weight_sync.protocol.EngineHandle`).
 
     async def sync_describe(self, canonical: Sequence[CanonicalTensor]) -> list[Destination]:
@@ -151,25 +172,29 @@ class RolloutEngine:
     async def sync_receive(self, epoch: int) -> list[TransferReport]:
         return await self.weights.receive(epoch)
 
-    async def sync_commit(self, epoch: int, version: int) -> None:
-        await self.weights.commit(epoch, version)
+    async def sync_commit(self, epoch: int, version: int) -> float:
+        return await self.weights.commit(epoch, version)
 
     async def sync_discard(self, epoch: int, reason: str) -> None:
         await self.weights.discard(epoch, reason)
 
     # Inside.
 
+    def _canonical(self) -> list[CanonicalTensor]:
+        return canonical_tensors(self._plan.architecture)
+
     def _load_template(self) -> template.PromptTemplate:
         tokenizer = template.load_tokenizer(self._config.model.path)
         data = self._config.data
         return template.PromptTemplate(tokenizer, chat_template=data.chat_template, system=data.system)
 
-    def _engine_arguments(self) -> dict:
+    def _engine_arguments(self, version_folder: Path | None) -> dict:
         rollout = self._config.rollout
         cpu = self._plan.device == "cpu"
         # Without tensor parallelism the worker lives in the engine core's process: one process and one hop less.
         arguments = dict(
-            model=self._config.model.path, skip_tokenizer_init=True, load_format="dummy",
+            model=str(version_folder or self._config.model.path), skip_tokenizer_init=True,
+            load_format="safetensors" if version_folder else "dummy",
             dtype=_DTYPES[rollout.dtype], seed=self._seed,
             tensor_parallel_size=self._tp, distributed_executor_backend="mp" if self._tp > 1 else "uni",
             max_model_len=self._max_model_len, max_num_seqs=rollout.max_num_seqs,
@@ -177,7 +202,7 @@ class RolloutEngine:
             enable_prefix_caching=rollout.prefix_caching, logprobs_mode="processed_logprobs",
             disable_log_stats=True, enable_log_requests=False,
             worker_extension_cls="megatron_rl.weight_sync.vllm_plugin.WeightSyncWorker",
-            weight_transfer_config={"backend": "megatron_rl"},
+            weight_transfer_config={"backend": vllm_backend(self._config.weight_sync.staging)},
         )
         if cpu:
             arguments["kv_cache_memory_bytes"] = int(rollout.kv_cache_gb * 2**30)
@@ -202,10 +227,29 @@ class RolloutEngine:
         self._requests += 1
         return await self._vllm.enqueue(str(self._requests), prompt.token_ids.tolist(), parameters)
 
-    def _group(self, prompt: Prompt, output) -> Group:
-        outputs = sorted(output.outputs, key=lambda completion: completion.index)
-        completions = tuple(_completion(o, self._template.decode(o.token_ids)) for o in outputs)
-        return Group(prompt, completions, self._replica)
+    async def _group(self, prompt: Prompt, sampling: Sampling, queue) -> Group:
+        """The completions of a request, once it is over; those that a sync has cut off are asked again."""
+        output = await self._vllm.finished(queue)
+        cut = [_completion(each) for each in sorted(output.outputs, key=lambda completion: completion.index)]
+        whole = cut if self.weights.in_flight != "abort" else await asyncio.gather(
+            *[self._whole(prompt, sampling, each) for each in cut])
+        return Group(prompt, tuple(replace(each, text=self._template.decode(each.token_ids)) for each in whole),
+                     self._replica)
+
+    async def _whole(self, prompt: Prompt, sampling: Sampling, completion: Completion) -> Completion:
+        """A completion to its end: as often as it is cut off, the prompt with the tokens so far is a new request."""
+        while completion.finish_reason == "abort":
+            await self.weights.until_serving()
+            so_far = replace(prompt, token_ids=np.concatenate([prompt.token_ids, completion.token_ids]))
+            rest = replace(sampling, n=1, max_new_tokens=sampling.max_new_tokens - len(completion.token_ids))
+            try:
+                async with self.weights.admission():
+                    queue = await self._enqueue(so_far, rest, None)
+            except NotServing:      # the next sync was faster
+                continue
+            (output,) = (await self._vllm.finished(queue)).outputs
+            completion = _joined(completion, _completion(output))
+        return completion
 
     def _check_prompt(self, prompt: Prompt) -> None:
         limit = self._config.rollout.max_prompt_tokens
@@ -215,7 +259,8 @@ class RolloutEngine:
                             fix="raise it or drop the prompt")
 
 
-def _completion(output, text: str) -> Completion:
+def _completion(output) -> Completion:
+    """Without its text."""
     token_ids_R = np.asarray(output.token_ids, dtype=np.int32)
     logprobs_R = np.asarray(output.logprobs.logprobs if output.logprobs is not None else [], dtype=np.float32)
     versions_R = np.empty(len(token_ids_R), dtype=np.int32)
@@ -226,7 +271,13 @@ def _completion(output, text: str) -> Completion:
     if covered != len(token_ids_R) or len(logprobs_R) != len(token_ids_R):
         raise RuntimeError(f"vLLM returned {len(token_ids_R)} tokens, {len(logprobs_R)} log-probs and weight "
                            f"versions for {covered}")
-    return Completion(token_ids_R, logprobs_R, text, output.finish_reason, versions_R)
+    return Completion(token_ids_R, logprobs_R, "", output.finish_reason, versions_R)
+
+
+def _joined(first: Completion, rest: Completion) -> Completion:
+    """Tokens, log-probs and versions one after the other, ended as the second one ended."""
+    return replace(rest, **{name: np.concatenate([getattr(first, name), getattr(rest, name)])
+                            for name in ("token_ids", "logprobs", "weight_versions")})
 
 
 def _chunk_tokens(config: RunConfig, seeded_on_cpu: bool) -> int:

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from launch.errors import UserError
@@ -153,13 +154,17 @@ def remove_old(root: Path, keep: int) -> list[Path]:
     Call it after a checkpoint has become visible, so that the newest is never at risk. Returns what was removed.
     """
     removed = complete_checkpoints(root)[:-keep]
-    for folder in removed:
-        # Out of sight first: a removal that is cut short leaves nothing that looks like a checkpoint.
-        doomed = root / f".{folder.name}.removed"
-        folder.rename(doomed)
+    remove(removed)
     for leftover in [*root.glob(".step-*.removed"), *root.glob(".step-*.partial")]:
         shutil.rmtree(leftover)
     return removed
+
+
+def remove(folders: Iterable[Path]) -> None:
+    """Remove checkpoints. Out of sight first: a removal that is cut short leaves nothing that looks like one."""
+    doomed = [folder.rename(folder.parent / f".{folder.name}.removed") for folder in folders]
+    for folder in doomed:
+        shutil.rmtree(folder)
 
 
 def write_durably(path: Path, content: bytes) -> None:

@@ -30,7 +30,8 @@ from megatron_rl.trainer.optimizer import PolicyOptimizer, StepResult, learning_
 from megatron_rl.trainer.parallel import device_of_rank
 from megatron_rl.trainer.reference import ReferenceModel
 from megatron_rl.trainer.step import run_logprobs, run_step, schedule_of
-from megatron_rl.weight_sync.hf_export import Exporter, owned_tiles
+from megatron_rl.weight_sync.disk import Exported, Part
+from megatron_rl.weight_sync.hf_export import Exporter, export_part
 from megatron_rl.weight_sync.hf_io import CheckpointReader, load_layout
 from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
 from megatron_rl.weight_sync.tiles import ParamLayout
@@ -159,23 +160,12 @@ class MegatronTrainer:
         return {"extra": state["extra"], "updates": self.optimizer.updates, "changes": changes,
                 "rng_restored": loaded.rng_restored}
 
-    def export(self, folder: str | Path, part: Literal["prepare", "write", "finish"]) -> None:
-        """One part of writing the policy as a Hugging Face folder. The caller has `prepare` done by rank 0, then
-        `write` by every rank, then `finish` by rank 0: nothing is gathered, each rank writes the bytes it owns.
-
-        Raises:
-            UserError: the folder exists, or the disk has too little room.
-        """
-        architecture, training = self.plan.architecture, self.plan.training
-        exporter = Exporter(folder, canonical_tensors(architecture), DTYPES[self.config.trainer.dtype])
-        if part == "prepare":
-            exporter.prepare(self.config.model.path, architecture)
-        elif part == "finish":
-            exporter.finish()
-        else:
-            replica = {each.rank: megatron_layout(architecture, training, each.rank, self._implementation)
-                       for each in training.ranks if each.dp == 0 and each.cp == 0}
-            exporter.write(self._layout, self.parameters(), owned_tiles(replica, self.coordinates.rank))
+    def export(self, folder: str | Path, part: Part) -> Exported:
+        """One part of writing the policy as a Hugging Face folder (`weight_sync.disk.write_folder`): no collective,
+        each rank writes the bytes it owns. What the file system refuses is told in the answer."""
+        exporter = Exporter(folder, canonical_tensors(self.plan.architecture), DTYPES[self.config.trainer.dtype])
+        return export_part(exporter, part, self.config.model.path, self.plan.architecture, self.plan.training,
+                           self.coordinates.rank, self._implementation, self.parameters())
 
     def _sizes(self) -> dict[str, int]:
         training = self.plan.training

@@ -4,23 +4,39 @@ A transfer blocks its process, vLLM's workers take no call meanwhile, and a deat
 once and by others at their deadline. So every member keeps a TCP connection to the coordinator and listens to it in a
 thread: the number of an epoch that is aborted, or the end of the connection, closes the member's lanes and wakes
 whatever waits on them.
+
+Both ends prove, before anything else, that they hold the token that the coordinator drew and that its members were
+handed with their part of the sync: whoever else reaches the port learns nothing, and who listens there in the
+coordinator's place aborts nothing. The token itself never travels here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
+import logging
+import secrets
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 
+log = logging.getLogger(__name__)
+
 CONNECT_S = 10.0
+"""For a connection to be made and both ends to have proved who they are."""
+_NONCE_BYTES = 32
+_LINE_BYTES = 2 * _NONCE_BYTES + 1
+"""Of a nonce and of a proof, in hexadecimal."""
 
 
 class AbortLine:
     """The coordinator's end: everybody who connects hears of every abort."""
 
     def __init__(self, address: str) -> None:
+        self.token = secrets.token_hex(32)
+        """For the members; in no log, no file and no command line."""
         self._listener = socket.create_server((address, 0), family=_family(address), backlog=1024)
         self._members: list[socket.socket] = []
         self._lock = threading.Lock()
@@ -55,27 +71,46 @@ class AbortLine:
             except OSError:                             # the listener was closed, or somebody left while connecting
                 self._closed.wait(0.1)
                 continue
+            # In a thread each: who says nothing must not keep the others waiting.
+            threading.Thread(target=self._admit, args=(member,), name="abort line", daemon=True).start()
+
+    def _admit(self, member: socket.socket) -> None:
+        try:
+            _prove(member, self.token, first=True)
             member.settimeout(CONNECT_S)                # one that does not read must not hold up the others
             _keep_alive(member)
-            with self._lock:
-                self._members = [each for each in self._members if not _gone(each)]     # lanes are opened again and again
-                if _told(member, self._last):           # it may have come just after an abort
-                    self._members.append(member)
+        except OSError as error:
+            if not self._closed.is_set():
+                log.warning("abort line: a connection was refused: %s", error)
+            member.close()
+            return
+        with self._lock:
+            self._members = [each for each in self._members if not _gone(each)]     # lanes are opened again and again
+            if self._closed.is_set():
+                member.close()
+            elif _told(member, self._last):             # it may have come just after an abort
+                self._members.append(member)
 
 
 class AbortListener:
     """A member's end, for the lanes that it opened after epoch `since`.
 
     Args:
+        token: the line's.
         closing: called once, from another thread, with the reason.
 
     Raises:
-        OSError: the coordinator does not answer there.
+        OSError: the coordinator does not answer there, or holds another token.
     """
 
-    def __init__(self, endpoint: tuple[str, int], since: int, closing: Callable[[str], None]) -> None:
+    def __init__(self, endpoint: tuple[str, int], token: str, since: int, closing: Callable[[str], None]) -> None:
         self._since, self._closing = since, closing
         self._socket = socket.create_connection(endpoint, timeout=CONNECT_S)
+        try:
+            _prove(self._socket, token, first=False)
+        except OSError:
+            self._socket.close()
+            raise
         self._socket.settimeout(None)
         _keep_alive(self._socket)
         self._closed = False
@@ -98,6 +133,42 @@ class AbortListener:
                         break
         if not self._closed:
             self._closing(reason)
+
+
+def _prove(connection: socket.socket, token: str, *, first: bool) -> None:
+    """Each end sends a nonce; the member, then the coordinator (`first` to speak) prove that they hold the token.
+
+    Raises:
+        OSError: the other end does not, left, or was not done in time.
+    """
+    until = time.monotonic() + CONNECT_S
+    mine = secrets.token_hex(_NONCE_BYTES).encode()
+    connection.sendall(mine + b"\n")
+    theirs = _read_line(connection, until)
+    nonces = b" ".join((mine, theirs) if first else (theirs, mine))
+
+    def proof(who: bytes) -> bytes:
+        return hmac.new(token.encode(), who + b" " + nonces, "sha256").hexdigest().encode()
+
+    for who, ours in ((b"member", not first), (b"coordinator", first)):
+        if ours:
+            connection.sendall(proof(who) + b"\n")
+        elif not hmac.compare_digest(_read_line(connection, until), proof(who)):
+            raise ConnectionRefusedError("the other end does not hold this run's token")
+
+
+def _read_line(connection: socket.socket, until: float) -> bytes:
+    line = b""
+    while len(line) < _LINE_BYTES:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the other end did not prove in time that it holds this run's token")
+        connection.settimeout(left)
+        received = connection.recv(_LINE_BYTES - len(line))
+        if not received:
+            raise ConnectionResetError("the other end left before it had proved that it holds this run's token")
+        line += received
+    return line[:-1]
 
 
 def _told(member: socket.socket, epoch: int) -> bool:

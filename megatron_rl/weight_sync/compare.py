@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from megatron_rl.weight_sync.manifest import SyncManifest
-from megatron_rl.weight_sync.protocol import Held, SyncError, TransferReport, engine_name, trainer_name
+from megatron_rl.weight_sync.protocol import (
+    Held, SyncError, TransferReport, engine_name, member_name, trainer_name,
+)
 from megatron_rl.weight_sync.streams import EdgeKey, Stream
 
 
@@ -38,9 +40,10 @@ def compare_held(manifest: SyncManifest, members: Collection[str], held: Sequenc
     """
     route, streams = manifest.route_fingerprint(), manifest.stream_fingerprints()
     reported = {each.member: each for each in held if each is not None}
+    on = {member_name(member): streams for member, streams in manifest.streams_of.items()}
     wrong = []
     for member in sorted({*members, *reported}):
-        mine = {stream.number: stream for stream in manifest.streams if member in _on(stream)}
+        mine = {stream.number: stream for stream in on.get(member, ())}
         if member not in reported:
             wrong.append(f"{member}: holds nothing, the manifest has route {route}")
             continue
@@ -48,16 +51,12 @@ def compare_held(manifest: SyncManifest, members: Collection[str], held: Sequenc
         if theirs.route != route:
             wrong.append(f"{member}: holds route {theirs.route}, the manifest {route}")
         for number in sorted({*mine, *theirs.streams}):
-            what = f"stream {number}" + (f" ({_text(mine[number])})" if number in mine else "")
             ours, found = streams[number] if number in mine else "none", theirs.streams.get(number, "nothing")
             if ours != found:
+                what = f"stream {number}" + (f" ({_text(mine[number])})" if number in mine else "")
                 wrong.append(f"{member}: of {what} it holds {found}, the manifest {ours}")
     if wrong:
         raise SyncError("the members do not hold the manifest that was proved\n" + "\n".join(wrong))
-
-
-def _on(stream: Stream) -> set[str]:
-    return {trainer_name(stream.rank), *(engine_name(*receiver) for receiver in stream.receivers)}
 
 
 def _text(stream: Stream) -> str:

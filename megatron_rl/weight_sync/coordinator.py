@@ -22,9 +22,10 @@ from megatron_rl.weight_sync.copies import Destination, Source
 from megatron_rl.weight_sync.coverage import prove_coverage
 from megatron_rl.weight_sync.manifest import SyncManifest, build_manifest
 from megatron_rl.weight_sync.protocol import (
-    Backend, EngineHandle, LaneSpec, Link, SyncError, SyncPart, SyncReport, TrainerHandle, TransferReport, engine_name,
-    trainer_name,
+    CONNECT_S, Backend, EngineHandle, LaneSpec, Link, SyncError, SyncPart, SyncReport, TrainerHandle, TransferReport,
+    engine_name, member_name, trainer_name,
 )
+from megatron_rl.weight_sync.streams import Pair, Stream
 from megatron_rl.weight_sync.tiles import CanonicalTensor
 
 log = logging.getLogger(__name__)
@@ -57,18 +58,20 @@ class SyncCoordinator:
         seats: see `build_manifest`.
         address: this process's address inside the job, where members listen for aborts. None: there is no such line,
             and a failure is noticed by the neighbours of who failed, by the others at their deadline.
+        go_on: whether a sync in which members die is started again without them. False: it ends at once and names
+            them, for an owner that cannot go on without them either.
     """
 
     def __init__(self, trainers: Sequence[TrainerHandle], engines: Sequence[EngineHandle],
                  endpoints: Sequence[Endpoint], canonical: Sequence[CanonicalTensor], *, backend: Backend,
                  bucket_bytes: int, timeout_s: float, aliases: Mapping[str, str] | None = None, route: Kind = "direct",
-                 seats: Seats | None = None, address: str | None = None) -> None:
+                 seats: Seats | None = None, address: str | None = None, go_on: bool = True) -> None:
         self._trainers = dict(enumerate(trainers))
         self._engines = dict(enumerate(engines))
         self._endpoints, self._canonical = endpoints, canonical
         self._backend, self._bucket_bytes, self._timeout_s = backend, bucket_bytes, timeout_s
         self._opening_s = 1.5 * OPENING * timeout_s
-        self._aliases, self._route, self._seats = aliases, route, seats
+        self._aliases, self._route, self._seats, self._go_on = aliases, route, seats, go_on
         self._line = AbortLine(address) if address else None
         self._sources: list[Source] = []
         self._destinations: dict[int, list[Destination]] = {}
@@ -87,7 +90,8 @@ class SyncCoordinator:
         the route and of the streams that it was handed, which must be those that were proved.
 
         Raises:
-            SyncError, CoverageError, UserError: nothing was sent.
+            SyncError, CoverageError, UserError: nothing was sent, and all have left their lanes. The message names who
+                died; the next `setup` leaves it out.
         """
         async with self._lock:
             deadline = time.monotonic() + self._timeout_s
@@ -96,8 +100,17 @@ class SyncCoordinator:
                         first_failure=True),
                 answers(self._on_engines("sync_describe", self._canonical), deadline, first_failure=True))
             self._destinations = dict(zip(self._engines, described))
-            await self._close_lanes()
-            await self._open_lanes(self._epoch)
+            had_lanes = self._handed_out
+            try:
+                await self._close_lanes()
+                await self._open_lanes(self._epoch)
+            except Exception as error:
+                if had_lanes or self._handed_out:
+                    self._epoch += 1            # members leave the lanes that they opened before it
+                    died = await self._discard(self._epoch, str(error))
+                    if died:
+                        raise SyncError(f"{', '.join(died)} died while the lanes were opened: {error}") from error
+                raise
             return self.manifest
 
     async def admit(self, replica: int, engine: EngineHandle) -> None:
@@ -116,7 +129,7 @@ class SyncCoordinator:
 
     async def sync(self, version: int) -> SyncReport:
         """Bring every engine to the trainer's weights and commit them as `version`. Members that die meanwhile are left
-        out of it and of all later syncs; the report names them.
+        out of it and of all later syncs, and the report names them (with `go_on`; else the error does).
 
         Raises:
             SyncError: nothing was committed; the engines are DISCARDED and serve nothing. Another `sync` may heal them.
@@ -135,11 +148,12 @@ class SyncCoordinator:
                     return replace(await self._run_epoch(self._epoch, version), lost=tuple(lost))
                 except Exception as error:
                     died = await self._discard(self._epoch, str(error))
-                    if not died or not self._engines:
-                        if lost:
-                            raise SyncError(f"{', '.join(lost)} died, and without: {error}") from error
-                        raise
                     lost += died
+                    if not died or not self._engines or not self._go_on:
+                        if lost:
+                            raise SyncError(f"{', '.join(lost)} died during the sync of version {version}: {error}"
+                                            ) from error
+                        raise
                     log.warning("weight sync: epoch %d aborted, %s died; the others start again", self._epoch,
                                 ", ".join(died))
 
@@ -149,6 +163,8 @@ class SyncCoordinator:
             self._line.close()
 
     async def _open_lanes(self, last_epoch: int) -> None:
+        if not self._engines:
+            raise SyncError("no engine is left")
         destinations = [each for replica in self._engines for each in self._destinations[replica]]
         gone = {source.coordinates.rank for source in self._sources} - self._trainers.keys()
         try:
@@ -158,7 +174,8 @@ class SyncCoordinator:
             raise SyncError(str(error)) from error
         prove_coverage(manifest, self._sources, destinations)
         part = SyncPart(lane_specs(manifest, self._endpoints, self._backend), (), self._timeout_s,
-                        OPENING * self._timeout_s, last_epoch, self._line.endpoint if self._line else None)
+                        OPENING * self._timeout_s, last_epoch,
+                        *((self._line.endpoint, self._line.token) if self._line else ()))
         self._handed_out = True
         calls = {trainer_name(rank): trainer.sync_open(replace(part, streams=manifest.part_of_rank(rank)))
                  for rank, trainer in self._trainers.items()}
@@ -193,13 +210,13 @@ class SyncCoordinator:
         marks.append(time.monotonic())
 
         # A deadline of its own: a transfer that took all of the other must not fail for what comes after it.
-        await answers(self._on_engines("sync_commit", epoch, version), time.monotonic() + self._timeout_s)
+        pauses = await answers(self._on_engines("sync_commit", epoch, version), time.monotonic() + self._timeout_s)
         self.version = version
         marks.append(time.monotonic())
 
         phases = ("prepare", "transfer", "verify", "commit")
         seconds = {name: end - start for name, start, end in zip(phases, marks, marks[1:])}
-        seconds["total"] = marks[-1] - marks[0]
+        seconds |= {"total": marks[-1] - marks[0], "pause": max(pauses)}
         for report in (*sent, *received):
             for name, value in report.seconds.items():
                 seconds[name] = max(seconds.get(name, 0.0), value)
@@ -231,10 +248,11 @@ class SyncCoordinator:
                 [report for reports in found[len(self._trainers):] for report in reports])
 
     async def _discard(self, epoch: int, reason: str) -> list[str]:
-        """Every member leaves its lanes, and the engines' weights count as a mixture. Who does not answer is lost, and
-        its name is returned: it serves nothing, since it is past PREPARE."""
-        # Who is still opening lanes answers when that has failed, at the latest at its deadline.
-        patience = self._timeout_s if self._open else self._opening_s
+        """Every member leaves its lanes, and engines that were written in place count as a mixture. Who does not answer
+        is lost, and its name is returned."""
+        patience = self._timeout_s
+        if not self._open:          # who is opening lanes returns soon after it was told, else at its deadline
+            patience = self._opening_s if self._line is None else patience + CONNECT_S
         self._open = self._handed_out = False
         if self._line is not None:
             self._line.abort(epoch)
@@ -251,18 +269,20 @@ class SyncCoordinator:
 
 
 def lane_specs(manifest: SyncManifest, endpoints: Sequence[Endpoint], backend: Backend) -> tuple[LaneSpec, ...]:
-    """One lane a sending rank, by rank, with its receivers and links in the order of its streams."""
-    specs = []
-    for rank in sorted({stream.rank for stream in manifest.streams}):
-        streams = [stream for stream in manifest.streams if stream.rank == rank]
-        numbers: dict = {None: 0}
-        for stream in streams:
-            for receiver in stream.receivers:
-                numbers.setdefault(receiver, len(numbers))
-        links = tuple(Link(stream.number, numbers[hop.sender], numbers[hop.receiver])
-                      for stream in streams for hop in stream.hops)
-        receivers = tuple(engine_name(*receiver) for receiver in numbers if receiver is not None)
-        specs.append(LaneSpec(rank, endpoints[rank].address, endpoints[rank].port, receivers, backend, links))
+    """One lane a sending rank, by rank, with its receivers in the order of its streams. The links of a lane are those
+    that no lane before it has."""
+    specs: list[LaneSpec] = []
+    linked: set[Pair] = set()
+    by_rank: dict[int, list[Stream]] = {}
+    for stream in manifest.streams:
+        by_rank.setdefault(stream.rank, []).append(stream)
+    for rank, streams in sorted(by_rank.items()):
+        receivers = dict.fromkeys(receiver for stream in streams for receiver in stream.receivers)
+        numbers = {member: number for number, member in enumerate((rank, *receivers))}
+        pairs = dict.fromkeys(pair for stream in streams for pair in stream.pairs if pair not in linked)
+        linked.update(pairs)
+        specs.append(LaneSpec(rank, endpoints[rank].address, endpoints[rank].port, tuple(map(member_name, receivers)),
+                              backend, tuple(Link(numbers[sender], numbers[receiver]) for sender, receiver in pairs)))
     return tuple(specs)
 
 

@@ -1,24 +1,23 @@
 """Exporting to a Hugging Face folder through the layouts: every rank writes the tiles it owns, in place.
 
 The files are standard safetensors whose byte offsets every rank computes for itself, so nothing is gathered and no
-tensor is ever whole in memory. Three steps, with a barrier of the caller's between them:
+tensor is ever whole in memory. Three steps, with a barrier of the caller's between them (`disk.VersionsOnDisk`):
 
     exporter = Exporter(folder, canonical_tensors(architecture), torch.bfloat16)
-    if rank == 0: exporter.prepare(model_folder, architecture)      # files at full size, config and tokenizer
-    barrier()
-    exporter.write(layouts, parameters, owned_tiles(layouts_of_rank, rank))
-    barrier()
-    if rank == 0: exporter.finish()                                  # the folder appears under its name
+    exporter.prepare(model_folder, architecture)            # one rank: files at full size, config and tokenizer
+    exporter.write(layouts, parameters, owned_tiles(...))   # every rank: digests of what it holds
+    exporter.read_back(rank, world)                         # every rank: digests of what lies in the files
 
-The folder must be seen by all writing ranks.
+All of it lies in a hidden folder beside the final one, until `checkpoint_files.publish` gives it its name. All writing
+ranks must see it.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -28,12 +27,20 @@ import torch
 from torch import Tensor
 
 from launch.errors import UserError
-from launch.planner.plan import Architecture
+from launch.planner.plan import Architecture, TrainingPlan
+from megatron_rl.trainer import checkpoint_files
+from megatron_rl.weight_sync.digest import add, digest_tiles
+from megatron_rl.weight_sync.disk import Exported, Part
+from megatron_rl.weight_sync.disk_check import digests_of_files
 from megatron_rl.weight_sync.hf_io import INDEX_FILE, SINGLE_FILE, check_parameters
+from megatron_rl.weight_sync.megatron_layout import Implementation, megatron_layout
 from megatron_rl.weight_sync.tiles import CanonicalTensor, ParamLayout, Tile, contiguous_stride, tile_view
 
 _SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+
+Digests = dict[str, int]
+"""Canonical tensor -> digest (`weight_sync.digest`) of its elements, or of some of them: parts add up."""
 
 
 @dataclass(frozen=True)
@@ -78,43 +85,64 @@ def _shard_file(name: str, tensors: Iterable[CanonicalTensor], dtype: torch.dtyp
     return ShardFile(name, header, {tensor: len(header) + at for tensor, at in begins.items()}, len(header) + begin)
 
 
-def owned_tiles(layouts_of_rank: Mapping[int, Iterable[ParamLayout]], rank: int) -> dict[str, list[int]]:
-    """Which tiles `rank` writes: parameter name -> indices of its tiles.
+def owned_tiles(layouts_of_rank: Mapping[int, Iterable[ParamLayout]], rank: int, replica: int = 0,
+                replicas: int = 1) -> dict[str, list[int]]:
+    """Which tiles a rank writes: parameter name -> indices of its tiles. Every box has one owner.
 
     A box that several ranks hold (norms under TP, the second copy of tied embeddings) belongs to the first holder
-    in the order of rank, then parameter. Pass the layouts of one replica (DP = CP = 0); other ranks own nothing.
+    in the order of rank, then parameter. Replicas share the tensors of their shard, the largest first. A tensor is
+    written by one of them, so that the slices of columns that lie interleaved in its file come from one TP group, in
+    most layouts from one node: two clients of a file system do not fight over a page.
+
+    Args:
+        layouts_of_rank: of the ranks of one replica (DP = CP = 0).
+        rank: the one of them whose shard the rank holds.
+        replica: which of the `replicas` (DP x CP) copies the rank is of.
     """
     taken: set[tuple] = set()
-    owned: dict[str, list[int]] = {}
+    first: dict[str, int] = {}
+    elements: Counter[str] = Counter()
+    mine: list[tuple[str, str, int]] = []
     for holder in sorted(layouts_of_rank):
         for layout in layouts_of_rank[holder]:
             for index, tile in enumerate(layout.tiles):
                 key = (tile.tensor, tile.box)
-                if key not in taken and holder == rank:
-                    owned.setdefault(layout.name, []).append(index)
+                if key not in taken:
+                    first.setdefault(tile.tensor, holder)
+                    elements[tile.tensor] += tile.numel
+                    if holder == rank:
+                        mine.append((tile.tensor, layout.name, index))
                 taken.add(key)
-    return owned
+    load: Counter[tuple[int, int]] = Counter()
+    writer: dict[str, int] = {}
+    for tensor in sorted(elements, key=lambda tensor: (-elements[tensor], tensor)):
+        writer[tensor] = min(range(replicas), key=lambda each: load[first[tensor], each])
+        load[first[tensor], writer[tensor]] += elements[tensor]
+    owned: defaultdict[str, list[int]] = defaultdict(list)
+    for tensor, parameter, index in mine:
+        if writer[tensor] == replica:
+            owned[parameter].append(index)
+    return dict(owned)
 
 
 class Exporter:
-    """One export. Construct it alike on every rank; see the module's docstring for the three steps.
-
-    Until `finish`, everything lies in `<folder>.partial`: a folder under its final name is complete.
-    """
+    """One export. Construct it alike on every rank; see the module's docstring for the three steps."""
 
     def __init__(self, folder: str | Path, canonical: Sequence[CanonicalTensor], dtype: torch.dtype,
                  max_shard_bytes: int = 5 * 10**9) -> None:
         if dtype not in _SAFETENSORS_DTYPE:
             raise ValueError(f"cannot export as {dtype}: one of {list(_SAFETENSORS_DTYPE)}")
         self.folder = Path(folder)
-        self.partial = self.folder.with_name(self.folder.name + ".partial")
+        self.partial = checkpoint_files.partial_of(self.folder)
         self.dtype = dtype
         self.shapes = {tensor.name: tensor.shape for tensor in canonical}
         self.files = shard_files(canonical, dtype, max_shard_bytes)
         self._file_of = {name: file for file in self.files for name in file.offsets}
 
     def prepare(self, model_folder: str | Path, architecture: Architecture) -> None:
-        """On one rank: reserve the files at full size, copy config, tokenizer and chat template.
+        """On one rank: make the files with their headers at full size, copy config, tokenizer and chat template.
+
+        The files are sparse: on NFS and older Lustre the C library would reserve space by writing into every block.
 
         Raises UserError if the folder exists already or the disk has too little room.
         """
@@ -123,52 +151,70 @@ class Exporter:
         if self.partial.exists():
             shutil.rmtree(self.partial)
         self.partial.mkdir(parents=True)
+        needed, free = sum(file.size for file in self.files), shutil.disk_usage(self.partial).free
+        if free < needed:
+            raise UserError(f"no room for the weights: they take {needed:,} bytes, {free:,} are free",
+                            where=str(self.folder), fix="free space, or move the run with run.dir")
         for source in sorted(Path(model_folder).iterdir()):
             if source.is_file() and not source.name.endswith(_WEIGHT_SUFFIXES):
                 shutil.copyfile(source, self.partial / source.name)
         self._adapt_config(architecture)
         for file in self.files:
-            self._reserve(file)
+            with open(self.partial / file.name, "wb") as stream:
+                stream.write(file.header)
+                stream.truncate(file.size)
         if len(self.files) > 1:
             index = {"metadata": {"total_size": sum(prod(s) for s in self.shapes.values()) * self.dtype.itemsize},
                      "weight_map": {name: file.name for name, file in self._file_of.items()}}
             (self.partial / INDEX_FILE).write_text(json.dumps(index, indent=2))
 
     def write(self, layouts: Iterable[ParamLayout], parameters: Mapping[str, Tensor],
-              owned: Mapping[str, Sequence[int]]) -> int:
-        """On every rank: write the tiles that `owned_tiles` gives it, converted to the export's dtype; bytes written.
+              owned: Mapping[str, Sequence[int]]) -> Digests:
+        """On every rank: write the tiles that `owned_tiles` gives it, converted to the export's dtype, and sync them to
+        the disk. Returns their digests as this rank holds them.
 
         pwrite, not a shared mapping: on NFS two hosts that dirty the same page through mappings lose bytes.
+
+        Raises OSError: no space, over the quota, or another fault of the file system.
         """
         layouts = list(layouts)
         check_parameters(layouts, parameters)
         descriptors: dict[str, int] = {}
-        written = 0
+        digests: Digests = {}
         try:
             for layout in layouts:
-                for index in owned.get(layout.name, ()):
+                if layout.name not in owned:
+                    continue
+                parameter = parameters[layout.name].detach().to(self.dtype)
+                for index in owned[layout.name]:
                     tile = layout.tiles[index]
                     file = self._file_of[tile.tensor]
                     if file.name not in descriptors:
                         descriptors[file.name] = os.open(self.partial / file.name, os.O_WRONLY)
-                    values = tile_view(parameters[layout.name], tile).to(device="cpu", dtype=self.dtype).contiguous()
-                    written += self._write_tile(descriptors[file.name], file.offsets[tile.tensor], tile, values)
+                    digests[tile.tensor] = add(digests.get(tile.tensor, 0), digest_tiles(parameter, (tile,)))
+                    values = tile_view(parameter, tile).cpu().contiguous()
+                    self._write_tile(descriptors[file.name], file.offsets[tile.tensor], tile, values)
             for descriptor in descriptors.values():
                 os.fsync(descriptor)
         finally:
             for descriptor in descriptors.values():
                 os.close(descriptor)
-        return written
+        return digests
 
-    def finish(self) -> None:
-        """On one rank, after all have written: give the folder its name."""
-        for path in self.partial.iterdir():
-            _fsync(path)
-        _fsync(self.partial)
-        self.partial.rename(self.folder)
-        _fsync(self.folder.parent)
+    def read_back(self, rank: int, world: int) -> Digests:
+        """On every rank, after all have written: digests of this rank's share of the tensors, whole, as a reader finds
+        them in the files by name. Together the shares are all tensors; they are cut otherwise than what was written.
+        """
+        load = [0] * world
+        mine = []
+        for name in sorted(self.shapes, key=lambda name: (-prod(self.shapes[name]), name)):
+            reader = load.index(min(load))
+            load[reader] += prod(self.shapes[name])
+            if reader == rank:
+                mine.append(name)
+        return digests_of_files(self.partial, mine)
 
-    def _write_tile(self, descriptor: int, begin: int, tile: Tile, values: Tensor) -> int:
+    def _write_tile(self, descriptor: int, begin: int, tile: Tile, values: Tensor) -> None:
         """Write the box as runs that are contiguous in the canonical tensor."""
         shape, item = self.shapes[tile.tensor], self.dtype.itemsize
         run_dims = len(shape)
@@ -184,7 +230,6 @@ class Exporter:
             starts = [base + i * stride * item for base in starts for i in range(extent)]
         for number, start in enumerate(starts):
             _pwrite(descriptor, data[number * run:(number + 1) * run], first + start)
-        return len(data)
 
     def _adapt_config(self, architecture: Architecture) -> None:
         path = self.partial / "config.json"
@@ -194,29 +239,34 @@ class Exporter:
         config["dtype"] = str(self.dtype).removeprefix("torch.")
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
-    def _reserve(self, file: ShardFile) -> None:
-        path = self.partial / file.name
-        with open(path, "wb") as stream:
-            stream.write(file.header)
-            stream.flush()
-            try:
-                os.posix_fallocate(stream.fileno(), 0, file.size)
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                raise UserError(f"no room for {file.name} ({file.size / 1e9:.2f} GB)", where=str(self.folder),
-                                fix="free space, or export elsewhere") from error
+
+def export_part(exporter: Exporter, part: Part, model_folder: str | Path, architecture: Architecture,
+                training: TrainingPlan, rank: int, implementation: Implementation,
+                parameters: Mapping[str, Tensor]) -> Exported:
+    """What a training rank does when `disk.write_folder` asks it for a part. What the file system refuses is told in
+    the answer, not raised.
+
+    Args:
+        model_folder: where config, tokenizer and chat template are taken from.
+        parameters: the rank's live ones, by the names of its `megatron_layout`.
+    """
+    try:
+        if part == "prepare":
+            exporter.prepare(model_folder, architecture)
+            return Exported({})
+        if part == "read_back":
+            return Exported(exporter.read_back(rank, training.world_size))
+        me = training.ranks[rank]
+        first = {each.rank: each for each in training.ranks if each.dp == 0 and each.cp == 0}
+        layouts = {peer: megatron_layout(architecture, training, peer, implementation) for peer in first}
+        mine = next(peer for peer, each in first.items() if (each.tp, each.pp) == (me.tp, me.pp))
+        owned = owned_tiles(layouts, mine, me.dp * training.cp + me.cp, training.dp * training.cp)
+        return Exported(exporter.write(layouts[mine], parameters, owned))
+    except (OSError, UserError) as error:
+        return Exported({}, error.what if isinstance(error, UserError) else str(error))
 
 
 def _pwrite(descriptor: int, data: memoryview, offset: int) -> None:
     while len(data):
         done = os.pwrite(descriptor, data, offset)
         data, offset = data[done:], offset + done
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,11 +14,11 @@ from functools import cached_property
 
 from launch.fabric.estimate import Kind
 from launch.fabric.routes import ROOT, Route, build
-from launch.fabric.seated import Seats, apart, seated
+from launch.fabric.seated import EngineRank, Seats, apart, seated
 from megatron_rl.weight_sync.buckets import Bucket, pack, part_of
 from megatron_rl.weight_sync.copies import Copies, Destination, Source, intersect_sides
 from megatron_rl.weight_sync.streams import (
-    EdgeKey, EngineRank, Hop, Stream, digest_of, hash_buckets, route_fingerprint,
+    EdgeKey, Hop, Pair, Stream, digest_of, hash_buckets, route_fingerprint,
 )
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "Destination", "Edge", "EdgeKey", "Source", "SyncManifest", "build_manifest"]
@@ -54,12 +54,13 @@ class Edge:
 
 @dataclass(frozen=True)
 class SyncManifest:
-    """Every stream of a sync, by number."""
+    """Every stream of a sync."""
 
     bucket_bytes: int
     kind: Kind
     """Of the route."""
     streams: tuple[Stream, ...]
+    """Stream n is streams[n]."""
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
@@ -82,12 +83,12 @@ class SyncManifest:
     def bytes_per_edge(self) -> dict[EdgeKey, int]:
         return {edge.key: edge.nbytes for edge in self.edges}
 
-    def bytes_per_hop(self) -> dict[tuple[int | EngineRank, EngineRank], int]:
+    def bytes_per_hop(self) -> dict[Pair, int]:
         """(training rank or forwarding engine rank, receiver) -> bytes between the two."""
-        sent: dict[tuple[int | EngineRank, EngineRank], int] = defaultdict(int)
+        sent: dict[Pair, int] = defaultdict(int)
         for stream in self.streams:
-            for hop in stream.hops:
-                sent[stream.rank if hop.sender is None else hop.sender, hop.receiver] += stream.nbytes
+            for pair in stream.pairs:
+                sent[pair] += stream.nbytes
         return dict(sent)
 
     def from_rank(self, rank: int) -> tuple[Edge, ...]:
@@ -98,14 +99,35 @@ class SyncManifest:
         """What a rollout worker receives."""
         return tuple(edge for edge in self.edges if (edge.replica, edge.worker) == (replica, worker))
 
+    @cached_property
+    def outlines(self) -> tuple[Stream, ...]:
+        """All streams without their buckets."""
+        return tuple(stream.outline() for stream in self.streams)
+
+    @cached_property
+    def streams_of(self) -> dict[int | EngineRank, tuple[Stream, ...]]:
+        """Training rank or engine rank -> the streams that it is on, by number."""
+        on: dict[int | EngineRank, list[Stream]] = defaultdict(list)
+        for stream in self.streams:
+            for member in (stream.rank, *stream.receivers):
+                on[member].append(stream)
+        return {member: tuple(streams) for member, streams in on.items()}
+
     def part_of_rank(self, rank: int) -> tuple[Stream, ...]:
         """All streams, with buckets where this training rank packs them."""
-        return tuple(stream if stream.rank == rank else stream.outline() for stream in self.streams)
+        return self._part([rank])
 
     def part_of_engine(self, replica: int) -> tuple[Stream, ...]:
         """All streams, with buckets where a worker of this engine is on them."""
-        return tuple(stream if any(each == replica for each, _ in stream.receivers) else stream.outline()
-                     for stream in self.streams)
+        return self._part([member for member in self.streams_of
+                           if not isinstance(member, int) and member[0] == replica])
+
+    def _part(self, members: Iterable[int | EngineRank]) -> tuple[Stream, ...]:
+        part = list(self.outlines)
+        for member in members:
+            for stream in self.streams_of.get(member, ()):
+                part[stream.number] = stream
+        return tuple(part)
 
     def encode(self) -> dict:
         return {"bucket_bytes": self.bucket_bytes, "kind": self.kind,

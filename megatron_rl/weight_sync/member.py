@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import torch
 
 from megatron_rl.weight_sync.abort import AbortListener
-from megatron_rl.weight_sync.protocol import Held, SyncPart
-from megatron_rl.weight_sync.streams import Stream, route_fingerprint
-from megatron_rl.weight_sync.transport import Deadline, Lane, TransportError, open_lane
+from megatron_rl.weight_sync.opening import open_lane
+from megatron_rl.weight_sync.protocol import Held, SyncPart, member_name
+from megatron_rl.weight_sync.streams import Stream, route_fingerprint, turns
+from megatron_rl.weight_sync.transport import TAGGED, Deadline, Lane, Links, TransportError
 
 
 class Membership:
@@ -29,19 +29,19 @@ class Membership:
                  device: torch.device) -> None:
         self.name, self.timeout_s = name, part.timeout_s
         self.streams = tuple(stream for stream in part.streams if mine(stream))
-        self.closed: str | None = None
         self._lanes: dict[int, Lane] = {}
         self._line: AbortListener | None = None
-        self._closing = threading.Lock()
+        backend = part.lanes[0].backend if part.lanes else "gloo"
+        order = None if backend in TAGGED else {(member_name(sender), member_name(receiver)): streams
+                                                for (sender, receiver), streams in turns(self.streams).items()}
+        self._links = Links(name, backend, part.timeout_s, order, address=address, device=device)
         deadline = Deadline(part.open_timeout_s)
         try:
             if part.line is not None:
-                self._line = AbortListener(part.line, part.epoch, self.close)
+                self._line = AbortListener(part.line, part.token, part.epoch, self.close)
             for spec in part.lanes:                  # the global order
                 if name in spec.members:
-                    lane = open_lane(spec, spec.members.index(name), deadline.remaining(), address=address,
-                                     device=device, stopped=lambda: self.closed)
-                    self._add(lane)
+                    self._lanes[spec.source] = open_lane(spec, spec.members.index(name), deadline, self._links)
         except OSError as error:
             self.close()
             raise TransportError(f"{name}: the coordinator does not answer at {part.line}: {error}") from error
@@ -51,13 +51,10 @@ class Membership:
         self.held = Held(name, route_fingerprint(part.streams),
                          {stream.number: stream.fingerprint() for stream in self.streams})
 
-    def _add(self, lane: Lane) -> None:
-        with self._closing:
-            if self.closed is None:
-                self._lanes[lane.spec.source] = lane
-                return
-        lane.close(self.closed)
-        raise TransportError(f"{self.name}: {self.closed}")
+    @property
+    def closed(self) -> str | None:
+        """Why its lanes are closed, once they are."""
+        return self._links.closed
 
     def lane(self, stream: Stream) -> Lane:
         """The lane that a stream runs on. Raises TransportError once it is closed."""
@@ -68,10 +65,6 @@ class Membership:
     def close(self, reason: str = "") -> None:
         """Leave all lanes; whatever waits on them fails. May be called again, and from any thread: once a call has
         returned they are closed, and their ports are free."""
-        with self._closing:
-            if self.closed is None:
-                self.closed = reason or "its lanes are closed"
-            if self._line is not None:
-                self._line.close()
-            for lane in self._lanes.values():
-                lane.close(self.closed)
+        self._links.close(reason)
+        if self._line is not None:
+            self._line.close()

@@ -8,21 +8,31 @@
 Each sync has an epoch number; buckets carry it, so that late ones are fenced. Writes are in place: a failed epoch
 leaves an engine DISCARDED, and only a full sync brings it back (the trainer no longer holds the old version). If a
 member died, the others get a new route without it and the transfer starts again under another epoch.
+
+With `weight_sync.staging: shadow` workers write into a second copy, whose digests VERIFY compares, and the engine goes
+on serving its version until COMMIT. Only then it stops, copies shadow to live, and takes the digests again of what is
+live. An epoch that failed before that leaves its version whole and served; one that failed from there on leaves it
+DISCARDED.
 No torch here: the driver needs none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+import json
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple, Protocol
 
+from launch.fabric.seated import EngineRank
 from megatron_rl.weight_sync.copies import Destination, Source
 from megatron_rl.weight_sync.streams import EdgeKey, Stream
 from megatron_rl.weight_sync.tiles import CanonicalTensor
 
 Backend = Literal["gloo", "nccl"]
+Staging = Literal["in_place", "shadow"]
+CONNECT_S = 10.0
+"""For two members that are both there to connect to each other; nothing interrupts gloo or NCCL in this."""
 
 
 def trainer_name(rank: int) -> str:
@@ -33,10 +43,19 @@ def engine_name(replica: int, worker: int | None = None) -> str:
     return f"engine {replica}" if worker is None else f"engine {replica} worker {worker}"
 
 
-class Link(NamedTuple):
-    """One hop of one stream: a communicator of two."""
+def member_name(member: int | EngineRank) -> str:
+    """Of a training rank, or of a worker: (replica, worker)."""
+    return trainer_name(member) if isinstance(member, int) else engine_name(*member)
 
-    stream: int
+
+def vllm_backend(staging: Staging) -> str:
+    """Name of the weight transfer engine that vLLM is told to use."""
+    return f"megatron_rl_{staging}"
+
+
+class Link(NamedTuple):
+    """A communicator of two, for all that the one sends to the other."""
+
     sender: int
     """Number of the member on the lane."""
     receiver: int
@@ -55,7 +74,8 @@ class LaneSpec:
     """Names of the workers that its streams reach; receiver i is member 1 + i."""
     backend: Backend
     links: tuple[Link, ...] = ()
-    """In the order in which they are opened."""
+    """In the order in which they are opened. Two workers between which streams of several sources go share the link
+    that the first of their lanes opens."""
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -87,17 +107,23 @@ class SyncPart:
     """The last epoch before these lanes."""
     line: tuple[str, int] | None = None
     """Where the coordinator's `AbortLine` listens; None: there is none."""
+    token: str = field(default="", repr=False)
+    """Of that line."""
 
-    def plain(self) -> dict:
-        return {"lanes": [lane.plain() for lane in self.lanes], "streams": [each.encode() for each in self.streams],
-                "timeout_s": self.timeout_s, "open_timeout_s": self.open_timeout_s, "epoch": self.epoch,
-                "line": list(self.line) if self.line else None}
+    def plain(self) -> bytes:
+        """For calls that carry simple values only. Opaque: of the parts of an engine's workers, which vLLM hands to all
+        of them, each decodes its own alone."""
+        plain = {"lanes": [lane.plain() for lane in self.lanes], "streams": [each.encode() for each in self.streams],
+                 "timeout_s": self.timeout_s, "open_timeout_s": self.open_timeout_s, "epoch": self.epoch,
+                 "line": list(self.line) if self.line else None, "token": self.token}
+        return json.dumps(plain, separators=(",", ":")).encode()
 
     @staticmethod
-    def from_plain(plain: Mapping) -> SyncPart:
+    def from_plain(data: bytes) -> SyncPart:
+        plain = json.loads(data)
         return SyncPart(tuple(map(LaneSpec.from_plain, plain["lanes"])), tuple(map(Stream.decode, plain["streams"])),
                         plain["timeout_s"], plain["open_timeout_s"], plain["epoch"],
-                        tuple(plain["line"]) if plain["line"] else None)
+                        tuple(plain["line"]) if plain["line"] else None, plain["token"])
 
 
 @dataclass(frozen=True)
@@ -118,9 +144,9 @@ class EngineState(Enum):
     """Dummy weights: nothing was committed yet."""
     SERVING = "serving"
     UPDATING = "updating"
-    """Between PREPARE and COMMIT."""
+    """Between PREPARE and COMMIT; with a shadow, during COMMIT."""
     DISCARDED = "discarded"
-    """An epoch failed: its weights are a mixture."""
+    """An epoch failed: its weights are a mixture, or a version that was not committed."""
 
 
 class SyncError(RuntimeError):
@@ -157,7 +183,8 @@ class SyncReport:
     nbytes: int
     """Bytes that travelled, all edges together."""
     seconds: dict[str, float]
-    """prepare, transfer, verify, commit, total; and the slowest member's pack, send, receive, digest."""
+    """prepare, transfer, verify, commit, total; the slowest member's pack, send, receive, digest; and `pause`, the
+    longest time for which an engine served nothing."""
     lost: tuple[str, ...] = ()
     """Members that died during this sync; the others went on without them."""
     arrivals: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -189,7 +216,9 @@ class EngineHandle(Protocol):
 
     def sync_receive(self, epoch: int) -> Awaitable[list[TransferReport]]: ...
 
-    def sync_commit(self, epoch: int, version: int) -> Awaitable[None]: ...
+    def sync_commit(self, epoch: int, version: int) -> Awaitable[float]:
+        """Returns the seconds for which the engine served nothing."""
 
     def sync_discard(self, epoch: int, reason: str) -> Awaitable[None]:
-        """The epoch failed: leave the lanes, serve nothing. An engine that does not answer is lost."""
+        """The epoch failed: leave the lanes; serve nothing unless an older version is whole. An engine that does not
+        answer is lost."""

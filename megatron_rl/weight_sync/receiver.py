@@ -1,8 +1,8 @@
-"""The receiving side of a sync, without vLLM: buckets arrive, are passed on, and are written into live parameters.
+"""The receiving side of a sync, without vLLM: buckets arrive, are passed on, and are written into parameters.
 
 Each stream has a thread, two buffers and its own links while it runs. A bucket whose header is right leaves for the
-next receivers at once; while it travels it is written and its digest is taken from the live parameters, and meanwhile
-the next bucket arrives in the other buffer. Streams begin slot after slot, the first of a slot while the last of the slot
+next receivers at once; while it travels it is written and its digest is taken of what was written, and meanwhile the
+next bucket arrives in the other buffer. Streams begin slot after slot, the first of a slot while the last of the slot
 before ends; those of one slot run at the same time, since they may wait for one another's senders.
 """
 
@@ -21,7 +21,7 @@ from launch.fabric.estimate import RECEIVING
 from megatron_rl.weight_sync.digest import add, digest_layouts
 from megatron_rl.weight_sync.member import Membership
 from megatron_rl.weight_sync.protocol import Held, SyncPart, TransferReport, engine_name, trainer_name
-from megatron_rl.weight_sync.streams import EngineRank, Stream
+from megatron_rl.weight_sync.streams import EdgeKey, EngineRank, Stream
 from megatron_rl.weight_sync.tiles import ParamLayout
 from megatron_rl.weight_sync.transport import Deadline, Lane, Pending, TransportError
 from megatron_rl.weight_sync.wire import (
@@ -33,7 +33,7 @@ class WeightReceiver:
 
     Args:
         me: (replica, worker).
-        parameters: the live parameters, by the names of the destination layouts.
+        parameters: what is written: the live parameters or a second copy, by the names of the destination layouts.
         address: this process's address inside the job; None takes gloo's default interface.
     """
 
@@ -85,6 +85,14 @@ class WeightReceiver:
              "live_digest": sum(r.digesting for r in results)},
             forwarded=sum(inlet.stream.nbytes * len(inlet.children) for inlet in self._inlets), arrivals=arrivals)
 
+    def digests(self, parameters: Mapping[str, torch.Tensor]) -> dict[EdgeKey, int]:
+        """Of each edge's elements, as `parameters` hold them now."""
+        found: dict[EdgeKey, int] = {}
+        for inlet in self._inlets:
+            key = (inlet.stream.rank, *self.me)
+            found[key] = add(found.get(key, 0), *(digest_layouts(tiles, parameters) for tiles in inlet.tiles))
+        return found
+
     def close(self, reason: str = "") -> None:
         """Leave all lanes."""
         if self._member is not None:
@@ -135,7 +143,7 @@ class _Inlet:
         self.sender = trainer_name(stream.rank) if sender is None else engine_name(*sender)
         self._from = members.index(self.sender)
         self.children = [members.index(engine_name(*receiver)) for receiver in stream.receivers_from(me)]
-        self._tiles: list[tuple[ParamLayout, ...]] = [destination_tiles((bucket,)) for bucket in stream.buckets]
+        self.tiles: list[tuple[ParamLayout, ...]] = [destination_tiles((bucket,)) for bucket in stream.buckets]
 
     def run(self, epoch: int, parameters: Mapping[str, torch.Tensor], buffers: list[torch.Tensor],
             deadline: Deadline) -> _Taken:
@@ -156,7 +164,7 @@ class _Inlet:
             began = time.perf_counter()
             unpack_bucket(bucket, number, epoch, buffer, parameters, self.stream.number)
             unpacked = time.perf_counter()
-            digest = add(digest, digest_layouts(self._tiles[number], parameters))
+            digest = add(digest, digest_layouts(self.tiles[number], parameters))
             unpacking, digesting = unpacking + unpacked - began, digesting + time.perf_counter() - unpacked
             for send in sends:
                 send.wait(deadline)

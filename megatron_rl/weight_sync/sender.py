@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from launch.fabric.estimate import SENDING
 from launch.planner.plan import RankCoordinates
+from megatron_rl.weight_sync.buckets import Bucket
 from megatron_rl.weight_sync.copies import Source
 from megatron_rl.weight_sync.digest import add, digest_layouts
 from megatron_rl.weight_sync.member import Membership
 from megatron_rl.weight_sync.protocol import EdgeKey, Held, SyncPart, TransferReport, engine_name, trainer_name
-from megatron_rl.weight_sync.streams import Stream
+from megatron_rl.weight_sync.streams import Stream, schedule
 from megatron_rl.weight_sync.tiles import ParamLayout
 from megatron_rl.weight_sync.transport import Deadline, Pending, TransportError
 from megatron_rl.weight_sync.wire import buffer_bytes, pack_bucket, source_tiles
@@ -42,6 +42,7 @@ class WeightSender:
         self._device = next(iter(parameters.values())).device
         self._member: Membership | None = None
         self._buffers: list[torch.Tensor] = []
+        self._digested = _Digested(())
 
     def sync_describe(self) -> Source:
         """Coordinates, layouts and types, for the manifest."""
@@ -59,6 +60,7 @@ class WeightSender:
         rank = self._coordinates.rank
         self._member = Membership(self._name, part, lambda stream: stream.rank == rank, address=self._address,
                                   device=self._device)
+        self._digested = _Digested(self._member.streams)
         size = buffer_bytes(self._member.streams)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device)
                          for _ in range(SENDING if size else 0)]
@@ -92,7 +94,7 @@ class WeightSender:
         started = time.perf_counter()
         deadline = Deadline(member.timeout_s)
         free, in_flight = deque(self._buffers), deque()
-        digests = _SourceDigests(self._parameters)
+        digests = _SourceDigests(self._digested, self._parameters)
         packing = 0.0
         for stream, number in schedule(member.streams):
             lane = member.lane(stream)
@@ -112,40 +114,40 @@ class WeightSender:
                               sum(stream.nbytes for stream in member.streams), seconds)
 
 
-class _SourceDigests:
-    """Digests of what was packed, bucket by bucket. Replicas receive the same buckets: each is digested once."""
+class _Digested:
+    """Which buckets of a rank's streams hold the same, and what their digests are taken of. Worked out once."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._parameters = parameters
-        self._of: dict[tuple, int] = {}
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        same: dict[tuple[Bucket, ...], int] = {}
+        self.as_stream = {stream.number: same.setdefault(stream.buckets, stream.number) for stream in streams}
+        """Number of a stream -> of the first one with the same buckets: replicas of an engine rank have them."""
+        self.tiles = {(number, at): source_tiles((bucket,)) for buckets, number in same.items()
+                      for at, bucket in enumerate(buckets)}
+
+
+class _SourceDigests:
+    """Digests of what was packed in one sync, bucket by bucket; equal buckets are digested once."""
+
+    def __init__(self, digested: _Digested, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._digested, self._parameters = digested, parameters
+        self._of: dict[tuple[int, int], int] = {}
         self.seconds = 0.0
 
     def take(self, stream: Stream, number: int) -> None:
-        tiles = source_tiles(stream.buckets[number:number + 1])
-        if tiles not in self._of:
+        key = self._digested.as_stream[stream.number], number
+        if key not in self._of:
             began = time.perf_counter()
-            self._of[tiles] = digest_layouts(tiles, self._parameters)
+            self._of[key] = digest_layouts(self._digested.tiles[key], self._parameters)
             self.seconds += time.perf_counter() - began
 
     def by_edge(self, streams: Sequence[Stream]) -> dict[EdgeKey, int]:
         digests: dict[EdgeKey, int] = {}
         for stream in streams:
-            total = add(*(self._of[source_tiles((bucket,))] for bucket in stream.buckets))
+            first = self._digested.as_stream[stream.number]
+            total = add(*(self._of[first, number] for number in range(len(stream.buckets))))
             for key in stream.edges:
                 digests[key] = add(digests.get(key, 0), total)
         return digests
-
-
-def schedule(streams: Sequence[Stream]) -> Iterator[tuple[Stream, int]]:
-    """Slot after slot, so that two senders do not hit one receiver's network card at once; the streams of a slot take
-    turns bucket by bucket, so that all their receivers have something to pass on."""
-    for _, group in groupby(sorted(streams, key=lambda stream: (stream.slot, stream.number)),
-                            key=lambda stream: stream.slot):
-        together = list(group)
-        for number in range(max(len(stream.buckets) for stream in together)):
-            for stream in together:
-                if number < len(stream.buckets):
-                    yield stream, number
 
 
 def _release(in_flight: deque[tuple[list[Pending], torch.Tensor]], free: deque[torch.Tensor],

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
 from launch.fabric.seated import EngineRank
@@ -17,6 +18,8 @@ from megatron_rl.weight_sync.buckets import Bucket
 
 EdgeKey = tuple[int, int, int]
 """(trainer rank, replica, worker)."""
+Pair = tuple[int | EngineRank, EngineRank]
+"""(sender: a training rank or an engine's, receiver)."""
 
 
 class Hop(NamedTuple):
@@ -51,6 +54,11 @@ class Stream:
         """Whose elements end up where, whoever passed them on."""
         return tuple((self.rank, *receiver) for receiver in self.receivers)
 
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """Who sends to whom, hop by hop."""
+        return tuple((self.rank if hop.sender is None else hop.sender, hop.receiver) for hop in self.hops)
+
     def sender_of(self, receiver: EngineRank) -> EngineRank | None:
         return next(hop.sender for hop in self.hops if hop.receiver == receiver)
 
@@ -79,6 +87,33 @@ class Stream:
         return cls(number, rank, slot, nbytes,
                    tuple(Hop(tuple(sender) if sender else None, tuple(receiver)) for sender, receiver in hops),
                    tuple(Bucket.decode(bucket) for bucket in plain["buckets"]))
+
+
+def schedule(streams: Iterable[Stream]) -> Iterator[tuple[Stream, int]]:
+    """The one order of all buckets of a sync, as (stream, number of the bucket): slot after slot, so that two senders
+    do not hit one receiver's network card at once; the streams of a slot take turns bucket by bucket, so that all
+    their receivers have something to pass on."""
+    for _, group in groupby(sorted(streams, key=lambda stream: (stream.slot, stream.number)),
+                            key=lambda stream: stream.slot):
+        together = list(group)
+        for number in range(max(len(stream.buckets) for stream in together)):
+            for stream in together:
+                if number < len(stream.buckets):
+                    yield stream, number
+
+
+def turns(streams: Iterable[Stream]) -> dict[Pair, tuple[int, ...]]:
+    """For each pair of members: the streams of the buckets between the two, in the order in which both issue them. A
+    communicator that has no tags matches messages in this order.
+
+    Nobody waits in a circle: whatever a bucket waits for (its own arrival, those that its link carries before it, the
+    one two before it that has its buffer) comes before it in `schedule`, or is the same bucket one hop earlier.
+    """
+    between: dict[Pair, list[Stream]] = {}
+    for stream in streams:
+        for pair in stream.pairs:
+            between.setdefault(pair, []).append(stream)
+    return {pair: tuple(stream.number for stream, _ in schedule(shared)) for pair, shared in between.items()}
 
 
 def route_fingerprint(streams: Sequence[Stream]) -> str:

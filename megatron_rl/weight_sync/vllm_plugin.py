@@ -1,7 +1,7 @@
-"""The rollout side of a sync, inside vLLM's workers: a worker extension and a registered weight transfer engine.
+"""The rollout side of a sync, inside vLLM's workers: a worker extension and registered weight transfer engines.
 
-Named as `worker_extension_cls`, this module is imported by every worker before its model is loaded. The transfer
-engine is a `WeightReceiver` over the live parameters.
+Named as `worker_extension_cls`, this module is imported by every worker before its model is loaded. A transfer engine
+is a `WorkerReceiver` over the live parameters; there is one a staging, `megatron_rl_in_place` and `megatron_rl_shadow`.
 
 No exception may leave a worker RPC: at TP >= 2 vLLM's executor raises at the first failing rank without draining the
 others, and every later answer is off by one. Failures are recorded and reported by `sync_status`.
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -21,14 +20,15 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
-from megatron_rl.weight_sync.protocol import SyncPart
-from megatron_rl.weight_sync.receiver import WeightReceiver
+from megatron_rl.weight_sync.disk_check import differences
+from megatron_rl.weight_sync.protocol import SyncPart, vllm_backend
+from megatron_rl.weight_sync.streams import EngineRank
 from megatron_rl.weight_sync.tiles import CanonicalTensor
-from megatron_rl.weight_sync.transport import TransportError
 from megatron_rl.weight_sync.vllm_internals import end_update, keep_cpu_weights_in_place, live_model
-from megatron_rl.weight_sync.vllm_layout import assert_not_empty, encode_layout, trace_layout, write_padding
-
-BACKEND = "megatron_rl"
+from megatron_rl.weight_sync.vllm_layout import (
+    assert_not_empty, decode_layout, encode_layout, trace_layout, write_padding,
+)
+from megatron_rl.weight_sync.worker import WorkerReceiver
 
 if current_platform.is_cpu():
     keep_cpu_weights_in_place()
@@ -58,14 +58,27 @@ class WeightSyncWorker:
         """Close the update session, if one is open, and all lanes."""
         def leave() -> dict:
             end_update(self)
-            self.weight_transfer_engine.leave(reason)
+            self.weight_transfer_engine.receiver.leave(reason)
             return {}
 
         return _never_raise(leave)
 
+    def sync_swap(self, epoch: int) -> dict:
+        """Bring the live parameters to what was received beside them."""
+        return _never_raise(lambda: self.weight_transfer_engine.receiver.swap(epoch) or {})
+
     def sync_status(self) -> dict:
-        """What the transfer engine did last; see `LaneReceiver.status`."""
-        return self.weight_transfer_engine.status()
+        """What the transfer engine did last; see `WorkerReceiver.status`."""
+        return self.weight_transfer_engine.receiver.status()
+
+    def sync_compare(self, folder: str, canonical: list, dtype: str) -> dict:
+        """Where live parameters and the weights in a folder differ: `lines`, see `disk_check.differences`."""
+        def compare() -> dict:
+            model = live_model(self)
+            layouts = map(decode_layout, _trace(model, canonical, dtype)["layouts"])
+            return {"lines": differences(dict(model.named_parameters()), layouts, folder)}
+
+        return _never_raise(compare)
 
     def sync_probe(self, names: list[str]) -> dict:
         """Whole live parameters as bytes, for tests and debugging: name -> [dtype, shape, bytes]."""
@@ -89,71 +102,55 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class LaneReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives the streams of one worker and writes them into live parameters."""
+    """Receives the streams of one worker and writes them into live parameters. vLLM makes it when the model is loaded,
+    before it measures the memory that is left."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
+    shadow = False
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self._receiver: WeightReceiver | None = None
-        self._status: dict[str, Any] = {"epoch": -1, "error": None}
+        self._live = dict(self.model.named_parameters())
+        self.receiver = WorkerReceiver(self._live, shadow=self.shadow)
 
-    def status(self) -> dict:
-        """`epoch`, `error` (a message or None); after the lanes were opened `held` (`Held` as a dict of plain values);
-        after a transfer `digests` [[rank, digest]], `nbytes`, `forwarded`, `seconds`, `arrivals` [[sender, s]]."""
-        return self._status
-
-    # vLLM's worker calls these five; each returns whatever happens.
+    # vLLM's worker calls these; each returns whatever happens.
 
     def parse_init_info(self, init_dict: dict) -> dict:
-        return init_dict                     # parsed inside the guard of init_transfer_engine
+        return init_dict                     # parsed inside the guard of WorkerReceiver.open
 
     def init_transfer_engine(self, init_info: dict) -> None:
-        self._guard(-1, lambda: self._open(self.init_info_cls(**init_info)))
+        worker = self.parallel_config.rank
+
+        def part() -> tuple[EngineRank, SyncPart, str | None]:
+            info = self.init_info_cls(**init_info)
+            assert_not_empty(self._live)
+            return (info.replica, worker), SyncPart.from_plain(info.parts[worker]), info.address
+
+        self.receiver.open(part)
 
     def start_weight_update(self) -> None:
-        self._status = {"epoch": -1, "error": "no transfer has run since the update started"}
+        self.receiver.begin()
 
     def update_weights(self, update_info: dict) -> None:
         # The base class would call torch.accelerator.synchronize(), which a CPU has not.
-        self._guard(update_info.get("epoch", -1), lambda: self.receive_weights(self.update_info_cls(**update_info)))
+        self.receiver.receive(update_info.get("epoch", -1))
 
     def finish_weight_update(self) -> None:
-        """Nothing is staged; the version is set by the engine's COMMIT."""
+        """Nothing is staged by vLLM; the version is set by the engine's COMMIT."""
 
     def shutdown(self) -> None:
-        self.leave("")
-
-    def leave(self, reason: str) -> None:
-        """Close all lanes."""
-        if self._receiver is not None:
-            self._receiver.close(reason)
+        self.receiver.leave("")
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        if self._receiver is None:
-            raise TransportError("its lanes were never opened")
-        report = self._receiver.receive(update_info.epoch)
-        self._status |= {"digests": [[key[0], digest] for key, digest in report.digests.items()],
-                         "nbytes": report.nbytes, "forwarded": report.forwarded, "seconds": report.seconds,
-                         "arrivals": [list(each) for each in report.arrivals.items()]}
+        self.receiver.receive(update_info.epoch)
 
-    def _open(self, info: InitInfo) -> None:
-        self.shutdown()
-        worker = self.parallel_config.rank
-        parameters = dict(self.model.named_parameters())
-        assert_not_empty(parameters)
-        self._receiver = WeightReceiver((info.replica, worker), parameters, address=info.address)
-        self._status["held"] = asdict(self._receiver.open(SyncPart.from_plain(info.parts[worker])))
 
-    def _guard(self, epoch: int, action: Callable[[], None]) -> None:
-        self._status = {"epoch": epoch, "error": None}
-        try:
-            action()
-        except Exception as error:
-            traceback.print_exc()            # into the engine's log
-            self._status["error"] = f"{type(error).__name__}: {error}"
+class ShadowReceiver(LaneReceiver):
+    """Writes them into a second copy, while the engine serves."""
+
+    shadow = True
 
 
 def _trace(model: torch.nn.Module, canonical: list, dtype: str) -> dict:
@@ -182,4 +179,5 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, LaneReceiver)
+WeightTransferEngineFactory.register_engine(vllm_backend("in_place"), LaneReceiver)
+WeightTransferEngineFactory.register_engine(vllm_backend("shadow"), ShadowReceiver)

@@ -46,7 +46,7 @@ def test_command(page, words, capsys, tmp_path):
     command.make_context(name, rest, parent=context)  # refuses unknown options and missing arguments
     if name in RUN_FOR_REAL:
         assert main(words[1:]) == 0, capsys.readouterr().err
-    if "slurm" in words:            # up to the script, which needs no Slurm
+    if name == "launch" and "slurm" in words:    # up to the script, which needs no Slurm
         dry = [*words[1:], *(["--dry-run"] if "--dry-run" not in words else []), f"run.dir={tmp_path}"]
         assert main(dry) == 0, capsys.readouterr().err
     if name == "launch" and Path(words[2]).parent.name != "135m":  # its model folder is made by a command of its own

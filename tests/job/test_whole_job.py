@@ -14,10 +14,12 @@ from launch.planner.calibrate import calibrate
 from launch.planner.prepare import prepare
 from launch.runtime.stop_file import STOP_FILE
 from megatron_rl.trainer.checkpoint_files import complete_checkpoints
+from megatron_rl.weight_sync.disk_check import recorded_digests
 from tests.job.runner import CONFIG, Launched, evaluation, launch, listening_addresses, stop
 
 STEPS = 24
 DETERMINISTIC = (f"run.steps={STEPS}", "rollout.deterministic=true", "checkpoint.every=4", "eval.every=8",
+                 "weight_sync.disk.every=4", "weight_sync.disk.compare=true",
                  "trainer.optimizer.schedule=linear", "trainer.optimizer.warmup_steps=2")
 TIMES = ("time/", "throughput/", "timestamp", "memory/", "sync/")
 
@@ -61,6 +63,17 @@ def test_the_trained_weights_are_a_hugging_face_folder_that_answers_as_the_engin
         prompt = tokenizer(row["prompt"], add_special_tokens=False, return_tensors="pt").input_ids
         answer = model.generate(prompt, max_new_tokens=2, do_sample=False, eos_token_id=stop_id, pad_token_id=stop_id)
         assert tokenizer.decode(answer[0, prompt.shape[1]:], skip_special_tokens=True) == row["completion"]
+
+
+def test_versions_lie_on_disk_as_the_engines_held_them(whole):
+    """`compare` has looked into the live engine at each of them; the last is the exported model."""
+    root = whole.attempt.weights
+    assert sorted(folder.name for folder in root.iterdir()) == [f"step-{STEPS - 4:06d}", f"step-{STEPS:06d}"]
+    digests = {folder: recorded_digests(folder) for folder in (*root.iterdir(), whole.attempt.exported(STEPS))}
+    assert digests[root / f"step-{STEPS:06d}"] == digests[whole.attempt.exported(STEPS)]
+    assert digests[root / f"step-{STEPS - 4:06d}"] != digests[root / f"step-{STEPS:06d}"]
+    waited = [row["step"] for row in whole.rows() if "time/disk" in row]
+    assert waited == [step + 1 for step in range(4, STEPS, 4)]
 
 
 def test_every_process_records_the_environment_that_it_has(whole):
@@ -122,6 +135,8 @@ def test_calibrated_with_the_run_the_plan_of_its_configuration_is_what_it_measur
 
 
 def test_stop_and_resume_equal_the_uninterrupted_run_bit_for_bit(whole, runs):
+    (runs / "broken").mkdir()
+    (runs / "broken" / "weights").touch()           # in the place of a folder: no version can be written
     first = launch(runs, "broken", *DETERMINISTIC)
     first.at_step(2)
     (first.attempt.folder / STOP_FILE).touch()      # at once: a step takes less time than a command to start
@@ -141,10 +156,16 @@ def test_stop_and_resume_equal_the_uninterrupted_run_bit_for_bit(whole, runs):
     for ours, reference in zip(joined, whole.rows(), strict=True):
         for name in reference.keys() - {name for name in reference if name.startswith(TIMES)}:
             assert ours[name] == reference[name], f"step {reference['step']}, {name}"
+    assert _warned(second, "DISK") and "could not prepare the weights" in _warned(second, "DISK")[0]
     evaluated = [(job.number, path.name) for job in (first, second)
                  for path in job.attempt.folder.glob("eval-*.jsonl")]
     assert sorted(evaluated) == [(1 if step <= done else 2, f"eval-{step:06d}.jsonl") for step in (8, 16, 24)]
     assert evaluation(second, STEPS) == evaluation(whole, STEPS)
+
+
+def _warned(job: Launched, code: str) -> list[str]:
+    lines = (job.attempt.folder / "warnings.jsonl").read_text(encoding="utf-8").splitlines()
+    return [warning["message"] for warning in map(json.loads, lines) if warning["code"] == code]
 
 
 def test_a_finished_run_says_so(whole, runs):

@@ -13,7 +13,8 @@ def config(run_yaml):
 
 def test_every_row_reaches_a_process_and_is_explained(config):
     names = [each.name for each in envvars.TABLE]
-    assert len(set(names)) == len(names)
+    rows = [(each.name, role, device) for each in envvars.TABLE for role in each.roles for device in each.devices]
+    assert len(set(rows)) == len(rows)
     assert all(each.why and each.roles and each.devices for each in envvars.TABLE)
     everything = {name for role in envvars.ROLES for device in ("cpu", "gpu")
                   for name in envvars.environment(role, device, config, job="j")}
@@ -36,7 +37,8 @@ def test_gpu_processes(config):
     driver = envvars.environment("driver", "gpu", config, job="j")
     assert trainer["CUDA_VISIBLE_DEVICES"] == "5" and rollout["CUDA_VISIBLE_DEVICES"] == "7,6"
     assert driver["CUDA_VISIBLE_DEVICES"] == ""
-    assert trainer["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and "CUDA_DEVICE_MAX_CONNECTIONS" not in rollout
+    assert (trainer["CUDA_DEVICE_MAX_CONNECTIONS"], rollout["CUDA_DEVICE_MAX_CONNECTIONS"]) == ("1", "32")
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in driver
     assert not any(name.startswith("VLLM_CPU") or name == "TORCHDYNAMO_DISABLE" for name in rollout)
     assert all(each["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1" for each in (trainer, rollout, driver))
 

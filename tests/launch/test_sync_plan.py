@@ -18,6 +18,7 @@ def test_three_routes_beside_each_other_and_the_choice_with_its_reason(cli):
     assert [row.startswith(">") for row in rows] == [False, False, True]
     assert any(line.startswith("tree: tree 0.") and "each training NIC would send" in line for line in lines)
     assert "tree (chosen): the last byte arrives after" in out and "lines more (--all)" in out
+    assert lines[0].endswith("communicators a GPU") and " 4 + 9, 604 MB" in rows[2]
     assert max(map(len, lines)) < 300
 
 
@@ -37,6 +38,8 @@ def test_json_holds_the_same_routes_with_exact_bytes(cli):
     for tree in next(each for each in document["drawn"] if each["route"] == "tree")["trees"]:
         _collect(tree, taken)
     assert len(taken) == 60 and set(taken.values()) == {document["replica_bytes"]}
+    assert document["routes"]["tree"]["communicators"] == {
+        "training": 4, "rollout": 9, "training_bytes": 4 * 64 * 2**20, "rollout_bytes": 9 * 64 * 2**20}
     assert document["routes"]["tree"]["expected_s"] < document["routes"]["direct"]["expected_s"]
 
 
@@ -50,7 +53,7 @@ def _collect(branch: dict, taken: dict[int, int]) -> None:
 def test_on_this_machine_there_is_one_way(cli, run_yaml):
     code, out, err = cli("sync", "plan", run_yaml, "--device", "cpu", "--route", "direct")
     assert code == 0, err
-    assert "direct (chosen)" in out and "training 0\n  └─ rollout 0" in out
+    assert "communicators" not in out and "direct (chosen)" in out and "training 0\n  └─ rollout 0" in out
 
 
 @pytest.mark.parametrize("words, fragment", [

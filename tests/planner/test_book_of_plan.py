@@ -42,6 +42,8 @@ def case(name: str) -> Candidate:
     layout = {"tp": 2, "pp": 2, "vpp": 2, "cp": 2, "dp": 4, "sequence_parallel": True}
     if name == "async":
         return _pinned("disaggregated", problem(nodes=6, asynchronous=True), layout | {"pp": 4, "dp": 2}, {"tp": 2})
+    if name == "async, second copy":
+        return _pinned("disaggregated", problem(nodes=6, asynchronous=True, shadow=True), layout, {"tp": 2})
     if name == "sync":
         return _pinned("disaggregated", problem(nodes=6), layout | {"vpp": 1}, {"tp": 2})
     if name == "many updates":
@@ -76,7 +78,7 @@ def case(name: str) -> Candidate:
                    {"tp": 2, "replicas": 2})
 
 
-CASES = ("async", "sync", "many updates", "lora", "fp8", "fp32", "reference", "offloaded reference, recomputation",
+CASES = ("async", "async, second copy", "sync", "many updates", "lora", "fp8", "fp32", "reference", "offloaded reference, recomputation",
          "experts", "TP over nodes", "colocated", "hybrid", "cache of a CPU", "one node")
 
 
@@ -142,6 +144,8 @@ def changed(at: Candidate, key: str) -> list[Candidate]:
         field = {"weight_bytes": "weight_precision", "kv_bytes": "kv_precision"}.get(name, name)
         return [replace(at, rollout=replace(at.rollout, layout=replace(at.rollout.layout, **{field: value})))
                 for value in ROLLOUT[name](getattr(at.rollout.layout, field))]
+    if key == "sync.shadow":
+        return [_with(at, shadow=False)]
     if section == "sync":
         return [_with(at, bucket_bytes=8 * found.bucket_bytes), _with(at, bucket_bytes=found.bucket_bytes // 64)]
     if section == "workload":
@@ -290,7 +294,7 @@ def test_slots_name_the_cache_that_they_count():
     ("coefficients.rl.update_s", {"phase.train_s", "phase.pass_s"}),
     ("coefficients.rl.other_share", set()),
     ("coefficients.sync.pause_s", {"sync.direct.seconds", "sync.chain.seconds", "sync.tree.seconds", "sync.seconds",
-                                   "phase.sync_s"})])
+                                   "phase.sync_s", "sync.swap_s"})])
 def test_exactly_these_lines_change(key, lines):
     """Of a synchronous plan; the step and what is made from it change as well."""
     at = case("sync")

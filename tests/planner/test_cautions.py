@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from launch.planner.assemble import forecast
 from launch.planner.cautions import MAX_HOST, cautions
 from launch.planner.evaluate import evaluate
+from launch.planner.forecast import DiskForecast
 from launch.planner.joint import Candidate
 from launch.planner.lengths import LogNormal
 from launch.planner.parameters import count
@@ -61,6 +63,16 @@ def test_nothing_lies_in_the_host_where_nothing_is_offloaded():
     assert "memory.host.needed" not in evaluate(best(problem(nodes=2)), {})[2]
 
 
+def test_a_second_copy_that_saves_nothing_is_told():
+    """It is worth its memory only where engines generate while the sync runs."""
+    found = best(problem(nodes=2, asynchronous=True, shadow=True))
+    assert "W015" not in _messages(found)
+    for changes in (dict(asynchronous=False), dict(max_staleness=0)):
+        message = _messages(replace(found, problem=replace(found.problem, **changes)))["W015"]
+        assert f"{found.rollout.memory.components['shadow'] / 1e9:.1f} GB a GPU" in message
+    assert "W015" not in _messages(replace(found, problem=replace(found.problem, asynchronous=False, shadow=False)))
+
+
 def test_a_cap_that_cuts_most_groups_is_told():
     """The share of the notes' worked table: of 16 log-normal completions, one or more at the cap."""
     found = best(problem(nodes=2, work=workload(group=16, lengths=LogNormal(2048, 1.0, 4096))))
@@ -69,3 +81,28 @@ def test_a_cap_that_cuts_most_groups_is_told():
     assert 1 - (1 - capped) ** 16 > 0.5 and f"{capped:.0%} of the completions" in message
     alone = replace(found, problem=replace(found.problem, workload=replace(found.problem.workload, group=1)))
     assert "W014" not in _messages(alone)
+
+
+def test_communicators_that_may_not_fit_beside_the_rest_are_told():
+    found = best(problem(builtin("llama3-8b"), nodes=2))
+    needed = found.sync.communicators()
+    gpu = found.problem.cluster.gpu
+    assert needed.rollout_bytes > 0 and "W016" not in _messages(found)
+    total = gpu.usable_bytes - needed.rollout_bytes + 1
+    full = replace(found.rollout, memory=replace(found.rollout.memory, total=total))
+    message = _messages(replace(found, rollout=full))["W016"]
+    assert message.startswith(f"{needed.rollout} communicators") and "rollout.memory_utilization" in message
+
+
+def test_versions_on_disk_that_come_faster_than_they_can_be_written():
+    """Written and read back at the file system's rate: 2 x 2 bytes a parameter over the training nodes' 2 GB/s each."""
+    shape = builtin("llama3-8b")
+    found = best(problem(shape, nodes=2, disk_every=1))
+    assert "W017" not in _messages(replace(found, problem=replace(found.problem, disk_every=0)))
+    seconds = evaluate(found, {})[2]["sync.disk_s"].value
+    assert seconds == pytest.approx(4 * count(shape) / 2e9)
+    assert forecast(None, found, {}).sync.disk == DiskForecast(every=1, bytes=2 * count(shape), seconds=seconds)
+    slow = replace(found.problem.coefficients.reliability, checkpoint_bandwidth=2e9 * seconds / (3.5 * found.step_s))
+    waits = replace(found.problem, coefficients=replace(found.problem.coefficients, reliability=slow))
+    assert "use 4 or more" in _messages(replace(found, problem=waits))["W017"]
+    assert "W017" not in _messages(replace(found, problem=replace(waits, disk_every=4)))

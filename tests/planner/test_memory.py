@@ -220,6 +220,19 @@ def test_rollout_fits_if_one_longest_sequence_fits():
     assert not rollout_memory(LLAMA70, layout, H100, max_tokens=held + 1).fits
 
 
+def test_a_second_copy_of_the_weights_takes_its_bytes_from_the_cache():
+    """70B at TP 8: an eighth of the model, 17.6 GB a GPU, and the tokens that fitted there."""
+    layout = RolloutLayout(tp=8, max_num_seqs=512)
+    alone, beside = (rollout_memory(LLAMA70, layout, H100, max_tokens=8704, shadow=shadow) for shadow in (False, True))
+    copy = beside.components["shadow"]
+    assert copy == beside.components["weights"] == pytest.approx(2 * count(LLAMA70) / 8, rel=1e-3)
+    assert copy / 1e9 == pytest.approx(17.6, abs=0.05) and "shadow" not in alone.components
+    assert alone.kv_bytes - beside.kv_bytes == copy and alone.total == beside.total
+    # K and V of 80 layers of one head of 128 in bf16.
+    assert alone.kv_tokens - beside.kv_tokens == pytest.approx(copy / (2 * 80 * 128 * 2), abs=1)
+    assert not rollout_memory(LLAMA70, RolloutLayout(tp=4), H100, max_tokens=8704, shadow=True).fits
+
+
 def test_rollout_weights():
     # Qwen2.5-7B has 4 KV heads: 8 ranks hold each of them twice.
     assert kv_bytes_per_token(QWEN7, RolloutLayout(tp=4)) == kv_bytes_per_token(QWEN7, RolloutLayout(tp=8))
@@ -293,7 +306,7 @@ TRAINER = TrainingLayout(tp=4, pp=4, vpp=2, cp=2, dp=5, ep=2)
 ROLLOUT = RolloutLayout(tp=8, pp=1, max_num_seqs=512)
 CHANGES = {
     "trainer.precision": "fp8", "trainer.recompute": ("full",), "trainer.layers_of_stage": None, "trainer.pp": 2,
-    "trainer.ep": 1, "rollout.weight_bytes": "fp8", "rollout.kv_bytes": "fp8", "rollout.memory_utilization": 0.9,
+    "trainer.ep": 1, "sync.shadow": 0, "rollout.weight_bytes": "fp8", "rollout.kv_bytes": "fp8", "rollout.memory_utilization": 0.9,
     "model.kv_heads": 16, "model.learned_positions": 4096, "rollout.tp": 4, "model.mlp_matrices": 2}
 
 
@@ -323,13 +336,14 @@ def written(values):
     groups["coefficients.memory"].write(book)
     tokens, batches = number("work.micro_batch_tokens", 8704, "tokens"), number("work.micro_batches", 3, "")
     bucket = number("sync.bucket_bytes", 10**9, "bytes")
+    shadow = bool(number("sync.shadow", 1, ""))
     rank = number("model.lora_rank", 16, "") if values["lora"] else 0
     number("work.longest", 8704, "tokens")
     model, gpu, coefficients = groups["model"], groups["gpu"], groups["coefficients.memory"]
     training = training_memory(model, groups["trainer"], tokens, gpu, coefficients, micro_batches=batches,
                                reference=values["reference"], sync_bucket_bytes=bucket, lora_rank=rank,
                                expandable_segments=values["expandable"], book=book)
-    rollout = rollout_memory(model, groups["rollout"], gpu, coefficients, sync_bytes=bucket, book=book)
+    rollout = rollout_memory(model, groups["rollout"], gpu, coefficients, sync_bytes=bucket, shadow=shadow, book=book)
     colocated_memory(training, rollout, gpu, coefficients, book=book)
     return book
 

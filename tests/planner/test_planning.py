@@ -108,8 +108,9 @@ def test_two_problems_at_once_are_told_at_once():
 
 
 def test_best_of_is_what_the_plan_holds():
-    loaded = load_config(CONFIGS / "7b/grpo.yaml")
+    loaded = load_config(CONFIGS / "7b/grpo.yaml", ["weight_sync.disk.every=20"])
     inputs = planning_inputs(loaded, h100(3))
+    assert problem_of(loaded, inputs.shape, inputs.cluster).disk_every == 20
     _, found = best_of(problem_of(loaded, inputs.shape, inputs.cluster), loaded, inputs.architecture)
     made = planned(nodes=3)
     assert made.plan.forecast is not None and made.plan.forecast.step_s == found.step_s

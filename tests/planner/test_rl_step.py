@@ -56,6 +56,9 @@ def test_without_losses_the_parts_stand_as_they_are():
     assert step_seconds("synchronous", phases, PLAIN) == 253
     assert step_seconds("fully_async", phases, PLAIN) == step_seconds("one_step_off", phases, PLAIN) == 203
     assert step_seconds("fully_async", replace(phases, rollout_s=300), PLAIN) == 303
+    beside = replace(phases, swap_s=1)          # the sync is the trainer's, and the engines stop for the swap
+    assert step_seconds("fully_async", beside, PLAIN) == 203 and step_seconds("synchronous", beside, PLAIN) == 253
+    assert step_seconds("fully_async", replace(beside, rollout_s=300), PLAIN) == 301
 
 
 def test_losses():

@@ -9,6 +9,7 @@ from launch.planner.forecast import (
     Alternative,
     Choice,
     ClusterFacts,
+    DiskForecast,
     Forecast,
     MemoryOf,
     NodeSplit,
@@ -202,7 +203,7 @@ def _sync(dp: int, pp: int, engines: int) -> SyncForecast:
     return SyncForecast(
         chosen="direct", reason="lowest expected time: five replicas of each shard share twelve receivers",
         payload_bytes=141_107_412_992, gpu_order=GPU_ORDER, cross_rail_bytes_natural=105_900_000_000,
-        cross_rail_bytes=0, routes=(
+        cross_rail_bytes=0, disk=DiskForecast(every=20, bytes=141_107_412_992, seconds=7.06), routes=(
             SyncRoute(route="direct", lower_bound_s=0.39, expected_s=2.4, busiest_nic_out_bytes=26_460_000_000,
                       busiest_nic_in_bytes=17_640_000_000, hops=1, edges=direct),
             SyncRoute(route="chain", lower_bound_s=0.41, expected_s=4.9, busiest_nic_out_bytes=17_640_000_000,

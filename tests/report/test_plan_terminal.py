@@ -54,7 +54,7 @@ def test_every_figure_is_the_plans():
             "at most 5 versions, mean 1.6 (derived: longest completion 403 s over a step of 92.2 s)",
             "algorithm.max_staleness 8", "141 GB a copy", "> direct at least 390 ms, expected 2.4 s",
             "chain at least 410 ms, expected 4.9 s", "tree at least 410 ms, expected 3.1 s",
-            "26.5 GB out, 17.6 GB in",
+            "26.5 GB out, 17.6 GB in", "to disk every 20 steps: 141 GB a version, written and read back in 7.06 s",
             "0,4,1,5,2,6,3,7: 0 bytes leave their rail, 106 GB in natural order", "one every 61.3 h expected",
             "checkpoint every 20 steps (30.7 min), 14 s each; restart 420 s; 98.1%", "W003 the target", COMMAND):
         assert figure in text, figure

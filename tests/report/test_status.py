@@ -12,7 +12,7 @@ from launch.report.status import read_status
 from launch.report.status_alive import lock_is_held
 from launch.report.status_text import state_line, status_text
 from launch.runtime.find_run import find_run
-from launch.slurm.client import job_records
+from launch.slurm.records import job_records
 from tests.report.attempts import NOW, Made
 
 NODES = [f"h100-{number:03d}" for number in range(1, 17)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,18 +17,19 @@ from launch.config.schema import RunConfig
 from launch.planner.architecture import from_hf_config
 from launch.planner.build import plan
 from launch.planner.plan import EnginePlacement, Placement, Plan, RankPlacement
-from megatron_rl.data.batch import Prompt
+from megatron_rl.data.batch import Completion, Prompt
 from megatron_rl.rollout.engine import RolloutEngine
 
 
 def run_config(model: Path, *, tp: int = 1, deterministic: bool = False, trainer: dict | None = None,
-               **rollout) -> RunConfig:
+               staging: str = "in_place", **rollout) -> RunConfig:
     return RunConfig.model_validate({
         "run": {"name": "test", "steps": 1, "seed": 7},
         "model": {"path": str(model)},
         "trainer": {"dtype": "fp32", "optimizer": {"lr": 1e-3}, **(trainer or {})},
         "rollout": {"tp": tp, "dtype": "fp32", "max_prompt_tokens": 48, "max_new_tokens": 12, "kv_cache_gb": 0.25,
                     "max_num_seqs": 64, "deterministic": deterministic, **rollout},
+        "weight_sync": {"staging": staging},
         "algorithm": {"group_size": 4, "prompts_per_step": 4},
         "reward": {"functions": [{"function": "exact_match"}]},
         "data": {"train": "unused.jsonl"},
@@ -63,13 +65,14 @@ def engine_environment(config: RunConfig | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def running_engine(config: RunConfig, log: Path, replica: int = 0) -> Iterator[tuple[asyncio.Runner, RolloutEngine]]:
+def running_engine(config: RunConfig, log: Path, replica: int = 0,
+                   version_folder: Path | None = None) -> Iterator[tuple[asyncio.Runner, RolloutEngine]]:
     """A started engine and the event loop it lives on; stopped at the end, with nothing left running."""
     made = run_plan(config)
     with engine_environment(config), asyncio.Runner() as runner:
         engine = RolloutEngine(config, made, local_placement(made), replica, log_path=log)
         try:
-            runner.run(engine.start())
+            runner.run(engine.start(version_folder))
             yield runner, engine
         finally:
             runner.run(engine.stop())
@@ -99,3 +102,16 @@ def hf_logprobs(model: torch.nn.Module, prompt: Prompt, completion: Sequence[int
     logprobs_TV = (model(ids).logits[0].double() / temperature).log_softmax(-1)
     first = len(prompt.token_ids) - 1
     return np.array([logprobs_TV[first + i, token].item() for i, token in enumerate(completion)])
+
+
+def assert_goes_on_with_the_new_weights(prompt: Prompt, completion: Completion, models: Sequence[torch.nn.Module],
+                                        count: int) -> None:
+    """A request that was running at a sync: its tokens so far are those of version 1, greedy on the first model, and it
+    goes on from them with version 2, greedy on the second. The first `count` tokens of each are compared."""
+    tokens, versions = completion.token_ids.tolist(), completion.weight_versions.tolist()
+    assert versions == sorted(versions) and set(versions) == {1, 2}, "it did not run over the swap"
+    old = versions.count(1)
+    for which, start, end in ((0, 0, old), (1, old, len(tokens))):
+        end = min(end, start + count)
+        before = replace(prompt, token_ids=np.array([*prompt.token_ids, *tokens[:start]], dtype=np.int32))
+        assert tokens[start:end] == hf_greedy(models[which], before, end - start)

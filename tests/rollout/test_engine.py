@@ -21,6 +21,7 @@ from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.rollout.vllm_engine import EngineDied
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
+from megatron_rl.weight_sync.disk import VersionsOnDisk
 from megatron_rl.weight_sync.megatron_layout import canonical_tensors
 from megatron_rl.weight_sync.protocol import NotServing
 from megatron_rl.weight_sync.vllm_internals import TESTED_VERSION
@@ -75,7 +76,8 @@ def _content(groups) -> list:
 
 
 def test_rollouts_repeat_bit_for_bit(served, config, folder, sources, tmp_path):
-    """After other work, in another order of prompts, in a fresh engine. Another step or sample is another draw."""
+    """After other work, in another order of prompts, in a fresh engine that loads the weights from disk. Another step or
+    sample is another draw."""
     runner, engine, _ = served
     first = runner.run(engine.generate(PROMPTS, SAMPLED, 3))
     runner.run(engine.generate(make_prompts(5, length=30), Sampling(3, 1.0, 20), 9))
@@ -90,13 +92,31 @@ def test_rollouts_repeat_bit_for_bit(served, config, folder, sources, tmp_path):
     twice = runner.run(engine.generate([PROMPTS[0], PROMPTS[0]], SAMPLED, 3))
     assert _content(twice[:1]) != _content(twice[1:]), "two instances of a prompt drew the same completions"
 
-    with running_engine(config, tmp_path / "engine.log") as (other_runner, fresh):
-        coordinator = _coordinator(fresh, sources, folder)
-        other_runner.run(coordinator.setup())
-        other_runner.run(coordinator.sync(0))
-        assert _content(other_runner.run(fresh.generate(PROMPTS, SAMPLED, 3))) == _content(first)
+    version = runner.run(VersionsOnDisk(dict(enumerate(sources)), tmp_path, keep=1).write(7)).folder
+    with running_engine(config, tmp_path / "engine.log", version_folder=version) as (other_runner, fresh):
+        assert fresh.status()["state"] == "serving"
+        _assert_repeats(other_runner, fresh, first, 7)
+        assert other_runner.run(fresh.compare(version)) == []
+        _assert_takes_part_in_the_next_sync(other_runner, fresh, sources, folder, first)
+        other = make_tiny(tmp_path / "other", "qwen3", seed=1, vocab_size=321, tie_word_embeddings=True)
+        different = other_runner.run(fresh.compare(other))
+        assert different and all("model." in line and " elements differ" in line for line in different)
         _assert_death_is_noticed(other_runner, fresh)
     runner.run(_again(served, sources, folder))
+
+
+def _assert_repeats(runner: asyncio.Runner, engine: RolloutEngine, first, version: int) -> None:
+    groups = runner.run(engine.generate(PROMPTS, SAMPLED, 3))
+    assert _content(groups) == _content(first)
+    assert {v for g in groups for c in g.completions for v in c.weight_versions.tolist()} == {version}
+
+
+def _assert_takes_part_in_the_next_sync(runner: asyncio.Runner, engine: RolloutEngine, sources, folder, first) -> None:
+    coordinator = _coordinator(engine, sources, folder)
+    runner.run(coordinator.setup())
+    runner.run(coordinator.admit(0, engine))
+    runner.run(coordinator.sync(8))
+    _assert_repeats(runner, engine, first, 8)
 
 
 def _assert_death_is_noticed(runner: asyncio.Runner, engine: RolloutEngine) -> None:

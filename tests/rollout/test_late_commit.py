@@ -30,7 +30,8 @@ class SlowEngine:
         await self._at(method)
         return [{}]
 
-    async def freeze(self, *, clear_cache: bool) -> None: ...
+    async def freeze(self, *, clear_cache: bool) -> None:
+        await self._at("freeze")
 
     async def label_version(self, version: str) -> None:
         await self._at("label_version")
@@ -43,11 +44,12 @@ class SlowEngine:
         await self._at("resume")
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_an_epoch_that_was_discarded_meanwhile_is_never_served(step):
+@pytest.mark.parametrize("step, staging", [*((step, "in_place") for step in STEPS),
+                                           *((step, "shadow") for step in ("sync_swap", *STEPS))])
+def test_an_epoch_that_was_discarded_meanwhile_is_never_served(step, staging):
     async def story() -> None:
         engine = SlowEngine(step)
-        weights = EngineWeights(engine, 0, 1, "float32", None)
+        weights = EngineWeights(engine, 0, 1, "float32", None, staging)
         await weights.prepare(5)
         commit = asyncio.ensure_future(weights.commit(5, 1))
         await engine.reached.wait()
@@ -64,5 +66,31 @@ def test_an_epoch_that_was_discarded_meanwhile_is_never_served(step):
         await weights.commit(6, 2)                      # the next sync heals it
         weights.check_serving()
         assert weights.version == 2
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_a_swap_that_had_not_begun_leaves_the_old_version_served():
+    """The epoch is discarded while running requests are being frozen for it: they go on."""
+    async def story() -> None:
+        engine = SlowEngine("freeze")
+        engine.go_on.set()
+        weights = EngineWeights(engine, 0, 1, "float32", None, "shadow")
+        await weights.prepare(4)
+        await weights.commit(4, 0)
+        engine.reached.clear(), engine.go_on.clear(), engine.calls.clear()
+
+        await weights.prepare(5)
+        weights.check_serving()
+        commit = asyncio.ensure_future(weights.commit(5, 1))
+        await engine.reached.wait()
+        with pytest.raises(NotServing, match="updating"):
+            weights.check_serving()
+        await weights.discard(5, "no answer in time")
+        engine.go_on.set()
+        with pytest.raises(SyncError, match="cannot commit epoch 5"):
+            await commit
+        weights.check_serving()
+        assert weights.version == 0 and "sync_swap" not in engine.calls and engine.calls[-1] == "resume"
 
     asyncio.run(asyncio.wait_for(story(), 20))

@@ -1,5 +1,5 @@
 """Engines without vLLM: one real process a worker, which holds plain tensors cut as vLLM cuts them, and the project's
-own `WeightReceiver`. The engine's state machine in front of them is the real one."""
+own `WorkerReceiver`. The engine's state machine in front of them is the real one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from launch.planner.plan import Architecture
+from megatron_rl.weight_sync.protocol import Staging
 from tests.weight_sync.members import processes_of
 from tests.weight_sync.receivers import ReceivingEngine
 
@@ -15,8 +16,8 @@ from tests.weight_sync.receivers import ReceivingEngine
 class PlainEngine(ReceivingEngine):
     """A coordinator's handle of one engine of plain workers."""
 
-    def __init__(self, connections: list, processes: list, replica: int) -> None:
-        super().__init__(connections, replica)
+    def __init__(self, connections: list, processes: list, replica: int, staging: Staging) -> None:
+        super().__init__(connections, replica, staging)
         self.processes = processes
 
     def kill(self) -> None:
@@ -26,27 +27,28 @@ class PlainEngine(ReceivingEngine):
 
 
 @contextmanager
-def plain_engines(a: Architecture, engines: int, tp: int = 1, first: int = 0) -> Iterator[list[PlainEngine]]:
+def plain_engines(a: Architecture, engines: int, tp: int = 1, first: int = 0,
+                  staging: Staging = "in_place") -> Iterator[list[PlainEngine]]:
     """`engines` engines of `tp` workers, numbered from `first`, every parameter full of NaN."""
     ranks = [(replica, worker) for replica in range(first, first + engines) for worker in range(tp)]
-    with processes_of([(_Worker, (a, tp, worker)) for _, worker in ranks]) as made:
-        yield [PlainEngine(*map(list, zip(*made[tp * at:tp * at + tp])), first + at) for at in range(engines)]
+    with processes_of([(_Worker, (a, tp, worker, staging == "shadow")) for _, worker in ranks]) as made:
+        yield [PlainEngine(*map(list, zip(*made[tp * at:tp * at + tp])), first + at, staging) for at in range(engines)]
 
 
 class _Worker:
     """The worker methods that `EngineWeights` calls."""
 
-    def __init__(self, a: Architecture, tp: int, rank: int) -> None:
+    def __init__(self, a: Architecture, tp: int, rank: int, shadow: bool) -> None:
         import torch
 
+        from megatron_rl.weight_sync.worker import WorkerReceiver
         from tests.weight_sync.worlds import layouts_from_numbers, numbered, vllm_shards
 
         self.a, self.tp, self.rank = a, tp, rank
         shards = vllm_shards(a, tp, rank, numbered(a))
         self.layouts = layouts_from_numbers(a, shards)
         self.live = {name: torch.full(value.shape, torch.nan) for name, value in shards.items()}
-        self.receiver = None
-        self.status: dict[str, Any] = {"epoch": -1, "error": None}
+        self.receiver = WorkerReceiver(self.live, shadow=shadow)
 
     def sync_layout(self, canonical: list, dtype: str) -> dict:
         from megatron_rl.weight_sync.vllm_layout import encode_layout
@@ -56,46 +58,49 @@ class _Worker:
                 "padding": {layout.name: layout.padding for layout in self.layouts}}
 
     def init_weight_transfer_engine(self, info: dict) -> None:
-        from dataclasses import asdict
-
         from megatron_rl.weight_sync.protocol import SyncPart
-        from megatron_rl.weight_sync.receiver import WeightReceiver
 
-        self.status = {"epoch": -1, "error": None}
-        if self.receiver is not None:
-            self.receiver.close()
-        try:
-            self.receiver = WeightReceiver((info["replica"], self.rank), self.live, address=info["address"])
-            self.status["held"] = asdict(self.receiver.open(SyncPart.from_plain(info["parts"][self.rank])))
-        except RuntimeError as error:
-            self.status["error"] = f"{type(error).__name__}: {error}"
+        self.receiver.open(lambda: ((info["replica"], self.rank), SyncPart.from_plain(info["parts"][self.rank]),
+                                    info["address"]))
 
     def update_weights(self, info: dict) -> None:
-        self.status = {"epoch": info["epoch"], "error": None}
-        try:
-            report = self.receiver.receive(info["epoch"])
-        except RuntimeError as error:
-            self.status["error"] = f"{type(error).__name__}: {error}"
-            return
-        self.status |= {"digests": [[key[0], digest] for key, digest in report.digests.items()],
-                        "nbytes": report.nbytes, "forwarded": report.forwarded, "seconds": report.seconds}
+        self.receiver.receive(info["epoch"])
 
     def sync_status(self) -> dict:
-        return self.status
+        return self.receiver.status()
 
     def sync_begin(self) -> dict:
+        self.receiver.begin()
+        return {}
+
+    def sync_swap(self, epoch: int) -> dict:
+        from megatron_rl.weight_sync.worker import SwapError
+
+        try:
+            self.receiver.swap(epoch)
+        except SwapError as error:
+            return {"error": f"{type(error).__name__}: {error}"}
         return {}
 
     def sync_end(self) -> dict:
         return {}
 
     def sync_leave(self, reason: str) -> dict:
-        if self.receiver is not None:
-            self.receiver.close(reason)
+        self.receiver.leave(reason)
         return {}
 
     def ready(self) -> bool:
         return True
+
+    def connections(self) -> list:
+        from tests.weight_sync.sockets import connections
+
+        return connections()
+
+    def without_tags(self) -> None:
+        from tests.weight_sync.strikes import without_tags
+
+        without_tags()
 
     def strike(self, *args: Any) -> None:
         from tests.weight_sync.strikes import strike

@@ -15,14 +15,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_rl.rollout.weights import EngineWeights
+from megatron_rl.weight_sync.protocol import Staging
 from tests.weight_sync.members import Pipe, processes_of
 
 
 class ReceivingEngine:
     """A coordinator's handle of the workers: the real `EngineWeights` over pipes instead of vLLM's executor."""
 
-    def __init__(self, connections: list, replica: int = 0) -> None:
-        self.weights = EngineWeights(self, replica, len(connections), "float32", "127.0.0.1")
+    def __init__(self, connections: list, replica: int = 0, staging: Staging = "in_place") -> None:
+        self.weights = EngineWeights(self, replica, len(connections), "float32", "127.0.0.1", staging)
         self._connections = connections
         self._pipes = [Pipe(connection) for connection in connections]
         self.unfinished = 0
@@ -59,7 +60,7 @@ class ReceivingEngine:
         return await self.weights.receive(epoch)
 
     async def sync_commit(self, epoch, version):
-        await self.weights.commit(epoch, version)
+        return await self.weights.commit(epoch, version)
 
     async def sync_discard(self, epoch, reason):
         await self.weights.discard(epoch, reason)
@@ -91,7 +92,7 @@ class _Rebuilt:
         return getattr(self._worker, method)
 
 
-def _build(folder: str, tp: int, rank: int) -> Any:
+def _build(folder: str, tp: int, rank: int, staging: Staging = "in_place") -> Any:
     """A worker of TP rank `rank`: vLLM's `Worker` methods, the plug-in's extension and its transfer engine over
     vLLM's own model, whose parameters hold NaN until they are written."""
     import torch
@@ -100,7 +101,7 @@ def _build(folder: str, tp: int, rank: int) -> Any:
     from vllm.v1.worker.gpu_worker import Worker
 
     from megatron_rl.weight_sync.vllm_internals import offline_model
-    from megatron_rl.weight_sync.vllm_plugin import LaneReceiver, WeightSyncWorker
+    from megatron_rl.weight_sync.vllm_plugin import LaneReceiver, ShadowReceiver, WeightSyncWorker
 
     class _Worker(WeightSyncWorker, Worker):
         def __init__(self, model: torch.nn.Module, stack: ExitStack) -> None:
@@ -108,7 +109,8 @@ def _build(folder: str, tp: int, rank: int) -> Any:
             self.vllm_config = get_current_vllm_config()
             self.vllm_config.parallel_config.rank = self.rank = rank
             self.model_runner = SimpleNamespace(get_model=lambda: model, reset_lora_state=lambda: None)
-            self.weight_transfer_engine = LaneReceiver(None, self.vllm_config, torch.device("cpu"), model)
+            kind = ShadowReceiver if staging == "shadow" else LaneReceiver
+            self.weight_transfer_engine = kind(None, self.vllm_config, torch.device("cpu"), model)
             self._weight_update_active = self._weight_update_is_draft = False
             self.model = model
 

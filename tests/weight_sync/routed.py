@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +15,10 @@ from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.digest import add
 from megatron_rl.weight_sync.hf_io import CheckpointReader
 from megatron_rl.weight_sync.megatron_layout import canonical_tensors
-from megatron_rl.weight_sync.protocol import EngineState
+from megatron_rl.weight_sync.protocol import EngineState, Staging
 from tests.tiny_models import make_tiny
 from tests.weight_sync.plain import plain_engines
+from tests.weight_sync.sockets import received
 from tests.weight_sync.sources import endpoints, source_ranks
 from tests.weight_sync.worlds import training_plan
 
@@ -48,6 +50,13 @@ class World:
         await asyncio.gather(*[source.call("load", str(self.folders[which])) for source in self.sources
                                if source.process.is_alive()])
 
+    async def received(self) -> Counter:
+        """(sender, receiver) -> bytes that came over their connections since these were made, as the kernel counts."""
+        ends: dict = {rank: await source.call("connections") for rank, source in enumerate(self.sources)}
+        for replica, engine in enumerate(self.engines):
+            ends |= {(replica, worker): found for worker, found in enumerate(await engine.rpc("connections"))}
+        return received(ends)
+
     async def assert_healed_by_another_coordinator(self, which: int) -> None:
         self.coordinator = self._make()
         await self.coordinator.setup()
@@ -73,10 +82,10 @@ def _tensors(folder, a) -> dict:
 
 @contextmanager
 def world(folders: Sequence[Path], route: Kind, engines: int, *, tp: int = 1, trainer: dict | None = None,
-          seats: Seats | None = None, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
+          seats: Seats | None = None, timeout_s: float = TIMEOUT_S, staging: Staging = "in_place") -> Iterator[World]:
     a = from_hf_config(folders[0])
     with (source_ranks(folders[0], training_plan(a, **(trainer or {}))) as sources,
-          plain_engines(a, engines, tp) as made):
+          plain_engines(a, engines, tp, staging=staging) as made):
         for connection in (*(source.connection for source in sources),
                            *(each for engine in made for each in engine._connections)):
             connection.send(("ready", ()))              # starting does not count against a sync's deadlines

@@ -40,6 +40,9 @@ class SourceRank:
     def sync_discard(self, epoch, reason):
         return self.call("sync_discard", epoch, reason)
 
+    def export(self, folder, part):
+        return self.call("export", folder, part)
+
 
 @contextmanager
 def source_ranks(folder: Path, training: TrainingPlan, dtype: str = "float32") -> Iterator[list[SourceRank]]:
@@ -60,6 +63,7 @@ class _Source:
         from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
         from megatron_rl.weight_sync.sender import WeightSender
 
+        self.folder, self.training, self.rank = folder, training, rank
         architecture = from_hf_config(Path(folder))
         self.canonical = canonical_tensors(architecture)
         self.layouts = megatron_layout(architecture, training, rank, "local")
@@ -80,6 +84,25 @@ class _Source:
 
     def ready(self) -> bool:
         return True
+
+    def connections(self) -> list:
+        from tests.weight_sync.sockets import connections
+
+        return connections()
+
+    def without_tags(self) -> None:
+        from tests.weight_sync.strikes import without_tags
+
+        without_tags()
+
+    def export(self, folder: str, part: str):
+        import torch
+
+        from megatron_rl.weight_sync.hf_export import Exporter, export_part
+
+        exporter = Exporter(folder, self.canonical, torch.float32)
+        return export_part(exporter, part, self.folder, from_hf_config(Path(self.folder)), self.training, self.rank,
+                           "local", self.parameters)
 
     def strike(self, *args: Any) -> None:
         from tests.weight_sync.strikes import strike

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.weight_sync import abort
 from megatron_rl.weight_sync.abort import AbortLine, AbortListener
+from megatron_rl.weight_sync.protocol import SyncPart
 
 
 @pytest.fixture
@@ -22,7 +24,7 @@ def line():
 class Member:
     def __init__(self, line: AbortLine, since: int = 0) -> None:
         self.reason, self._heard = "", threading.Event()
-        self.listener = AbortListener(line.endpoint, since, self._close)
+        self.listener = AbortListener(line.endpoint, line.token, since, self._close)
 
     def _close(self, reason: str) -> None:
         self.reason = reason
@@ -64,3 +66,54 @@ def test_who_leaves_while_connecting_does_not_deafen_the_line(line):
     member = Member(line)
     line.abort(2)
     assert member.hears() == "the coordinator aborted epoch 2"
+
+
+def test_a_member_with_another_token_hears_nothing_and_the_others_do(line):
+    with pytest.raises(OSError, match="left before it had proved"):
+        AbortListener(line.endpoint, "0" * 64, 0, lambda reason: None)
+    member = Member(line)
+    line.abort(1)
+    assert member.hears() == "the coordinator aborted epoch 1"
+
+
+def test_who_listens_in_the_coordinators_place_aborts_nothing(line):
+    """It does not know the token: a member does not take it for the coordinator."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def answer() -> None:
+            other = listener.accept()[0]
+            other.sendall(b"0" * 64 + b"\n" + b"0" * 64 + b"\n" + b"99\n")
+            other.recv(1000)
+
+        threading.Thread(target=answer, daemon=True).start()
+        closed: list[str] = []
+        with pytest.raises(ConnectionRefusedError, match="does not hold this run's token"):
+            AbortListener(listener.getsockname(), line.token, 0, closed.append)
+        assert closed == []
+
+
+def test_a_peer_that_says_nothing_keeps_nobody_waiting(line, monkeypatch):
+    monkeypatch.setattr(abort, "CONNECT_S", 0.5)
+    silent = [socket.create_connection(line.endpoint, timeout=10) for _ in range(20)]
+    assert {len(each.recv(65)) for each in silent} == {65}
+    monkeypatch.undo()
+    member = Member(line)
+    line.abort(1)
+    assert member.hears() == "the coordinator aborted epoch 1"
+    assert {each.recv(1) for each in silent} == {b""}, "they are put out after their time"
+    for each in silent:
+        each.close()
+
+
+def test_a_coordinator_that_says_nothing_is_not_waited_for(line, monkeypatch):
+    monkeypatch.setattr(abort, "CONNECT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(OSError):
+        AbortListener(listener.getsockname(), line.token, 0, lambda reason: None)
+
+
+def test_the_token_is_in_no_log(line, caplog):
+    """Parts of a sync are printed when a call of a member fails."""
+    part = SyncPart((), (), 1.0, 1.0, line=line.endpoint, token=line.token)
+    assert line.token not in repr(part) and SyncPart.from_plain(part.plain()) == part
+    with pytest.raises(OSError) as caught:
+        AbortListener(line.endpoint, line.token[:-1], 0, lambda reason: None)
+    assert line.token[:-1] not in f"{caught.value}{caplog.text}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,11 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from launch.errors import UserError
 from launch.planner.architecture import from_hf_config
 from launch.planner.plan import Architecture, TrainingPlan
+from megatron_rl.trainer import checkpoint_files
+from megatron_rl.weight_sync.digest import add
 from megatron_rl.weight_sync.hf_export import Exporter, owned_tiles, shard_files
 from megatron_rl.weight_sync.hf_io import CheckpointReader, load_layout
 from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
 from tests.tiny_models import make_tiny
-from tests.weight_sync.worlds import megatron_shards, training_plan
+from tests.weight_sync.worlds import architecture, megatron_shards, training_plan
 
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -172,36 +175,68 @@ def test_layouts_of_another_model_are_refused_before_anything_is_written(tiny):
     assert all((parameter == 9.0).all() for parameter in parameters.values())
 
 
-def export(folder: Path, out: Path, training: TrainingPlan, dtype, max_shard_bytes: int = 10**9) -> int:
-    """All ranks' export, one after the other; bytes written."""
-    a = from_hf_config(folder)
+def owned(a: Architecture, training: TrainingPlan, rank: int) -> dict[str, list[int]]:
     one_replica = {at.rank: megatron_layout(a, training, at.rank, "local") for at in training.ranks
                    if (at.dp, at.cp) == (0, 0)}
+    me = training.ranks[rank]
+    peer = next(r for r in one_replica if (training.ranks[r].tp, training.ranks[r].pp) == (me.tp, me.pp))
+    return owned_tiles(one_replica, peer, me.dp * training.cp + me.cp, training.dp * training.cp)
+
+
+def export(folder: Path, out: Path, training: TrainingPlan, dtype, max_shard_bytes: int = 10**9) -> None:
+    """All ranks' export, one after the other; what they hold and what then lies in the files is compared."""
+    a = from_hf_config(folder)
     exporter = Exporter(out, canonical_tensors(a), dtype, max_shard_bytes)
     exporter.prepare(folder, a)
-    written = 0
+    held, found = {}, {}
     for at in training.ranks:
         parameters, _ = load(folder, a, training, at.rank, dtype)
         layouts = megatron_layout(a, training, at.rank, "local")
-        written += exporter.write(layouts, parameters, owned_tiles(one_replica, at.rank))
+        for name, digest in exporter.write(layouts, parameters, owned(a, training, at.rank)).items():
+            held[name] = add(held.get(name, 0), digest)
+    for at in training.ranks:
+        part = exporter.read_back(at.rank, training.world_size)
+        assert not found.keys() & part.keys(), "a tensor read back twice"
+        found |= part
+    assert held == found and len(found) == len(canonical_tensors(a))
     assert not out.exists(), "an unfinished export must not look like a model"
-    exporter.finish()
-    return written
+    checkpoint_files.publish(out, {})
 
 
 @pytest.mark.parametrize("family, tied, sizes", [
-    ("llama", True, dict(tp=2, pp=2)), ("llama", False, dict(pp=2, vpp=2, dp=2)), ("qwen2", True, dict(tp=4, cp=2)),
-    ("qwen2", False, dict(tp=2, pp=4)), ("qwen3", True, dict(pp=4)), ("qwen3", False, dict(tp=4, pp=2))])
+    ("llama", True, dict(tp=2, pp=2)), ("llama", False, dict(pp=2, vpp=2, dp=2)),
+    ("qwen2", True, dict(tp=2, cp=2, dp=2)), ("qwen2", False, dict(tp=2, pp=4)),
+    ("qwen3", True, dict(pp=4)), ("qwen3", False, dict(tp=4, pp=2))])
 def test_an_export_is_the_model_for_transformers(family, tied, sizes, tmp_path):
     folder = make_tiny(tmp_path / "model", family, tie_word_embeddings=tied, num_hidden_layers=4,
                        num_key_value_heads=4, vocab_size=301)
     a = from_hf_config(folder)
-    written = export(folder, tmp_path / "out", training_plan(a, **sizes), torch.float32, max_shard_bytes=500_000)
+    export(folder, tmp_path / "out", training_plan(a, **sizes), torch.float32, max_shard_bytes=500_000)
     truth, found = weights(folder), weights(tmp_path / "out")
     assert found.keys() == truth.keys() and all(torch.equal(found[name], truth[name]) for name in truth)
-    assert written == 4 * sum(torch.Size(t.shape).numel() for t in canonical_tensors(a)), "an element written twice"
     text = "one plus two"
     assert AutoTokenizer.from_pretrained(tmp_path / "out")(text) == AutoTokenizer.from_pretrained(folder)(text)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("sizes", [dict(tp=2, pp=2, cp=2, dp=3), dict(pp=3, dp=4), dict(tp=4, vpp=2, pp=2, dp=2)])
+def test_every_element_has_one_writer_replicas_share_and_a_tensor_has_one_replica(tied, sizes):
+    a = architecture(layers=12, hidden=24, ffn=64, vocab=300, tied_embeddings=tied)
+    training = training_plan(a, **sizes)
+    count = {t.name: torch.zeros(t.shape, dtype=torch.int64) for t in canonical_tensors(a)}
+    replicas, elements = {}, Counter()
+    for at in training.ranks:
+        layouts = {layout.name: layout for layout in megatron_layout(a, training, at.rank, "local")}
+        for name, indices in owned(a, training, at.rank).items():
+            for tile in (layouts[name].tiles[index] for index in indices):
+                count[tile.tensor][tuple(slice(s, s + n) for s, n in zip(tile.start, tile.shape))] += 1
+                replicas.setdefault(tile.tensor, set()).add((at.dp, at.cp))
+                elements[at.pp, at.dp, at.cp] += tile.numel
+    assert all((each == 1).all() for each in count.values())
+    assert all(len(each) == 1 for each in replicas.values())
+    for pp in range(training.pp):
+        shares = [elements[at.pp, at.dp, at.cp] for at in training.ranks if at.pp == pp and at.tp == 0]
+        assert max(shares) <= sum(shares) / len(shares) + max(each.numel() for each in count.values())
 
 
 def test_an_export_in_bf16_is_a_bf16_model_in_one_file(tiny, tmp_path):
@@ -233,19 +268,16 @@ def test_an_export_does_not_overwrite_and_survives_an_interrupted_one(tiny, tmp_
     a = from_hf_config(tiny)
     exporter = Exporter(tmp_path / "out", canonical_tensors(a), torch.float32)
     exporter.prepare(tiny, a)
-    (tmp_path / "out.partial" / "left").touch()
+    (tmp_path / ".out.partial" / "left").touch()
     export(tiny, tmp_path / "out", training_plan(a), torch.float32)
-    assert not (tmp_path / "out" / "left").exists() and not (tmp_path / "out.partial").exists()
+    assert not (tmp_path / "out" / "left").exists() and not (tmp_path / ".out.partial").exists()
     with pytest.raises(UserError, match="exists already"):
         exporter.prepare(tiny, a)
 
 
 def test_a_full_disk_is_told_before_any_weight_is_written(tiny, tmp_path, monkeypatch):
-    def no_space(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000_000))
     a = from_hf_config(tiny)
     exporter = Exporter(tmp_path / "out", canonical_tensors(a), torch.float32)
-    with pytest.raises(UserError, match="no room for model.safetensors"):
+    with pytest.raises(UserError, match="they take .* bytes, 1,000,000 are free"):
         exporter.prepare(tiny, a)

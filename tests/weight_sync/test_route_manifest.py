@@ -15,6 +15,7 @@ from launch.planner.architectures import from_architecture
 from launch.planner.layouts import RolloutLayout, TrainingLayout
 from launch.planner.plan import EnginePlacement, Placement, RankPlacement
 from megatron_rl.weight_sync.coverage import prove_coverage
+from megatron_rl.weight_sync.coordinator import Endpoint, lane_specs
 from megatron_rl.weight_sync.copies import intersect_sides
 from megatron_rl.weight_sync.manifest import build_manifest, route_of
 from tests.fabric.cases import H100
@@ -73,6 +74,8 @@ def test_edges_and_bytes_are_those_that_the_plan_announced(trainer, tp, engines,
     for edge in announced.edges:
         planned[edge.source, edge.destination] += edge.bytes
     assert sent == planned
+    lanes = lane_specs(manifest, [Endpoint("", 1)] * len(seats.training), "nccl")
+    assert sum(len(lane.links) for lane in lanes) == len(planned), "one for each two that exchange something"
     assert all(sum(bucket.nbytes for bucket in stream.buckets) == stream.nbytes for stream in manifest.streams)
 
 

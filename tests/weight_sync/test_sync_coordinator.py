@@ -31,6 +31,9 @@ def _held(member, part):
 class _Trainer:
     def __init__(self) -> None:
         self.error: str | None = None
+        self.opened: list[int] = []
+        self.discarded: list[int] = []
+        """Epochs."""
         self.digests = dict.fromkeys(EDGES.values(), 77)
         self.holds = _held
 
@@ -38,6 +41,7 @@ class _Trainer:
         return Source(RankCoordinates(rank=0, tp=0, pp=0, cp=0, dp=0), (LAYOUT,), {"w": "float32"})
 
     async def sync_open(self, part):
+        self.opened.append(part.epoch)
         self.digests = {key: 77 for stream in part.streams for key in stream.edges}
         return self.holds("trainer rank 0", part)
 
@@ -45,7 +49,7 @@ class _Trainer:
         return TransferReport("trainer rank 0", self.digests, 10, {"send": 0.1}, self.error)
 
     async def sync_discard(self, epoch, reason):
-        return None
+        self.discarded.append(epoch)
 
 
 class _Engine:
@@ -79,15 +83,16 @@ class _Engine:
 
     async def sync_commit(self, epoch, version):
         await self._phase("commit")
+        return 0.1 + self.replica
 
     async def sync_discard(self, epoch, reason):
         await self._phase("discard")
 
 
-def _world(timeout_s: float = 5.0, *, set_up: bool = True):
+def _world(timeout_s: float = 5.0, *, set_up: bool = True, go_on: bool = True):
     trainer, engines = _Trainer(), [_Engine(0), _Engine(1)]
     coordinator = SyncCoordinator([trainer], engines, [Endpoint("127.0.0.1", 1)], [CanonicalTensor("w", (4,))],
-                                  backend="gloo", bucket_bytes=16, timeout_s=timeout_s)
+                                  backend="gloo", bucket_bytes=16, timeout_s=timeout_s, go_on=go_on)
     if set_up:
         asyncio.run(coordinator.setup())
     return trainer, engines, coordinator
@@ -117,6 +122,8 @@ def test_a_member_that_holds_another_manifest_is_named_before_the_first_byte(end
     member.holds = holds
     with pytest.raises(SyncError, match=message.format(member=name)):
         asyncio.run(coordinator.setup())
+    assert [engine.phases for engine in engines] == [["discard"], ["discard"]], "nobody stays on those lanes"
+    assert trainer.opened[0] < trainer.discarded[0], "members do not listen to the end of what was before them"
     with pytest.raises(SyncError, match="set them up"):
         asyncio.run(coordinator.sync(0))
     member.holds = _held
@@ -139,6 +146,7 @@ def test_a_sync_goes_through_its_phases_once_and_reports_them():
     assert [engine.phases for engine in engines] == [["prepare", "receive", "commit"]] * 2
     assert (report.version, coordinator.version, report.nbytes) == (4, 4, 20)
     assert {"prepare", "transfer", "verify", "commit", "total", "send"} <= report.seconds.keys()
+    assert report.seconds["pause"] == 1.1
 
 
 def test_one_wrong_digest_and_no_engine_commits():
@@ -224,3 +232,31 @@ def test_a_member_that_answers_nothing_any_more_is_left_out_and_the_others_commi
     asyncio.run(coordinator.admit(1, again))
     assert again.phases == []
     assert asyncio.run(coordinator.sync(1)).lost == () and again.phases == ["prepare", "receive", "commit"]
+
+
+def test_an_owner_that_cannot_go_on_without_the_dead_is_told_at_once():
+    """The others are not healed first."""
+    trainer, engines, coordinator = _world(timeout_s=0.2, go_on=False)
+
+    async def gone(epoch, *reason):
+        raise ConnectionError("gone")
+
+    engines[1].sync_receive = engines[1].sync_discard = gone
+    with pytest.raises(SyncError, match="(?s)^engine 1 died during the sync of version 4: .*engine 1: gone"):
+        asyncio.run(coordinator.sync(4))
+    assert engines[0].phases == ["prepare", "receive", "discard"]
+    assert len(trainer.opened) == 1 and coordinator.version is None
+
+
+def test_without_an_engine_there_is_nothing_to_set_up():
+    _, engines, coordinator = _world(set_up=False)
+
+    async def gone(*args):
+        raise ConnectionError("gone")
+
+    for engine in engines:
+        engine.sync_open = engine.sync_discard = gone
+    with pytest.raises(SyncError, match="^engine 0, engine 1 died while the lanes were opened"):
+        asyncio.run(coordinator.setup())
+    with pytest.raises(SyncError, match="no engine is left"):
+        asyncio.run(coordinator.setup())

@@ -96,26 +96,51 @@ def test_a_source_dies_and_its_replica_sends_in_its_place(folders):
         asyncio.run(run(one))
 
 
+PATIENT_S = 90.0
+"""So long that nobody can have waited for a deadline."""
+
+
 def test_another_receiver_dies_while_the_lanes_are_opened_again(folders):
     """Those who wait for it on their lanes are told, and the third attempt goes through."""
     async def run(one: World) -> None:
         await one.coordinator.setup()
         await one.train_to(1)
         await one.engines[0].rpc("strike", "die", 3)
-        opened = one.engines[2].sync_open
-
-        async def dying(part):
-            one.engines[2].kill()
-            return await opened(part)
-
-        one.engines[2].sync_open = dying
+        _dies_in_opening(one.engines[2])
         started = time.monotonic()
         report = await one.coordinator.sync(0)
-        assert report.lost == ("engine 0", "engine 2") and time.monotonic() - started < TIMEOUT_S
+        assert report.lost == ("engine 0", "engine 2") and time.monotonic() - started < PATIENT_S / 2
         await one.assert_hold(1, 0, [one.engines[1], one.engines[3]])
 
-    with world(folders, "chain", 4) as one:
+    with world(folders, "chain", 4, timeout_s=PATIENT_S) as one:
         asyncio.run(run(one))
+
+
+def test_a_receiver_dies_while_the_lanes_are_opened_for_the_first_time(folders):
+    """The others do not stay on lanes that will never be whole; set up again, they go on without it."""
+    async def run(one: World) -> None:
+        _dies_in_opening(one.engines[1])
+        started = time.monotonic()
+        with pytest.raises(SyncError, match="^engine 1 died while the lanes were opened"):
+            await one.coordinator.setup()
+        assert time.monotonic() - started < PATIENT_S / 2
+        await one.train_to(1)
+        await one.coordinator.setup()
+        assert (await one.coordinator.sync(0)).lost == ()
+        await one.assert_hold(1, 0, [one.engines[0], one.engines[2]])
+
+    with world(folders, "chain", 3, trainer={"tp": 2}, timeout_s=PATIENT_S) as one:
+        asyncio.run(run(one))
+
+
+def _dies_in_opening(engine) -> None:
+    opened = engine.sync_open
+
+    async def dying(part):
+        engine.kill()
+        return await opened(part)
+
+    engine.sync_open = dying
 
 
 @pytest.mark.parametrize("phase", ["prepare", "commit"])
@@ -151,22 +176,25 @@ def test_all_engines_die_and_the_sync_says_so(folders):
         asyncio.run(run(one))
 
 
-def test_the_coordinator_dies_and_the_members_return(folders):
+def test_the_coordinator_dies_and_the_members_return(folders, tmp_path):
     """Its connections end with it: nobody waits for a deadline, nobody serves, and another coordinator heals all."""
     async def run(one: World) -> None:
         await one.coordinator.setup()
         await one.train_to(1)
-        await one.sources[0].call("strike", "delay", 3)
+        await one.sources[0].call("strike", "hold", 3, str(tmp_path / "released"), str(tmp_path / "reached"))
         sending = asyncio.gather(*[source.sync_send(1) for source in one.sources])
         for engine in one.engines:
             await engine.sync_prepare(1)
         receiving = asyncio.gather(*[engine.sync_receive(1) for engine in one.engines])
-        await asyncio.sleep(0.2)
+        while not (tmp_path / "reached").exists():
+            await asyncio.sleep(0.01)
         started = time.monotonic()
         one.coordinator.close()                 # what the kernel does to the sockets of a process that ends
-        (sent,), received = await sending, await receiving
+        (tmp_path / "released").touch()
+        reports = [*await sending, *[report for (report,) in await receiving]]
         assert time.monotonic() - started < 5
-        assert sent.error and all("the coordinator is gone" in report.error for (report,) in received)
+        errors = [report.error for report in reports]       # who hears first breaks the links of others
+        assert all(errors) and any("the coordinator is gone" in error for error in errors), errors
         for engine in one.engines:
             with pytest.raises(NotServing):
                 engine.weights.check_serving()

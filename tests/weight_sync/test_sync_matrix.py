@@ -61,13 +61,22 @@ def test_engines_that_pass_buckets_on_hold_what_vllm_loads_itself(folders, conne
         asyncio.run(_sync_twice(sources, connections, a, first, second, route, engines=4))
 
 
-async def _sync_twice(sources, connections, a, first, second, route="direct", engines=1) -> None:
+def test_what_is_swapped_in_is_what_vllm_loads_itself(folders, connections):
+    """Received into a second copy, at TP 2: tied embeddings and a padded vocabulary."""
+    first, second = folders["four KV heads"]
+    a = from_hf_config(first)
+    with source_ranks(first, training_plan(a, 1, 2)) as sources:
+        asyncio.run(_sync_twice(sources, connections[:2], a, first, second, staging="shadow"))
+
+
+async def _sync_twice(sources, connections, a, first, second, route="direct", engines=1, staging="in_place") -> None:
     tp = len(connections) // engines
     for number, connection in enumerate(connections):
-        connection.send(("build", (str(first), tp, number % tp)))
+        connection.send(("build", (str(first), tp, number % tp, staging)))
     for failed, error in [connection.recv() for connection in connections]:
         assert not failed, error
-    made = [ReceivingEngine(connections[replica * tp:(replica + 1) * tp], replica) for replica in range(engines)]
+    made = [ReceivingEngine(connections[replica * tp:(replica + 1) * tp], replica, staging)
+            for replica in range(engines)]
     coordinator = SyncCoordinator(sources, made, endpoints(len(sources)), canonical_tensors(a), backend="gloo",
                                   bucket_bytes=30_000, timeout_s=30, route=route, address="127.0.0.1")
     manifest = await coordinator.setup()

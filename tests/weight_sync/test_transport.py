@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_rl.weight_sync.protocol import LaneSpec, Link
-from megatron_rl.weight_sync.transport import Deadline, TransportError, open_lane
+from megatron_rl.weight_sync.opening import open_lane
+from megatron_rl.weight_sync.transport import Deadline, Lane, LinkedLane, Links, TransportError
 from tests.ranks import Rank, free_port, run_ranks
 
 RECEIVERS = ("engine 0 worker 0", "engine 0 worker 1")
 
 
 def _spec(port: int, source: int = 3, receivers: tuple[str, ...] = RECEIVERS) -> LaneSpec:
-    """A star: stream i goes to receiver 1 + i."""
-    links = tuple(Link(stream, 0, 1 + stream) for stream in range(len(receivers)))
+    """A star."""
+    links = tuple(Link(0, 1 + number) for number in range(len(receivers)))
     return LaneSpec(source, "127.0.0.1", port, receivers, "gloo", links)
 
 
+def _joined(spec: LaneSpec, rank: int, timeout_s: float = 20, turns: dict | None = None) -> Lane:
+    links = Links(spec.members[rank], "gloo", timeout_s, turns, address="127.0.0.1")
+    return open_lane(spec, rank, Deadline(timeout_s), links)
+
+
 def _exchange(rank: Rank, port: int) -> list[int]:
-    lane = open_lane(_spec(port), rank.rank, 20, address="127.0.0.1")
+    lane = _joined(_spec(port), rank.rank)
     deadline = Deadline(20)
     if rank.rank == 0:
         sent = [(torch.full((size,), peer, dtype=torch.uint8), peer) for size in (1, 1 << 20) for peer in (1, 2)]
@@ -43,10 +50,10 @@ def _two_lanes(rank: Rank, ports: tuple[int, int]) -> int:
     """Ranks 0 and 1 are sources of a lane each, rank 2 receives from both at once, on lanes opened in one order."""
     specs = [_spec(ports[source], source, ("engine 0 worker 0",)) for source in (0, 1)]
     if rank.rank < 2:
-        lane = open_lane(specs[rank.rank], 0, 20)
+        lane = _joined(specs[rank.rank], 0)
         lane.send(0, torch.full((1000,), 10 + rank.rank, dtype=torch.uint8), 1).wait(Deadline(20))
         return 0
-    lanes = [open_lane(spec, 1, 20) for spec in specs]
+    lanes = [_joined(spec, 1) for spec in specs]
     buffers = [torch.zeros(1000, dtype=torch.uint8) for _ in lanes]
     for pending in [lane.receive(0, buffer, 0) for lane, buffer in zip(lanes, buffers)]:
         pending.wait(Deadline(20))
@@ -62,7 +69,7 @@ def _one_stays_away(rank: Rank, port: int) -> str:
     if rank.rank == 2:
         return ""
     with pytest.raises(TransportError) as caught:
-        open_lane(_spec(port), rank.rank, 2)
+        _joined(_spec(port), rank.rank, 2)
     return str(caught.value)
 
 
@@ -77,12 +84,39 @@ def test_who_does_not_join_is_named():
 def test_a_source_that_is_not_there_is_named():
     started = time.monotonic()
     with pytest.raises(TransportError, match="trainer rank 3 does not answer"):
-        open_lane(_spec(free_port()), 1, 1)
+        _joined(_spec(free_port()), 1, 1)
     assert time.monotonic() - started < 10
 
 
+def test_an_abort_frees_who_waits_for_a_lane_to_open():
+    """Nobody listens; then the source does, and one of the receivers never comes. The deadline is far away."""
+    spec, started = _spec(free_port()), time.monotonic()
+    waiting = Links(spec.members[1], "gloo", 90, address="127.0.0.1")
+    threading.Timer(0.2, waiting.close, ["epoch 4 was aborted"]).start()
+    with pytest.raises(TransportError, match="engine 0 worker 0: epoch 4 was aborted"):
+        open_lane(spec, 1, Deadline(90), waiting)
+
+    ends = [Links(name, "gloo", 90, address="127.0.0.1") for name in spec.members[:2]]
+    messages = []
+
+    def join(rank: int) -> None:
+        with pytest.raises(TransportError) as caught:
+            open_lane(spec, rank, Deadline(90), ends[rank])
+        messages.append(str(caught.value))
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for links in ends:
+        links.close("epoch 5 was aborted")
+    for thread in threads:
+        thread.join(60)
+    assert sorted(message[-20:] for message in messages) == [" epoch 5 was aborted"] * 2
+    assert time.monotonic() - started < 45
+
+
 def _silent_source(rank: Rank, port: int) -> str:
-    lane = open_lane(_spec(port, receivers=RECEIVERS[:1]), rank.rank, 20)
+    lane = _joined(_spec(port, receivers=RECEIVERS[:1]), rank.rank)
     if rank.rank == 0:
         time.sleep(3)                        # a source that is alive and sends nothing
         return ""
@@ -98,7 +132,7 @@ def test_a_receive_ends_at_its_deadline_and_says_from_whom():
 
 
 def _leaving_receiver(rank: Rank, port: int) -> float:
-    lane = open_lane(_spec(port, receivers=RECEIVERS[:1]), rank.rank, 20)
+    lane = _joined(_spec(port, receivers=RECEIVERS[:1]), rank.rank)
     if rank.rank == 1:
         lane.close()
         return 0.0
@@ -115,8 +149,8 @@ def test_a_member_that_leaves_is_noticed_at_once():
 
 def _forwarded(rank: Rank, port: int) -> tuple[int, int]:
     """One stream over a chain of three: the second member takes the next bucket in while it passes the last one on."""
-    spec = LaneSpec(3, "127.0.0.1", port, RECEIVERS, "gloo", (Link(5, 0, 1), Link(5, 1, 2)))
-    lane, deadline = open_lane(spec, rank.rank, 20), Deadline(20)
+    spec = LaneSpec(3, "127.0.0.1", port, RECEIVERS, "gloo", (Link(0, 1), Link(1, 2)))
+    lane, deadline = _joined(spec, rank.rank), Deadline(20)
     buffers = [torch.full((1 << 20,), value, dtype=torch.uint8) for value in (7, 8)]
     if rank.rank == 0:
         pending = [lane.send(5, buffer, 1) for buffer in buffers]
@@ -129,7 +163,7 @@ def _forwarded(rank: Rank, port: int) -> tuple[int, int]:
         pending = [lane.receive(5, buffer.zero_(), 1) for buffer in buffers]
     for each in pending:
         each.wait(deadline)
-    with pytest.raises(TransportError, match="stream 5 has no link to"):
+    with pytest.raises(TransportError, match="there is no link from"):
         lane.send(5, buffers[0], rank.rank)
     return tuple(int(buffer.float().mean()) for buffer in buffers)
 
@@ -140,7 +174,8 @@ def test_a_receiver_passes_on():
 
 def _woken(rank: Rank, port: int) -> tuple[float, str]:
     """Rank 1 closes its lane in a thread while both ends wait on it."""
-    lane = open_lane(_spec(port, receivers=RECEIVERS[:1]), rank.rank, 30)
+    spec = replace(_spec(port, receivers=RECEIVERS[:1]), links=(Link(0, 1), Link(1, 0)))
+    lane = _joined(spec, rank.rank, 30)
     started = time.monotonic()
     if rank.rank == 1:
         threading.Timer(0.5, lane.close, ["epoch 4 was aborted"]).start()
@@ -150,13 +185,13 @@ def _woken(rank: Rank, port: int) -> tuple[float, str]:
 
 
 def test_a_lane_that_is_closed_wakes_who_waits_at_both_ends():
-    (far, _), (near, message) = run_ranks(2, _woken, free_port(), timeout=40)
+    (far, told), (near, message) = run_ranks(2, _woken, free_port(), timeout=40)
     assert near < 5 and far < 5
-    assert message.endswith("epoch 4 was aborted")
+    assert message.endswith("epoch 4 was aborted") and "receive from engine 0 worker 0 (1048576 bytes) failed" in told
 
 
 def _larger_than_expected(rank: Rank, port: int) -> int:
-    lane = open_lane(_spec(port, receivers=RECEIVERS[:1]), rank.rank, 20)
+    lane = _joined(_spec(port, receivers=RECEIVERS[:1]), rank.rank)
     if rank.rank == 0:
         lane.send(0, torch.ones(1000, dtype=torch.uint8), 1).wait(Deadline(20))
         return 0
@@ -170,11 +205,38 @@ def test_a_message_larger_than_expected_does_not_end_the_process():
     assert run_ranks(2, _larger_than_expected, free_port(), timeout=40)[1] == 1000
 
 
+def _shared(rank: Rank, port: int, tagged: bool) -> list[int]:
+    """Three streams over one link. The receiver takes them in another order than they are sent in; without tags, each
+    end waits for its turn."""
+    order = (0, 1, 2, 0, 1)
+    spec, deadline = _spec(port, receivers=RECEIVERS[:1]), Deadline(20)
+    turns = None if tagged else {(spec.members[0], spec.members[1]): order}
+    lane = _joined(spec, rank.rank, turns=turns)
+    found: dict[int, list[int]] = {stream: [] for stream in (0, 1, 2)}
+
+    def run(stream: int) -> None:
+        for number in range(order.count(stream)):
+            buffer = torch.full((1000,), 10 * stream + number, dtype=torch.uint8)
+            (lane.receive if rank.rank else lane.send)(stream, buffer.zero_() if rank.rank else buffer,
+                                                       1 - rank.rank).wait(deadline)
+            found[stream].append(int(buffer.float().mean()))
+
+    threads = [threading.Thread(target=run, args=(stream,)) for stream in (2, 1, 0)]
+    for thread in threads:
+        thread.start()
+        thread.join(0.1)                     # the last in turn comes first
+    for thread in threads:
+        thread.join(20)
+    return [value for values in found.values() for value in values]
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+def test_streams_that_share_a_link_are_told_apart(tagged):
+    found = run_ranks(2, _shared, free_port(), tagged, timeout=40)
+    assert found == [[0, 1, 10, 11, 20]] * 2
+
+
 def test_only_bytes_travel():
-    class Never:
-        spec, rank = _spec(1), 0
-
-    from megatron_rl.weight_sync.transport import _Transfer
-
+    lane = LinkedLane(_spec(1), 0, Links("trainer rank 3", "gloo", 1))
     with pytest.raises(ValueError, match="uint8"):
-        _Transfer(Never(), 0, "send to", 1, torch.zeros(4))
+        lane.send(0, torch.zeros(4), 1)

@@ -1,0 +1,126 @@
+"""Weights on disk, read back: digests of the files, and a live engine's parameters against them.
+
+    python -m megatron_rl.weight_sync.disk_check runs/NAME/weights/step-000060
+
+reads a folder again and says which tensors are not what the trainer had.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from launch.errors import UserError
+from megatron_rl.trainer import checkpoint_files
+from megatron_rl.weight_sync.digest import add, digest_tiles
+from megatron_rl.weight_sync.hf_io import CheckpointReader
+from megatron_rl.weight_sync.tiles import ParamLayout, Tile, contiguous_stride, tile_view
+
+AT_ONCE = 1 << 24
+"""Elements that are read at once."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def digests_of_files(folder: Path, names: Iterable[str]) -> dict[str, int]:
+    """Digest of each of these tensors of a Hugging Face folder, read a block of rows at a time."""
+    digests = {}
+    with CheckpointReader(folder) as reader:
+        for name in names:
+            shape = reader.shape(name)
+            rows = max(1, AT_ONCE // max(1, prod(shape[1:])))
+            digests[name] = 0
+            for row in range(0, shape[0], rows):
+                start, box = (row, *[0] * (len(shape) - 1)), (min(rows, shape[0] - row), *shape[1:])
+                tile = Tile(name, start, box, contiguous_stride(box), 0)
+                digests[name] = add(digests[name], digest_tiles(reader.read(name, start, box).contiguous(), (tile,)))
+    return digests
+
+
+def unlike(recorded: Mapping[str, int], found: Mapping[str, int]) -> list[str]:
+    """Names of the tensors whose digests differ, or that one side lacks."""
+    return sorted(name for name in recorded.keys() | found.keys() if recorded.get(name) != found.get(name))
+
+
+def recorded_digests(folder: Path) -> dict[str, int]:
+    """The digests of what the trainer held, by tensor, of a version that was written completely.
+
+    Raises:
+        UserError: it is not complete, or was not written with digests.
+    """
+    if problem := checkpoint_files.incomplete_because(folder):
+        raise UserError(f"these weights are not complete: {problem}", where=str(folder),
+                        fix="use an older version; `weight_sync.disk.keep` says how many there are")
+    facts = json.loads((folder / checkpoint_files.COMPLETE).read_text())
+    if "digests" not in facts:
+        raise UserError(f"{checkpoint_files.COMPLETE} holds no digests of weights", where=str(folder),
+                        fix="give a folder under runs/NAME/weights or runs/NAME/hf")
+    return {name: int(digest, 16) for name, digest in facts["digests"].items()}
+
+
+def changed(folder: Path) -> tuple[list[str], int]:
+    """Names of the tensors in a version's files that are not what the trainer had, and how many tensors there are.
+
+    Raises:
+        UserError: it is not complete, or cannot be read.
+    """
+    recorded = recorded_digests(folder)
+    return unlike(recorded, digests_of_files(folder, recorded)), len(recorded)
+
+
+def refuse_changed(folder: Path) -> None:
+    """Raise UserError unless a version is complete and its files hold what the trainer had."""
+    wrong, _ = changed(folder)
+    if wrong:
+        raise UserError(f"{len(wrong)} tensors are not what the trainer had: {', '.join(wrong[:5])}", where=str(folder),
+                        fix="use another version, and look for faults of the file system")
+
+
+def differences(parameters: Mapping[str, Tensor], layouts: Iterable[ParamLayout], folder: str | Path) -> list[str]:
+    """Compare live parameters with the weights in a folder, bit for bit; padding is not compared.
+
+    Returns:
+        A line for each box of a tensor that differs, with the parameter and the number of elements. Empty: all equal.
+    """
+    lines = []
+    with CheckpointReader(folder) as reader:
+        for layout in layouts:
+            live = parameters[layout.name]
+            for tile in layout.tiles:
+                lines += _difference(tile_view(live, tile), reader.read(tile.tensor, tile.start, tile.shape),
+                                     f"{layout.name}: {tile.tensor} from {list(tile.start)}")
+    return lines
+
+
+def _difference(live: Tensor, stored: Tensor, what: str) -> list[str]:
+    if live.dtype != stored.dtype:
+        return [f"{what}: {live.dtype} in the engine, {stored.dtype} on disk"]
+    bits = _BITS[live.element_size()]
+    wrong = int((live.cpu().contiguous().view(bits) != stored.contiguous().view(bits)).sum())
+    return [f"{what}: {wrong:,} of {stored.numel():,} elements differ"] if wrong else []
+
+
+def main(arguments: list[str]) -> int:
+    """Check one folder; 0: as the trainer had it, 1: not, 2: it cannot be checked."""
+    if len(arguments) != 1:
+        print("usage: python -m megatron_rl.weight_sync.disk_check FOLDER", file=sys.stderr)
+        return 2
+    folder = Path(arguments[0])
+    try:
+        wrong, tensors = changed(folder)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for name in wrong:
+        print(f"{name}: not what the trainer had")
+    print(f"{folder}: {tensors - len(wrong)} of {tensors} tensors are what the trainer had")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

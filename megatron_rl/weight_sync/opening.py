@@ -1,0 +1,115 @@
+"""Opening a lane: its members meet at the source's store and connect. Who is missing is named, and an abort ends it.
+
+Everything that waits for others to come does so at the store, where it can be interrupted; two members begin to connect
+to each other only when both are there.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_rl.stores import tcp_store
+from megatron_rl.weight_sync.protocol import CONNECT_S, LaneSpec
+from megatron_rl.weight_sync.transport import Deadline, Lane, LinkedLane, Links, TransportError, who
+
+ASK_EVERY_S = 1.0
+"""How often who waits asks whether to wait no longer."""
+TRY_EVERY_S = 0.1
+"""How often who found nobody listening tries again."""
+
+
+def open_lane(spec: LaneSpec, rank: int, deadline: Deadline, links: Links) -> Lane:
+    """Join a lane; returns once every member has, and the links of this member are up.
+
+    Args:
+        rank: this process's number on the lane; 0 hosts the store at `spec.address:spec.port`.
+        deadline: for all members to arrive and all links to form.
+        links: what this member has opened so far; the lane's are added.
+
+    Raises:
+        TransportError: naming the members that did not arrive.
+    """
+    store = _meet(spec, rank, deadline, links)
+    for sender, receiver in spec.links:
+        if rank in (sender, receiver):
+            other = receiver if rank == sender else sender
+            prefix = f"{spec.backend}/{sender}-{receiver}"
+            # Both are there before either begins what nothing interrupts.
+            _together(spec, rank, dist.PrefixStore(f"{prefix}/here", store), [rank, other], deadline, links)
+            try:
+                links.add(spec.members[sender], spec.members[receiver], dist.PrefixStore(prefix, store), deadline)
+            except RuntimeError as error:
+                raise TransportError(f"{who(spec, rank)}: the {spec.backend} link between {spec.members[sender]} and "
+                                     f"{spec.members[receiver]} did not form: {links.closed or error}") from error
+    links.keep(store)
+    return LinkedLane(spec, rank, links)
+
+
+def _meet(spec: LaneSpec, rank: int, deadline: Deadline, links: Links) -> dist.Store:
+    """Every member says that it is there and waits for the others, so that the absent can be named."""
+    store = _store(spec, rank, deadline, links)
+    _together(spec, rank, dist.PrefixStore("here", store), range(len(spec.members)), deadline, links)
+    return store
+
+
+def _store(spec: LaneSpec, rank: int, deadline: Deadline, links: Links) -> dist.Store:
+    """The source's, hosted or connected to."""
+    try:
+        if rank != 0:
+            _await_listener(spec, deadline, links)
+        store = tcp_store(spec.address, spec.port, host=rank == 0, timeout=deadline.timedelta(CONNECT_S))
+    except (OSError, RuntimeError) as error:
+        host = "cannot listen" if rank == 0 else f"trainer rank {spec.source} does not answer"
+        raise TransportError(f"{who(spec, rank)}: "
+                             f"{links.closed or f'{host} at {spec.address}:{spec.port}: {error}'}") from error
+    store.set_timeout(deadline.timedelta())
+    return store
+
+
+def _await_listener(spec: LaneSpec, deadline: Deadline, links: Links) -> None:
+    """Until somebody listens there: torch's own connecting cannot be interrupted. Raises OSError."""
+    while True:
+        try:
+            socket.create_connection((spec.address, spec.port), min(ASK_EVERY_S, 0.001 + deadline.remaining())).close()
+            return
+        except OSError:
+            if links.wait_closed(TRY_EVERY_S) or not deadline.remaining():
+                raise
+
+
+def _together(spec: LaneSpec, rank: int, store: dist.Store, members: Sequence[int], deadline: Deadline,
+              links: Links) -> None:
+    """Say that this member is here, and wait until all `members` have."""
+    keys = {str(member): spec.members[member] for member in members}
+    try:
+        store.set(str(rank), "1")
+        while not _waited(store, keys, deadline.timedelta(ASK_EVERY_S)):
+            if links.closed:
+                raise TransportError(f"{who(spec, rank)}: {links.closed}")
+            if not deadline.remaining():
+                # The host stays a little longer, so that the others can still ask its store who is absent.
+                if rank != 0 or not _waited(store, keys, timedelta(seconds=1)):
+                    raise TransportError(f"{who(spec, rank)}: {_absent(spec, store, keys)}")
+    except dist.DistError as error:
+        raise TransportError(f"{who(spec, rank)}: {_absent(spec, store, keys)}") from error
+
+
+def _waited(store: dist.Store, keys: Mapping[str, str], patience: timedelta) -> bool:
+    """Whether all keys are there before patience ends."""
+    try:
+        store.wait(list(keys), patience)
+    except dist.DistStoreError:
+        return False
+    return True
+
+
+def _absent(spec: LaneSpec, store: dist.Store, keys: Mapping[str, str]) -> str:
+    try:
+        names = [name for key, name in keys.items() if not store.check([key])]
+    except RuntimeError:
+        return f"trainer rank {spec.source} stopped waiting for the members of its lane"
+    return f"{', '.join(names)} did not join in time"

@@ -1,0 +1,137 @@
+"""The receiving side of a rollout worker as its engine calls it, without vLLM: open, receive, swap, leave, status.
+
+In place, a transfer is written into the live parameters and a call returns when it has ended. With a shadow it is
+written into a second copy of them: opening and receiving go on in a thread, so that the worker computes meanwhile, and
+`swap` brings the live parameters to what was received. The copy is made by value: CUDA graphs and the engine hold the
+live parameters' addresses.
+
+No exception leaves a call that vLLM's executor makes (see `vllm_plugin`): what became of it is in `status`.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from megatron_rl.weight_sync.protocol import SyncPart, TransferReport
+from megatron_rl.weight_sync.receiver import WeightReceiver
+from megatron_rl.weight_sync.streams import EngineRank
+from megatron_rl.weight_sync.transport import TransportError
+
+
+class SwapError(RuntimeError):
+    """The live parameters are not what was received."""
+
+
+class WorkerReceiver:
+    """One worker's part of all syncs.
+
+    Args:
+        live: the parameters that the engine computes with, by the names of the destination layouts.
+        shadow: receive into a second copy, which is allocated here: before vLLM measures what is left for its KV cache.
+    """
+
+    def __init__(self, live: Mapping[str, torch.Tensor], *, shadow: bool) -> None:
+        self._live = live
+        self._shadow = {name: torch.empty_like(each.detach()) for name, each in live.items()} if shadow else None
+        self._receiver: WeightReceiver | None = None
+        self._received: TransferReport | None = None
+        self._status: dict[str, Any] = {"epoch": -1, "error": None}
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="shadow") if shadow else None
+        """One thread: what is called next waits for what runs, so that nothing writes into the copy twice at a time."""
+        self._running: Future | None = None
+
+    def status(self) -> dict[str, Any]:
+        """`epoch`, `error` (a message or None), and `running` while a transfer or the opening goes on; after the lanes
+        were opened `held` (`Held` as a dict of plain values); after a transfer `digests` [[rank, digest]], `nbytes`,
+        `forwarded`, `seconds`, `arrivals` [[sender, s]]."""
+        if self._running is not None:
+            if not self._running.done():
+                return {"epoch": -1, "error": None, "running": True}
+            self._status, self._running = self._running.result(), None
+        return self._status
+
+    def begin(self) -> None:
+        """An update session starts; nothing has been received in it."""
+        self._running = self._received = None
+        self._status = {"epoch": -1, "error": "no transfer has run since the update started"}
+
+    def open(self, part: Callable[[], tuple[EngineRank, SyncPart, str | None]]) -> None:
+        """Leave all lanes and join those of the part: (replica, worker), lanes and streams, own address in the job."""
+        self.leave("")
+        self._run(-1, lambda: self._open(*part()))
+
+    def receive(self, epoch: int) -> None:
+        """Take in an epoch's buckets."""
+        self._run(epoch, lambda: self._receive(epoch))
+
+    @torch.no_grad()
+    def swap(self, epoch: int) -> None:
+        """Bring the live parameters to what epoch `epoch` received, and prove it: every digest is taken again, of the
+        live parameters. The engine must not compute meanwhile.
+
+        Raises:
+            SwapError: there is nothing whole to swap in, before anything was written; or the live parameters are now a
+                mixture.
+        """
+        report = self._received
+        if self._shadow is None or report is None or self.status()["epoch"] != epoch or self.status()["error"]:
+            raise SwapError(f"epoch {epoch} was not received")
+        self._received = None
+        _wait_for_device(self._live)                    # what was launched before still reads them
+        for name, value in self._shadow.items():
+            self._live[name].detach().copy_(value)
+        found, received = self._receiver.digests(self._live), report.digests
+        wrong = sorted(key[0] for key in received.keys() | found.keys() if received.get(key) != found.get(key))
+        if wrong:
+            raise SwapError(f"epoch {epoch}: after the swap the live parameters are not what was received from trainer "
+                            f"rank {', '.join(map(str, wrong))}")
+
+    def leave(self, reason: str) -> None:
+        """Close all lanes: whatever runs ends with an error, and what was received is never swapped in."""
+        self._received = None
+        if self._receiver is not None:
+            self._receiver.close(reason)
+
+    def _open(self, me: EngineRank, part: SyncPart, address: str | None) -> dict[str, Any]:
+        self.leave("")
+        if self._shadow is not None:
+            for name, value in self._live.items():      # with the rows that pad the vocabulary, which never travel
+                self._shadow[name].copy_(value.detach())
+            _wait_for_device(self._live)                # buckets are written on other streams
+        self._receiver = WeightReceiver(me, self._live if self._shadow is None else self._shadow, address=address)
+        return {"held": asdict(self._receiver.open(part))}
+
+    def _receive(self, epoch: int) -> dict[str, Any]:
+        if self._receiver is None:
+            raise TransportError("its lanes were never opened")
+        report = self._receiver.receive(epoch)
+        self._received = report
+        return {"digests": [[key[0], digest] for key, digest in report.digests.items()], "nbytes": report.nbytes,
+                "forwarded": report.forwarded, "seconds": report.seconds,
+                "arrivals": [list(each) for each in report.arrivals.items()]}
+
+    def _run(self, epoch: int, action: Callable[[], dict[str, Any]]) -> None:
+        if self._background is None:
+            self._status = _outcome(epoch, action)
+        else:
+            self._running = self._background.submit(_outcome, epoch, action)
+
+
+def _outcome(epoch: int, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return {"epoch": epoch, "error": None, **action()}
+    except Exception as error:
+        traceback.print_exc()                           # into the engine's log
+        return {"epoch": epoch, "error": f"{type(error).__name__}: {error}"}
+
+
+def _wait_for_device(tensors: Mapping[str, torch.Tensor]) -> None:
+    device = next(iter(tensors.values())).device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
