@@ -79,11 +79,12 @@ async def _run(setups: Sequence[Setup], options: argparse.Namespace) -> int:
         rates = await probe.call("measure")
     rows, cores = [], len(os.sched_getaffinity(0))
     for setup in setups:
-        row = await measure(setup, rates, cores, logs, options.route)
+        route = setup.case.route if options.route == "auto" else options.route
+        row = await measure(setup, rates, cores, logs, route)
         for _ in range(1, options.attempts):
             if row.verdict.reasons:
                 print(f"{setup.case.name} once more: {'; '.join(row.verdict.reasons)}", flush=True)
-                row = await measure(setup, rates, cores, logs, options.route)
+                row = await measure(setup, rates, cores, logs, route)
         rows.append(row)
         off = worst_share(row.nics, expected_nics(setup, row.manifest))
         print(f"{setup.case.name}: {row.manifest.total_bytes / 1e6:.1f} MB in {row.seconds['ours']:.2f} s; the NICs "

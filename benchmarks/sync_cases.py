@@ -42,6 +42,7 @@ class Case:
     baselines: bool = True
     """Also measured the common way, for the comparison."""
     tp: int = 2
+    route: str = "auto"
 
     @property
     def trainer_hosts(self) -> int:
@@ -61,9 +62,9 @@ class Case:
         return " ".join(f"{word}{size}" for word, size in sizes if size > 1) + f" -> {self.engines} x TP{self.tp}"
 
 
-CASES = (Case(2, 2, 4), Case(2, 1, 6), Case(1, 1, 7), Case(1, 1, 1, False), Case(1, 1, 2, False),
-         Case(1, 1, 4, False))
-"""The last three only show how the time grows with receivers."""
+CASES = (Case(2, 2, 4), Case(2, 1, 6), Case(1, 1, 7, route="tree"), Case(1, 1, 1, False),
+         Case(1, 1, 2, False, route="tree"), Case(1, 1, 4, False, route="tree"))
+"""The last three only show how the time of the tree grows with receivers."""
 QUICK = (Case(1, 1, 1),)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks import sync_baselines
 from benchmarks.sync_cases import Setup
 from benchmarks.sync_hosts import Network, Traffic, wait_for_quiet
-from benchmarks.sync_probe import CpuSpare, Verdict, plain_rates
+from benchmarks.sync_probe import CpuSpare, Verdict, plain_rates, small_bucket
 from launch.fabric.choose import SyncPrediction
 from launch.planner.coefficients.sync import SyncCoefficients
 from launch.planner.place import place_cpu
@@ -26,8 +26,6 @@ from megatron_rl.weight_sync.protocol import SyncReport
 
 PLAIN_SECONDS = 1.5
 """Of the plain transfer, at the NICs' rate."""
-CHUNK_LATENCY_S = 1e-3
-"""Of a bucket through Python and gloo, beside its bytes (`coefficients.sync.chunk_latency_s`)."""
 
 
 @dataclass
@@ -52,10 +50,15 @@ class Measured:
         return self.prediction.floor_s
 
 
-def coefficients(rates: Rates, rate_share: float, processes: int, cores: int) -> SyncCoefficients:
-    """This machine's, for the simulator: processes take turns on the cores."""
+def coefficients(rates: Rates, rate_share: float, chunk_s: float, processes: int, cores: int) -> SyncCoefficients:
+    """This machine's, for the simulator: processes take turns on the cores.
+
+    Args:
+        rate_share: of the NICs' rate that a plain transfer reaches.
+        chunk_s: what a bucket costs beside its bytes.
+    """
     turn = min(1.0, cores / processes)
-    return SyncCoefficients(nic_efficiency=min(1.0, rate_share), chunk_latency_s=CHUNK_LATENCY_S, pause_s=0.0,
+    return SyncCoefficients(nic_efficiency=min(1.0, rate_share), chunk_latency_s=chunk_s, pause_s=0.0,
                             barrier_s=0.0, copy_rate=rates.pack * turn, digest_rate=rates.digest * turn)
 
 
@@ -71,7 +74,8 @@ async def measure(setup: Setup, rates: Rates, cores: int, logs: Path, route: str
     with Network(case.hosts, setup.rate_bits) as network, Members(PRELOAD, logs) as members:
         plain = await plain_rates(members, network.hosts, int(PLAIN_SECONDS * setup.rate_bits / 8))
         share = min(plain) / (setup.rate_bits / 8)
-        known = coefficients(rates, share, case.tp * case.engines, cores)
+        chunk_s = await small_bucket(members, network.hosts[0], network.hosts[-1])
+        known = coefficients(rates, share, chunk_s, case.tp * case.engines, cores)
         prediction = setup.predicted(known, route)
         found = Measured(setup, prediction)
         found.predicted_s = prediction.simulate(known).total_s

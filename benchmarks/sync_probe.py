@@ -10,7 +10,11 @@ from typing import NamedTuple
 
 import psutil
 
+from launch.ports import FIRST, Ports
+from megatron_rl.sync_bench.lane_probe import LINKS
 from megatron_rl.sync_bench.members import Host, Members, together
+from megatron_rl.sync_bench.world import LANE
+from megatron_rl.weight_sync.protocol import LaneSpec
 
 LEAST_RATE = 0.90
 """Of the NICs' rate that a plain transfer must reach."""
@@ -71,6 +75,19 @@ async def plain_rates(members: Members, hosts: Sequence[Host], nbytes: int) -> l
         for probe in probes:
             probe.end()
     return [nbytes / each for each in seconds]
+
+
+async def small_bucket(members: Members, sender: Host, receiver: Host) -> float:
+    """Seconds of a bucket of a few bytes over a lane between two hosts: what a bucket costs beside its bytes."""
+    ends = [members.start(f"lane on {host.name}", host, LANE, "cpu") for host in (sender, receiver)]
+    spec = LaneSpec(0, sender.address, Ports(FIRST).rendezvous, ("receiver",), "gloo", LINKS)
+    try:
+        await together(end.call("open", spec, number, host.address, TIMEOUT_S)
+                       for number, (end, host) in enumerate(zip(ends, (sender, receiver))))
+        return max(await together(end.call("small", timeout_s=TIMEOUT_S) for end in ends))
+    finally:
+        for end in ends:
+            end.end()
 
 
 class CpuSpare:

@@ -25,6 +25,8 @@ Kind = Literal["direct", "chain", "tree"]
 KINDS: tuple[Kind, ...] = ("direct", "chain", "tree")
 """From the simplest to the most involved: a tie goes to the first."""
 MIB = 1 << 20
+SMALL_STEP = MIB // 16
+"""Of chunks below a MiB."""
 DEFAULT_BUCKET = 256 * MIB
 SENDING, RECEIVING = 2, 2
 """Chunks that a training rank holds, and a receiver of each transfer that it takes in at once: one travels while the
@@ -127,12 +129,14 @@ def fill_chunks(kind: Kind, hops: int) -> int:
 
 
 def chunk_bytes(kind: Kind, load: Loads, latency: float, rate: float, bucket_bytes: int) -> int:
-    """The chunk that makes chunks' latency and the pipeline's fill equal, in whole MiB, at most a bucket."""
+    """The chunk that makes chunks' latency and the pipeline's fill equal, in whole MiB (or 64 KiB, where it is less than
+    one), at most a bucket."""
     fill = fill_chunks(kind, load.hops)
     if not fill or not load.busiest:
         return min(bucket_bytes, MIB * ceil(max(1, load.busiest) / MIB))
     best = sqrt(load.busiest * latency * rate / fill)
-    return min(bucket_bytes, max(1, round(best / MIB)) * MIB)
+    step = MIB if best >= MIB else SMALL_STEP
+    return min(bucket_bytes, max(1, round(best / step)) * step)
 
 
 def dealt_whole(each: NodeKind, demands: Sequence[Demand]) -> bool:
