@@ -21,7 +21,8 @@ VLLM_VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this before it divides by TP."""
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's CPU attention takes (`CPUAttentionBackend.get_supported_head_sizes`)."""
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
+KV_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
+"""Of an element of the engine's cache, by `rollout.dtype`."""
 
 
 def check(loaded: LoadedConfig, architecture: Architecture, device: Literal["cpu", "gpu"],
@@ -64,7 +65,6 @@ def check_runnable(loaded: LoadedConfig, here: bool, on: Literal["local", "slurm
     config, problems = loaded.config, Problems(loaded.path)
     for key, planned_only, instead in (
             ("model.lora_rank", config.model.lora_rank is not None, "null"),
-            ("rollout.dtype", config.rollout.dtype == "fp8", config.trainer.dtype),
             ("algorithm.asynchronous", config.algorithm.asynchronous, "false"),
             ("placement.mode", config.placement.mode != "disaggregated", "disaggregated")):
         if planned_only and not (on == "slurm" and config.run.work != "train"):
@@ -157,7 +157,11 @@ class _Checker:
         if self.device == "cpu" and a.head_dim not in VLLM_CPU_HEAD_SIZES:
             self.add(f"vLLM's CPU attention does not take the model's head size {a.head_dim}", "model.path",
                      fix=f"use a model with head size {one_of(VLLM_CPU_HEAD_SIZES)}")
-        if self.config.rollout.dtype not in (self.config.trainer.dtype, "fp8"):
+        if self.config.rollout.dtype == "fp8" and self.config.trainer.dtype != "bf16":
+            self.add(f"rollout.dtype = fp8 with trainer.dtype = {self.config.trainer.dtype}: engines quantise what "
+                     f"travels, and that is bf16", "rollout.dtype", "trainer.dtype",
+                     fix="use trainer.dtype = bf16, or the same value for both")
+        elif self.config.rollout.dtype not in (self.config.trainer.dtype, "fp8"):
             self.add(f"trainer.dtype = {self.config.trainer.dtype} and rollout.dtype = {self.config.rollout.dtype} "
                      f"differ: the synced weights are compared bit for bit", "trainer.dtype", "rollout.dtype",
                      fix="give both the same value")
@@ -259,7 +263,7 @@ class _Checker:
                      "rollout.deterministic", "rollout.max_prompt_tokens", "rollout.max_num_batched_tokens",
                      fix=f"use rollout.max_num_batched_tokens >= {r.max_prompt_tokens}, or null")
         kv_heads = max(1, a.kv_heads // r.tp)
-        token_bytes = 2 * a.layers * kv_heads * a.head_dim * ELEMENT_BYTES[r.dtype]
+        token_bytes = 2 * a.layers * kv_heads * a.head_dim * KV_BYTES[r.dtype]
         longest = r.max_prompt_tokens + r.max_new_tokens
         capacity = int(r.kv_cache_gb * 2**30) // token_bytes
         if capacity < longest:
@@ -276,7 +280,7 @@ class _Checker:
                 ("model.lora_rank", c.model.lora_rank is not None,
                  "only adapters travel, and an engine takes a new adapter beside the old one anyway"),
                 ("rollout.dtype", c.rollout.dtype == "fp8",
-                 "quantised weights cannot be written as they travel: the engine loads and quantises them again"),
+                 "quantised weights are received beside the engine with either, and the rest is little"),
                 ("placement.mode", c.placement.mode in ("colocated", "hybrid"),
                  "trainer and engine take turns on a GPU: no engine serves while weights are handed over")):
             if colliding:

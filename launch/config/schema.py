@@ -153,7 +153,9 @@ class Rollout(Section):
     tp: Size = "auto"
     """Tensor parallel size of one engine."""
     dtype: Literal["fp32", "bf16", "fp8"] = "bf16"
-    """Type of the rollout weights. `fp8` is planned only; to run, it must equal `trainer.dtype` in this version."""
+    """Type of the rollout weights: that of `trainer.dtype`, or `fp8` with a trainer in bf16. Then bf16 travels, and
+    each engine quantises the matrices of its layers (vLLM's `fp8_per_channel`) from a copy that it keeps in bf16;
+    embedding, head and KV cache stay bf16 (docs/weight-sync.md). GPUs need FP8 kernels: compute capability 8.9."""
     max_prompt_tokens: PositiveInt
     """Longest prompt, in tokens of the rendered chat template; a longer one is refused at start-up."""
     max_new_tokens: PositiveInt

@@ -88,7 +88,8 @@ def pinned_candidate(loaded: LoadedConfig, shape: ModelShape, plan: Plan, machin
                      mode: Mode = "disaggregated") -> Candidate:
     """The candidate with exactly the sizes of a plan."""
     config, sizes = loaded.config, plan.training
-    engine = RolloutLayout(tp=plan.rollout.tp, replicas=len(plan.rollout.engines), kv_precision=config.rollout.dtype,
+    engine = RolloutLayout(tp=plan.rollout.tp, replicas=len(plan.rollout.engines),
+                           kv_precision="bf16" if config.rollout.dtype == "fp8" else config.rollout.dtype,
                            weight_precision=config.rollout.dtype, max_num_seqs=config.rollout.max_num_seqs,
                            memory_utilization=config.rollout.memory_utilization,
                            cuda_graphs=not config.rollout.enforce_eager)

@@ -292,7 +292,8 @@ def _cache(problem: Problem, memory: RolloutMemory, book: Book) -> tuple[int, st
 def engine_memory(problem: Problem, layout: RolloutLayout, book: Book = NO_BOOK) -> RolloutMemory:
     return rollout_memory(problem.shape, layout, problem.cluster.gpu, problem.coefficients.memory,
                           max_tokens=problem.workload.longest, sync_bytes=ENGINE_BUCKETS * problem.bucket_bytes,
-                          shadow=problem.shadow, book=book)
+                          shadow=problem.shadow, book=book,
+                          requantised=layout.weight_precision == "fp8" and not problem.lora_rank)
 
 
 def sequence_limits(problem: Problem, replicas: int) -> tuple[int, ...]:

@@ -126,6 +126,8 @@ def write_rollout(book: Book, shape: ModelShape, gpu: Gpu, memory: RolloutMemory
                     (*sizes, *stage, "model.vocab", "model.tied", "rollout.tp", "rollout.weight_bytes")),
         "shadow": ("weights again: the next version is received beside the one that is served",
                    ("memory.rollout.weights", "sync.shadow")),
+        "received": ("layers x matrices/TP x 2: received in bf16 beside the quantised weights",
+                     (*ATTENTION[:-1], *held, *stage, "rollout.tp", "rollout.weight_bytes")),
         "graphs": ("CUDA graphs", (f"{C}.graph_bytes", "rollout.cuda_graphs")),
         "workspace": ("profiling pass of one iteration, and the sampler's fp32 logits",
                       ("model.hidden", "model.mlp_matrices", "model.vocab", *(name for name in widths if

@@ -30,7 +30,7 @@ class RolloutMemory:
     """Memory of one engine; bytes a GPU."""
 
     components: dict[str, int]
-    """Weights, shadow, kv_cache, graphs, workspace, sync, context; they sum to `total`."""
+    """Weights, shadow, received, kv_cache, graphs, workspace, sync, context; they sum to `total`."""
     total: int
     """What the engine takes of the GPU: memory_utilization of it."""
     limit: int
@@ -70,14 +70,24 @@ def weights_on_rank(shape: ModelShape, layout: RolloutLayout) -> int:
     """Bytes of the engine's weights on its largest rank. Fewer KV heads than TP ranks are replicated; embedding, head
     and norms stay in bf16 where the matrices are FP8. With PP the first and last stage hold embedding and head."""
     tp, each = layout.tp, parameters.layer(shape)
-    kv_matrices = 2 * shape.hidden * kv_heads_on_rank(shape, tp) * shape.head_dim
-    matrices = 2 * shape.hidden * shape.q_width // tp + kv_matrices + (each.mlp + each.experts) // tp
-    layers = -(-shape.layers // layout.pp)
+    layers, matrices = -(-shape.layers // layout.pp), _matrices(shape, tp)
     rows = round_up(shape.vocab, VOCAB_MULTIPLE * tp) // tp
     copies = 1 if shape.tied or layout.pp > 1 else 2
     wide = 4 if layout.weight_precision == "fp32" else 2
     return (layers * (matrices * WEIGHT_BYTES[layout.weight_precision] + wide * (each.split // tp + each.replicated))
             + wide * (copies * rows * shape.hidden + shape.hidden))
+
+
+def received_on_rank(shape: ModelShape, layout: RolloutLayout) -> int:
+    """Bytes of what a quantised engine keeps beside its weights for the sync: the layers' matrices in bf16."""
+    return -(-shape.layers // layout.pp) * _matrices(shape, layout.tp) * WEIGHT_BYTES["bf16"]
+
+
+def _matrices(shape: ModelShape, tp: int) -> int:
+    """Elements of one layer's matrices on the largest rank."""
+    each = parameters.layer(shape)
+    kv_matrices = 2 * shape.hidden * kv_heads_on_rank(shape, tp) * shape.head_dim
+    return 2 * shape.hidden * shape.q_width // tp + kv_matrices + (each.mlp + each.experts) // tp
 
 
 def kv_heads_on_rank(shape: ModelShape, tp: int) -> int:
@@ -92,20 +102,22 @@ def kv_bytes_per_token(shape: ModelShape, layout: RolloutLayout) -> int:
 
 def rollout_memory(shape: ModelShape, layout: RolloutLayout, gpu: Gpu,
                    coefficients: MemoryCoefficients = DEFAULT, *, max_tokens: int = 0,
-                   sync_bytes: int = 0, shadow: bool = False, batched_tokens: int = PROFILE_TOKENS,
-                   book: Book = NO_BOOK) -> RolloutMemory:
+                   sync_bytes: int = 0, shadow: bool = False, requantised: bool = False,
+                   batched_tokens: int = PROFILE_TOKENS, book: Book = NO_BOOK) -> RolloutMemory:
     """Memory of an engine's rank, and what its cache holds.
 
     Args:
         max_tokens: longest sequence, prompt and completion; the engine fits if its cache holds one.
         sync_bytes: staging buffers of the weight sync on this rank.
         shadow: the next version is received into a second copy of the weights.
+        requantised: the engine is quantised, and receives the layers' matrices in bf16 beside its weights.
         batched_tokens: most tokens of one iteration.
     """
     weights = weights_on_rank(shape, layout)
     components = {
         "weights": weights,
         "shadow": weights if shadow else 0,
+        "received": received_on_rank(shape, layout) if requantised else 0,
         "graphs": int(coefficients.graph_bytes) if layout.cuda_graphs and gpu.device == "gpu" else 0,
         "workspace": _workspace(shape, layout, batched_tokens),
         "sync": sync_bytes,

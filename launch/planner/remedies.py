@@ -114,8 +114,8 @@ def _changes(loaded: LoadedConfig) -> Iterator[tuple[float, dict[str, Any]]]:
         yield 1.5 + divisor / 4, {"rollout.max_new_tokens": max(1, rollout.max_new_tokens // divisor)}
     if not config.placement.tp_across_nodes:
         yield 2.6, {"placement.tp_across_nodes": True}
-    if rollout.dtype == "bf16":
-        yield 2.7, {"rollout.dtype": "fp8"}
+    if rollout.dtype == "fp8":          # what they receive in bf16 lies beside their weights: bf16 engines take less
+        yield 2.7, {"rollout.dtype": "bf16"}
     yield 4.0, {}
     if config.placement.mode == "disaggregated":
         yield 4.5, {"placement.mode": "colocated", **({"algorithm.asynchronous": False} if algorithm.asynchronous else {})}

@@ -129,6 +129,11 @@ class Job:
         log.info("weight sync: route %s %s, %d streams over %d hops, %.1f MiB a sync, manifest %s", manifest.kind,
                  manifest.route_fingerprint(), len(manifest.streams), sum(len(each.hops) for each in manifest.streams),
                  manifest.total_bytes / 2**20, manifest.fingerprint())
+        if manifest.requantised:
+            quantised = manifest.requantised_bytes
+            log.info("weight sync: %.1f MiB of them are quantised by the engines at COMMIT (%d parameters a worker), "
+                     "%.1f MiB are written in place", quantised / 2**20, len(manifest.requantised),
+                     (manifest.total_bytes - quantised) / 2**20)
         for line in differences(announced(self.config, self.plan), self.plan, manifest):
             log.warning("weight sync: %s", line)
 

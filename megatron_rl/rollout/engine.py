@@ -32,7 +32,11 @@ from megatron_rl.weight_sync.megatron_layout import canonical_tensors
 from megatron_rl.weight_sync.protocol import Held, NotServing, SyncPart, TransferReport, vllm_backend
 from megatron_rl.weight_sync.tiles import CanonicalTensor
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}
+"""Of what travels and of what vLLM computes with."""
+_QUANTISATION = {"fp8": "fp8_per_channel"}
+"""vLLM's own, while it loads: matrices of the layers in e4m3 with a scale for each output channel, activations for each
+token. Embedding, head, norms and biases stay bf16."""
 _DEFAULT_CHUNK = 8192
 """Tokens of one engine iteration when the configuration leaves it to us."""
 
@@ -195,7 +199,7 @@ class RolloutEngine:
         arguments = dict(
             model=str(version_folder or self._config.model.path), skip_tokenizer_init=True,
             load_format="safetensors" if version_folder else "dummy",
-            dtype=_DTYPES[rollout.dtype], seed=self._seed,
+            dtype=_DTYPES[rollout.dtype], quantization=_QUANTISATION.get(rollout.dtype), seed=self._seed,
             tensor_parallel_size=self._tp, distributed_executor_backend="mp" if self._tp > 1 else "uni",
             max_model_len=self._max_model_len, max_num_seqs=rollout.max_num_seqs,
             max_num_batched_tokens=self._chunk_tokens, enforce_eager=rollout.enforce_eager,

@@ -35,6 +35,8 @@ class EngineWeights:
                  staging: Staging = "in_place", in_flight: InFlight = "keep", timeout_s: float = 120.0) -> None:
         self._vllm, self._replica, self._tp, self._dtype, self._address = vllm, replica, tp, dtype, address
         self._shadow = staging == "shadow"
+        self._requantises = False
+        """Whether workers hold quantised weights, which they receive beside the live ones with either staging."""
         self.in_flight = in_flight
         self._timeout_s = timeout_s
         self._serving = asyncio.Event()
@@ -86,11 +88,13 @@ class EngineWeights:
         plain = [[tensor.name, list(tensor.shape)] for tensor in canonical]
         answers = await self._vllm.rpc("sync_layout", plain, self._dtype)
         self._raise_errors(answers)
+        self._requantises = any(answer["requantised"] for answer in answers)
         return [Destination(self._replica, worker, tuple(map(decode_layout, answer["layouts"])), answer["dtypes"],
-                            answer["padding"]) for worker, answer in enumerate(answers)]
+                            answer["padding"], tuple(answer["requantised"])) for worker, answer in enumerate(answers)]
 
     async def compare(self, folder: Path, canonical: Sequence[CanonicalTensor]) -> list[str]:
-        """A line for each piece of a live parameter that is not, bit for bit, what lies in a Hugging Face folder."""
+        """A line for each piece of a live parameter that is not, bit for bit, what lies in a Hugging Face folder; of a
+        quantised one, what vLLM makes of that."""
         plain = [[tensor.name, list(tensor.shape)] for tensor in canonical]
         answers = await self._vllm.rpc("sync_compare", str(folder), plain, self._dtype)
         self._raise_errors(answers)
@@ -159,6 +163,8 @@ class EngineWeights:
             self._check_prepared(epoch)
             if self._shadow:
                 await self._swap(epoch)
+            elif self._requantises:
+                self._raise_errors(await self._vllm.rpc("sync_swap", epoch))
             self._raise_errors(await self._vllm.rpc("sync_end"))
             await self._vllm.label_version(str(version))
             # vLLM keeps the prefix cache over an update, and refuses to drop it while requests hold blocks.

@@ -24,16 +24,16 @@ class RolloutWorker(WeightSyncWorker):
         self._open = ExitStack()                            # the model's parallel groups live as long as the process
         self.model = self._open.enter_context(offline_model(model_folder, tp, rank, getattr(torch, dtype), device))
         self.model_runner = SimpleNamespace(get_model=lambda: self.model)
-        self._config, self._device = get_current_vllm_config(), torch.device(device)
-        self._config.parallel_config.rank = rank
+        self.vllm_config, self._device = get_current_vllm_config(), torch.device(device)
+        self.vllm_config.parallel_config.rank = rank
         self._weight_update_active = False
-        self.weight_transfer_engine = LaneReceiver(None, self._config, self._device, self.model)
+        self.weight_transfer_engine = LaneReceiver(None, self.vllm_config, self._device, self.model)
 
     def stage(self, staging: Staging) -> None:
         """From here on receive in place, or into a second copy."""
         self.weight_transfer_engine.shutdown()
         kind = ShadowReceiver if staging == "shadow" else LaneReceiver
-        self.weight_transfer_engine = kind(None, self._config, self._device, self.model)
+        self.weight_transfer_engine = kind(None, self.vllm_config, self._device, self.model)
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         self.weight_transfer_engine.init_transfer_engine(self.weight_transfer_engine.parse_init_info(init_info))

@@ -221,7 +221,8 @@ class SyncCoordinator:
             for name, value in report.seconds.items():
                 seconds[name] = max(seconds.get(name, 0.0), value)
         arrivals = {(sender, report.member): value for report in received for sender, value in report.arrivals.items()}
-        return SyncReport(version, epoch, sum(report.nbytes for report in received), seconds, arrivals=arrivals)
+        return SyncReport(version, epoch, sum(report.nbytes for report in received), seconds, arrivals=arrivals,
+                          requantised=self.manifest.requantised_bytes)
 
     async def _transfer(self, epoch: int, deadline: float) -> tuple[list[TransferReport], list[TransferReport]]:
         calls = {trainer_name(rank): t.sync_send(epoch) for rank, t in self._trainers.items()}

@@ -37,6 +37,9 @@ class Destination:
     dtypes: Mapping[str, str]
     padding: Mapping[str, int]
     """Parameter name -> number of elements that its loader fills with a constant; absent means 0."""
+    requantised: tuple[str, ...] = ()
+    """Names of the parameters that the engine holds quantised: they are received beside it, in the layout given here,
+    and quantised again at COMMIT. All others are written in place (or copied, with a shadow)."""
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,14 @@ def differences(parameters: Mapping[str, Tensor], layouts: Iterable[ParamLayout]
     return lines
 
 
+def read_tiles(parameters: Mapping[str, Tensor], layouts: Iterable[ParamLayout], folder: str | Path) -> None:
+    """Write the weights in a folder into parameters."""
+    with CheckpointReader(folder) as reader:
+        for layout in layouts:
+            for tile in layout.tiles:
+                tile_view(parameters[layout.name], tile).copy_(reader.read(tile.tensor, tile.start, tile.shape))
+
+
 def _difference(live: Tensor, stored: Tensor, what: str) -> list[str]:
     if live.dtype != stored.dtype:
         return [f"{what}: {live.dtype} in the engine, {stored.dtype} on disk"]

@@ -61,6 +61,9 @@ class SyncManifest:
     """Of the route."""
     streams: tuple[Stream, ...]
     """Stream n is streams[n]."""
+    requantised: tuple[str, ...] = ()
+    """Engine parameters that are received in vLLM's loader form and quantised at COMMIT (`Destination.requantised`), by
+    name; all others are written as they are."""
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
@@ -79,6 +82,15 @@ class SyncManifest:
     def total_bytes(self) -> int:
         """What all receivers take in, forwarded bytes included."""
         return sum(stream.nbytes * len(stream.hops) for stream in self.streams)
+
+    @cached_property
+    def requantised_bytes(self) -> int:
+        """Of `total_bytes`: what engines quantise at COMMIT. The rest is written in place."""
+        names, counted = set(self.requantised), {}
+        for stream in self.streams:
+            counted.setdefault(id(stream.buckets), sum(     # replicas share the object
+                copy.nbytes for bucket in stream.buckets for copy in bucket.copies if copy.destination in names))
+        return sum(counted[id(stream.buckets)] * len(stream.hops) for stream in self.streams)
 
     def bytes_per_edge(self) -> dict[EdgeKey, int]:
         return {edge.key: edge.nbytes for edge in self.edges}
@@ -130,12 +142,13 @@ class SyncManifest:
         return tuple(part)
 
     def encode(self) -> dict:
-        return {"bucket_bytes": self.bucket_bytes, "kind": self.kind,
+        return {"bucket_bytes": self.bucket_bytes, "kind": self.kind, "requantised": list(self.requantised),
                 "streams": [stream.encode() for stream in self.streams]}
 
     @classmethod
     def decode(cls, plain: Mapping) -> SyncManifest:
-        return cls(plain["bucket_bytes"], plain["kind"], tuple(Stream.decode(stream) for stream in plain["streams"]))
+        return cls(plain["bucket_bytes"], plain["kind"], tuple(Stream.decode(stream) for stream in plain["streams"]),
+                   tuple(plain["requantised"]))
 
     def route_fingerprint(self) -> str:
         """Of the streams and hops; every member works it out of what it was handed."""
@@ -143,7 +156,7 @@ class SyncManifest:
 
     def fingerprint(self) -> str:
         """Equal manifests, equal fingerprint; for logs and run records."""
-        return digest_of([self.bucket_bytes, list(self.stream_fingerprints().values())])
+        return digest_of([self.bucket_bytes, list(self.stream_fingerprints().values()), list(self.requantised)])
 
     def stream_fingerprints(self) -> dict[int, str]:
         """`Stream.fingerprint` of every stream; the coordinator compares them with those that the members report."""
@@ -173,15 +186,21 @@ def build_manifest(sources: Iterable[Source], destinations: Iterable[Destination
 
     Raises:
         UserError: the two sides keep a parameter in different types.
-        ValueError: no source holds an element that a destination needs, replicas differ among themselves, or all
-            holders of a shard are gone.
+        ValueError: no source holds an element that a destination needs, replicas differ among themselves, engines
+            differ in what they quantise, or all holders of a shard are gone.
 
     `prove_coverage` (coverage.py) then proves the result without trusting this function.
     """
-    copies = intersect_sides(list(sources), list(destinations), aliases, gone)
+    destinations = list(destinations)
+    quantising = {destination.requantised for destination in destinations}
+    if len(quantising) > 1:
+        raise ValueError("the engines' workers do not all quantise the same parameters: "
+                         + "; ".join(sorted(", ".join(names) or "none" for names in quantising)))
+    copies = intersect_sides(list(sources), destinations, aliases, gone)
     seats = seats or apart(copies.training.gpus, copies.workers)
     return SyncManifest(bucket_bytes, route,
-                        _streams(route_of(copies, route, bucket_bytes, seats), copies, seats, bucket_bytes))
+                        _streams(route_of(copies, route, bucket_bytes, seats), copies, seats, bucket_bytes),
+                        next(iter(quantising), ()))
 
 
 def route_of(copies: Copies, kind: Kind, chunk_bytes: int, seats: Seats) -> Route:

@@ -13,6 +13,10 @@ With `weight_sync.staging: shadow` workers write into a second copy, whose diges
 on serving its version until COMMIT. Only then it stops, copies shadow to live, and takes the digests again of what is
 live. An epoch that failed before that leaves its version whole and served; one that failed from there on leaves it
 DISCARDED.
+
+What an engine holds quantised cannot be written as it travels. With either staging a worker receives it beside the live
+weights, in the form in which vLLM loads it; VERIFY compares the digests of that, and COMMIT has vLLM make the layer of
+it again.
 No torch here: the driver needs none.
 """
 
@@ -189,6 +193,9 @@ class SyncReport:
     """Members that died during this sync; the others went on without them."""
     arrivals: dict[tuple[str, str], float] = field(default_factory=dict)
     """(sender, receiver) of each hop, by name -> seconds until its last bucket had arrived."""
+    requantised: int = 0
+    """Bytes, of `nbytes`, that engines received beside their weights and quantised at COMMIT; the rest was written in
+    place."""
 
 
 class TrainerHandle(Protocol):

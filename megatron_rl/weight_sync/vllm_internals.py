@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -46,9 +46,90 @@ def end_update(worker) -> None:
         worker.finish_weight_update()
 
 
+def in_vllms_config(worker) -> contextlib.AbstractContextManager:
+    """What vLLM's own reload runs in."""
+    from vllm.config import set_current_vllm_config
+
+    return set_current_vllm_config(worker.vllm_config)
+
+
+def loader_shapes(layer: nn.Module) -> dict[str, torch.Tensor]:
+    """A layer's own parameters as they were when vLLM was about to load them, on the meta device (biases are not
+    among them: vLLM never gives them another form)."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    return dict(get_layerwise_info(layer).restore_metadata[0])
+
+
+def quantises(layer: nn.Module) -> bool:
+    """Whether vLLM makes something else of what it loads into this layer."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    method = getattr(layer, "quant_method", None)
+    # Linear, embedding and expert layers that stay as loaded have methods too, which share no class but begin alike.
+    return isinstance(method, QuantizeMethodBase) and not type(method).__name__.startswith("Unquantized")
+
+
 @contextlib.contextmanager
-def offline_model(folder: str | Path, tp: int, rank: int, dtype: torch.dtype, device: str = "meta"
-                  ) -> Iterator[nn.Module]:
+def loader_form(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, the layers' parameters are those that vLLM's loaders fill, on the meta device; afterwards they are the
+    ones that the engine computes with, the same objects as before."""
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(_loader_form(layer))
+        yield
+
+
+@contextlib.contextmanager
+def processed(layer: nn.Module, loaded: Mapping[str, torch.Tensor]
+              ) -> Iterator[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """One layer through vLLM's layer-wise reload: name of each tensor that the engine computes with -> (that tensor,
+    what vLLM makes of `loaded` in its place). Afterwards the layer is as it was.
+
+    All TP ranks must take their layers in the same order: a scale may be reduced over them.
+
+    Args:
+        loaded: a value for each of `loader_shapes`.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import materialize_layer
+    from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+
+    live = get_layer_tensors(layer)
+    with _loader_form(layer), torch.no_grad():
+        materialize_layer(layer, get_layerwise_info(layer))
+        for name, value in loaded.items():
+            getattr(layer, name).data.copy_(value)
+        layer.__dict__.pop("_already_called_process_weights_after_loading", None)
+        layer.quant_method.process_weights_after_loading(layer)
+        if hasattr(layer, "update_param_tp_status"):
+            layer.update_param_tp_status()
+        made = get_layer_tensors(layer)
+        yield {name: (tensor, made.get(name)) for name, tensor in live.items()}
+
+
+@contextlib.contextmanager
+def _loader_form(layer: nn.Module) -> Iterator[None]:
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+    from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
+
+    info = layerwise.get_layerwise_info(layer)
+    info.kernel_tensors = get_layer_params_buffers(layer)
+    info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+    try:
+        restore_layer_on_meta(layer, info)
+        for tensor in get_layer_tensors(layer).values():
+            tensor.weight_loader = layerwise._get_original_loader(tensor)
+        yield
+    finally:
+        layerwise._place_kernel_tensors(layer, info)
+        info.reset()
+
+
+@contextlib.contextmanager
+def offline_model(folder: str | Path, tp: int, rank: int, dtype: torch.dtype, device: str = "meta",
+                  quantization: str | None = None) -> Iterator[nn.Module]:
     """vLLM's model as tensor parallel rank `rank` of `tp` builds it, in this process and without workers.
 
     The real parallel groups have one member; inside the context the TP group only claims another size and rank,
@@ -62,7 +143,7 @@ def offline_model(folder: str | Path, tp: int, rank: int, dtype: torch.dtype, de
 
     name = str(dtype).removeprefix("torch.")
     config = EngineArgs(model=str(folder), dtype=name, enforce_eager=True, skip_tokenizer_init=True,
-                        max_model_len=64).create_engine_config()
+                        max_model_len=64, quantization=quantization).create_engine_config()
     config.parallel_config.tensor_parallel_size = tp
     with set_current_vllm_config(config):
         _single_process_groups()

@@ -20,11 +20,12 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
-from megatron_rl.weight_sync.disk_check import differences
+from megatron_rl.weight_sync.disk_check import differences, read_tiles
 from megatron_rl.weight_sync.protocol import SyncPart, vllm_backend
+from megatron_rl.weight_sync.quantised import Quantised
 from megatron_rl.weight_sync.streams import EngineRank
 from megatron_rl.weight_sync.tiles import CanonicalTensor
-from megatron_rl.weight_sync.vllm_internals import end_update, keep_cpu_weights_in_place, live_model
+from megatron_rl.weight_sync.vllm_internals import end_update, in_vllms_config, keep_cpu_weights_in_place, live_model
 from megatron_rl.weight_sync.vllm_layout import (
     assert_not_empty, decode_layout, encode_layout, trace_layout, write_padding,
 )
@@ -38,8 +39,9 @@ class WeightSyncWorker:
     """Methods that vLLM adds to its workers (`worker_extension_cls`); called through `collective_rpc`."""
 
     def sync_layout(self, canonical: list, dtype: str) -> dict:
-        """Trace this worker's layout. Returns plain layouts, types and padding, or {"error": ...}."""
-        return _never_raise(lambda: _trace(live_model(self), canonical, dtype))
+        """Trace this worker's layout. Returns plain layouts, types and padding, and the names of the parameters that
+        are received beside the engine and quantised at COMMIT; or {"error": ...}."""
+        return _never_raise(lambda: _trace(self, canonical, dtype))
 
     def sync_begin(self) -> dict:
         """Open an update session, whatever became of the last one."""
@@ -65,7 +67,12 @@ class WeightSyncWorker:
 
     def sync_swap(self, epoch: int) -> dict:
         """Bring the live parameters to what was received beside them."""
-        return _never_raise(lambda: self.weight_transfer_engine.receiver.swap(epoch) or {})
+        def swap() -> dict:
+            with in_vllms_config(self):
+                self.weight_transfer_engine.receiver.swap(epoch)
+            return {}
+
+        return _never_raise(swap)
 
     def sync_status(self) -> dict:
         """What the transfer engine did last; see `WorkerReceiver.status`."""
@@ -74,9 +81,14 @@ class WeightSyncWorker:
     def sync_compare(self, folder: str, canonical: list, dtype: str) -> dict:
         """Where live parameters and the weights in a folder differ: `lines`, see `disk_check.differences`."""
         def compare() -> dict:
-            model = live_model(self)
-            layouts = map(decode_layout, _trace(model, canonical, dtype)["layouts"])
-            return {"lines": differences(dict(model.named_parameters()), layouts, folder)}
+            quantised = self.weight_transfer_engine.quantised
+            layouts = list(map(decode_layout, _trace(self, canonical, dtype)["layouts"]))
+            in_place = [layout for layout in layouts if layout.name in quantised.in_place]
+            lines = differences(quantised.in_place, in_place, folder)
+            read_tiles(quantised.copies, [layout for layout in layouts if layout.name in quantised.copies], folder)
+            with in_vllms_config(self):
+                wrong = quantised.unlike()
+            return {"lines": lines + [f"{name}: not what vLLM makes of what lies on disk" for name in wrong]}
 
         return _never_raise(compare)
 
@@ -112,8 +124,9 @@ class LaneReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self._live = dict(self.model.named_parameters())
-        self.receiver = WorkerReceiver(self._live, shadow=self.shadow)
+        self.quantised = Quantised(self.model)
+        self.receiver = WorkerReceiver(self.quantised.in_place, shadow=self.shadow, quantised=self.quantised.copies,
+                                       requantise=self.quantised.swap)
 
     # vLLM's worker calls these; each returns whatever happens.
 
@@ -125,7 +138,7 @@ class LaneReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         def part() -> tuple[EngineRank, SyncPart, str | None]:
             info = self.init_info_cls(**init_info)
-            assert_not_empty(self._live)
+            assert_not_empty(self.quantised.in_place)
             return (info.replica, worker), SyncPart.from_plain(info.parts[worker]), info.address
 
         self.receiver.open(part)
@@ -153,14 +166,16 @@ class ShadowReceiver(LaneReceiver):
     shadow = True
 
 
-def _trace(model: torch.nn.Module, canonical: list, dtype: str) -> dict:
+def _trace(worker: WeightSyncWorker, canonical: list, dtype: str) -> dict:
     tensors = [CanonicalTensor(name, tuple(shape)) for name, shape in canonical]
-    traced = trace_layout(model, tensors, getattr(torch, dtype))
-    parameters = dict(model.named_parameters())
+    quantised = worker.weight_transfer_engine.quantised
+    with quantised.as_loaded():
+        traced = trace_layout(live_model(worker), tensors, getattr(torch, dtype))
+    parameters = quantised.parameters
     write_padding(parameters, traced.padding)
     return {"layouts": [encode_layout(layout) for layout in traced.layouts],
             "dtypes": {name: _dtype(parameter) for name, parameter in parameters.items()},
-            "padding": traced.padded_elements()}
+            "padding": traced.padded_elements(), "requantised": sorted(quantised.copies)}
 
 
 def _never_raise(action: Callable[[], dict]) -> dict:

@@ -5,6 +5,9 @@ written into a second copy of them: opening and receiving go on in a thread, so 
 `swap` brings the live parameters to what was received. The copy is made by value: CUDA graphs and the engine hold the
 live parameters' addresses.
 
+Parameters of quantised layers are received in the loader's form beside the live tensors, with either staging, and
+`swap` has the layers made of them again (`quantised.Quantised`).
+
 No exception leaves a call that vLLM's executor makes (see `vllm_plugin`): what became of it is in `status`.
 """
 
@@ -32,13 +35,18 @@ class WorkerReceiver:
     """One worker's part of all syncs.
 
     Args:
-        live: the parameters that the engine computes with, by the names of the destination layouts.
+        live: the parameters that the engine computes with and that may be written in place, by the names of the
+            destination layouts.
         shadow: receive into a second copy, which is allocated here: before vLLM measures what is left for its KV cache.
+        quantised: copies of the other parameters, by the same names; they are always received into.
+        requantise: makes the engine's tensors of `quantised`; the other live parameters are new by then.
     """
 
-    def __init__(self, live: Mapping[str, torch.Tensor], *, shadow: bool) -> None:
-        self._live = live
-        self._shadow = {name: torch.empty_like(each.detach()) for name, each in live.items()} if shadow else None
+    def __init__(self, live: Mapping[str, torch.Tensor], *, shadow: bool,
+                 quantised: Mapping[str, torch.Tensor] | None = None,
+                 requantise: Callable[[], None] = lambda: None) -> None:
+        self._live, self._quantised, self._requantise = live, quantised or {}, requantise
+        self._shadow = {name: torch.empty_like(each.detach()) for name, each in live.items()} if shadow else {}
         self._receiver: WeightReceiver | None = None
         self._received: TransferReport | None = None
         self._status: dict[str, Any] = {"epoch": -1, "error": None}
@@ -73,20 +81,22 @@ class WorkerReceiver:
     @torch.no_grad()
     def swap(self, epoch: int) -> None:
         """Bring the live parameters to what epoch `epoch` received, and prove it: every digest is taken again, of the
-        live parameters. The engine must not compute meanwhile.
+        live parameters, and of the copies of which quantised ones were made. The engine must not compute meanwhile.
 
         Raises:
             SwapError: there is nothing whole to swap in, before anything was written; or the live parameters are now a
                 mixture.
         """
         report = self._received
-        if self._shadow is None or report is None or self.status()["epoch"] != epoch or self.status()["error"]:
+        copies = self._shadow or self._quantised
+        if not copies or report is None or self.status()["epoch"] != epoch or self.status()["error"]:
             raise SwapError(f"epoch {epoch} was not received")
         self._received = None
         _wait_for_device(self._live)                    # what was launched before still reads them
         for name, value in self._shadow.items():
             self._live[name].detach().copy_(value)
-        found, received = self._receiver.digests(self._live), report.digests
+        self._requantise()
+        found, received = self._receiver.digests({**self._live, **self._quantised}), report.digests
         wrong = sorted(key[0] for key in received.keys() | found.keys() if received.get(key) != found.get(key))
         if wrong:
             raise SwapError(f"epoch {epoch}: after the swap the live parameters are not what was received from trainer "
@@ -100,11 +110,11 @@ class WorkerReceiver:
 
     def _open(self, me: EngineRank, part: SyncPart, address: str | None) -> dict[str, Any]:
         self.leave("")
-        if self._shadow is not None:
-            for name, value in self._live.items():      # with the rows that pad the vocabulary, which never travel
-                self._shadow[name].copy_(value.detach())
+        for name, copy in self._shadow.items():         # with the rows that pad the vocabulary, which never travel
+            copy.copy_(self._live[name].detach())
+        if self._shadow:
             _wait_for_device(self._live)                # buckets are written on other streams
-        self._receiver = WeightReceiver(me, self._live if self._shadow is None else self._shadow, address=address)
+        self._receiver = WeightReceiver(me, {**self._live, **self._shadow, **self._quantised}, address=address)
         return {"held": asdict(self._receiver.open(part))}
 
     def _receive(self, epoch: int) -> dict[str, Any]:

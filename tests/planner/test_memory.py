@@ -233,6 +233,15 @@ def test_a_second_copy_of_the_weights_takes_its_bytes_from_the_cache():
     assert not rollout_memory(LLAMA70, RolloutLayout(tp=4), H100, max_tokens=8704, shadow=True).fits
 
 
+def test_a_quantised_engine_keeps_what_it_received_in_bf16_beside_its_weights():
+    """70B at TP 8: the matrices of 80 layers, 2 bytes an element beside 1; embedding and head are received in place."""
+    layout = RolloutLayout(tp=8, max_num_seqs=512, weight_precision="fp8")
+    alone, ours = (rollout_memory(LLAMA70, layout, H100, requantised=each) for each in (False, True))
+    matrices = 80 * 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)
+    assert ours.components["received"] == 2 * matrices // 8 and "received" not in alone.components
+    assert alone.kv_bytes - ours.kv_bytes == ours.components["received"] and alone.total == ours.total
+
+
 def test_rollout_weights():
     # Qwen2.5-7B has 4 KV heads: 8 ranks hold each of them twice.
     assert kv_bytes_per_token(QWEN7, RolloutLayout(tp=4)) == kv_bytes_per_token(QWEN7, RolloutLayout(tp=8))
@@ -343,7 +352,8 @@ def written(values):
     training = training_memory(model, groups["trainer"], tokens, gpu, coefficients, micro_batches=batches,
                                reference=values["reference"], sync_bucket_bytes=bucket, lora_rank=rank,
                                expandable_segments=values["expandable"], book=book)
-    rollout = rollout_memory(model, groups["rollout"], gpu, coefficients, sync_bytes=bucket, shadow=shadow, book=book)
+    rollout = rollout_memory(model, groups["rollout"], gpu, coefficients, sync_bytes=bucket, shadow=shadow, book=book,
+                             requantised=groups["rollout"].weight_precision == "fp8")
     colocated_memory(training, rollout, gpu, coefficients, book=book)
     return book
 

@@ -55,7 +55,7 @@ class _Worker:
 
         return {"layouts": [encode_layout(layout) for layout in self.layouts],
                 "dtypes": dict.fromkeys(self.live, dtype),
-                "padding": {layout.name: layout.padding for layout in self.layouts}}
+                "padding": {layout.name: layout.padding for layout in self.layouts}, "requantised": []}
 
     def init_weight_transfer_engine(self, info: dict) -> None:
         from megatron_rl.weight_sync.protocol import SyncPart

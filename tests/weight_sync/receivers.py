@@ -22,8 +22,9 @@ from tests.weight_sync.members import Pipe, processes_of
 class ReceivingEngine:
     """A coordinator's handle of the workers: the real `EngineWeights` over pipes instead of vLLM's executor."""
 
-    def __init__(self, connections: list, replica: int = 0, staging: Staging = "in_place") -> None:
-        self.weights = EngineWeights(self, replica, len(connections), "float32", "127.0.0.1", staging)
+    def __init__(self, connections: list, replica: int = 0, staging: Staging = "in_place",
+                 dtype: str = "float32") -> None:
+        self.weights = EngineWeights(self, replica, len(connections), dtype, "127.0.0.1", staging)
         self._connections = connections
         self._pipes = [Pipe(connection) for connection in connections]
         self.unfinished = 0
@@ -92,9 +93,28 @@ class _Rebuilt:
         return getattr(self._worker, method)
 
 
-def _build(folder: str, tp: int, rank: int, staging: Staging = "in_place") -> Any:
+def load_as_vllm_does(model: Any, folder: str | Path | None) -> None:
+    """What vLLM's model loaders do with a model that was just made: the weights in `folder`, or dummy ones."""
+    import torch
+    from safetensors.torch import load_file
+    from vllm.config import get_current_vllm_config
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    config = get_current_vllm_config().model_config
+    if folder is None:
+        DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(model, config)
+    else:
+        model.load_weights(iter(load_file(Path(folder) / "model.safetensors").items()))
+        finalize_layerwise_processing(model, config)
+    process_weights_after_loading(model, config, torch.device("cpu"))
+
+
+def _build(folder: str, tp: int, rank: int, staging: Staging = "in_place", quantization: str | None = None) -> Any:
     """A worker of TP rank `rank`: vLLM's `Worker` methods, the plug-in's extension and its transfer engine over
-    vLLM's own model, whose parameters hold NaN until they are written."""
+    vLLM's own model, whose parameters hold NaN until they are written. Quantised, it has vLLM's dummy weights."""
     import torch
     from safetensors.torch import load_file
     from vllm.config import get_current_vllm_config
@@ -137,8 +157,34 @@ def _build(folder: str, tp: int, rank: int, staging: Staging = "in_place") -> An
                 loaded[name].data.copy_(value)
             return len(live), wrong, digest
 
+        def unlike_own_loading(self, checkpoint: str) -> tuple[list[str], list[str], list[int]]:
+            """Names of the tensors that are not what vLLM makes of `checkpoint` when it loads it into a model of its
+            own, first of quantised layers, then of others; and the address of every tensor."""
+            live = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+            with offline_model(folder, tp, rank, torch.bfloat16, "cpu", quantization) as itself:
+                load_as_vllm_does(itself, checkpoint)
+                made = {**dict(itself.named_parameters()), **dict(itself.named_buffers())}
+            assert made.keys() == live.keys()
+            wrong = [name for name in live if not torch.equal(live[name].detach().reshape(-1).view(torch.uint8),
+                                                              made[name].detach().reshape(-1).view(torch.uint8))]
+            quantised = [name for name in wrong if "_proj.weight" in name]
+            others = [name for name in wrong if name not in quantised]
+            return quantised, others, [each.data_ptr() for each in live.values()]
+
+        def fail_quantising(self, at: int) -> None:
+            """Layer number `at` fails when it is quantised next; -1: none does."""
+            layers = list(self.weight_transfer_engine.quantised._layers.values())
+            for number, layer in enumerate(layers):
+                layer.quant_method.__dict__.pop("process_weights_after_loading", None)
+                if number == at:
+                    layer.quant_method.process_weights_after_loading = lambda layer: 1 / 0
+
     with ExitStack() as stack:
-        model = stack.enter_context(offline_model(folder, tp, rank, torch.float32, device="cpu"))
-        for parameter in model.parameters():
-            parameter.data.fill_(torch.nan)
+        if quantization:
+            model = stack.enter_context(offline_model(folder, tp, rank, torch.bfloat16, "cpu", quantization))
+            load_as_vllm_does(model, None)
+        else:
+            model = stack.enter_context(offline_model(folder, tp, rank, torch.float32, device="cpu"))
+            for parameter in model.parameters():
+                parameter.data.fill_(torch.nan)
         return _Worker(model, stack.pop_all())

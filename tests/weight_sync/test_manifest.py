@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import lcm, prod
 
 import pytest
@@ -208,3 +209,21 @@ def test_a_destination_that_needs_more_than_the_trainer_holds_is_named():
     wide = Destination(0, 0, (ParamLayout("norm", (a.hidden + 1,), (tile,)),), {"norm": "float32"}, {})
     with pytest.raises(ValueError, match="norm of rollout worker 0 needs 8 elements"):
         build_manifest(sources(a, training_plan(a)), [wide])
+
+
+def test_the_manifest_says_what_is_quantised_and_refuses_engines_that_differ_in_it():
+    """Bytes over all hops, of every replica; the same copies with and without are not the same manifest."""
+    a = architecture()
+    names = ("model.layers.0.mlp.down_proj.weight", "model.layers.3.mlp.down_proj.weight")
+    training = training_plan(a, tp=2, pp=2, dp=2)
+    plain = destinations(a, tp=2, replicas=3)
+    quantising = [replace(each, requantised=names) for each in plain]
+    for route in KINDS:
+        manifest = build_manifest(sources(a, training), quantising, 200, route=route)
+        assert manifest.requantised == names and manifest.requantised_bytes == 3 * len(names) * 4 * a.hidden * a.ffn
+        assert SyncManifest.decode(json.loads(json.dumps(manifest.encode()))) == manifest
+        without = build_manifest(sources(a, training), plain, 200, route=route)
+        assert (without.requantised, without.requantised_bytes) == ((), 0)
+        assert without.streams == manifest.streams and without.fingerprint() != manifest.fingerprint()
+    with pytest.raises(ValueError, match="not all quantise the same parameters: model.layers.0.*weight; none"):
+        build_manifest(sources(a, training), [*quantising[1:], plain[0]], 200)

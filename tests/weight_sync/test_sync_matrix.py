@@ -7,12 +7,13 @@ import asyncio
 from itertools import product
 
 import pytest
+import torch
 
 from launch.planner.architecture import from_hf_config
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.digest import add
 from megatron_rl.weight_sync.megatron_layout import canonical_tensors
-from megatron_rl.weight_sync.protocol import EngineState
+from megatron_rl.weight_sync.protocol import EngineState, SyncError
 from tests.tiny_models import make_tiny
 from tests.weight_sync.receivers import ReceivingEngine, worker_processes
 from tests.weight_sync.sources import endpoints, source_ranks
@@ -67,6 +68,75 @@ def test_what_is_swapped_in_is_what_vllm_loads_itself(folders, connections):
     a = from_hf_config(first)
     with source_ranks(first, training_plan(a, 1, 2)) as sources:
         asyncio.run(_sync_twice(sources, connections[:2], a, first, second, staging="shadow"))
+
+
+def test_quantised_engines_hold_what_vllm_quantises_itself(tmp_path, connections):
+    """A bf16 trainer, an engine of TP2 in `fp8_per_channel`: three syncs, damage, and a layer that cannot be quantised;
+    with either staging."""
+    folders = [make_tiny(tmp_path / str(seed), "qwen2", seed, vocab_size=321, dtype=torch.bfloat16) for seed in (0, 1)]
+    a = from_hf_config(folders[0])
+
+    async def story(sources, staging) -> None:
+        for worker, connection in enumerate(connections[:2]):
+            connection.send(("build", (str(folders[0]), 2, worker, staging, "fp8_per_channel")))
+        for failed, error in [connection.recv() for connection in connections[:2]]:
+            assert not failed, error
+        engine = ReceivingEngine(connections[:2], 0, staging, "bfloat16")
+        coordinator = SyncCoordinator(sources, [engine], endpoints(len(sources)), canonical_tensors(a), backend="gloo",
+                                      bucket_bytes=30_000, timeout_s=30, address="127.0.0.1")
+
+        async def hold(folder, quantised: bool, others: bool) -> list:
+            """Whether the quantised tensors, and all others, are those of a checkpoint; the addresses of all."""
+            found = await engine.rpc("unlike_own_loading", str(folder))
+            assert [(not wrong, not rest) for wrong, rest, _ in found] == [(quantised, others)] * 2
+            return [addresses for _, _, addresses in found]
+
+        async def train_to(which: int) -> None:
+            for source in sources:
+                await source.call("load", str(folders[which]))
+
+        manifest = await coordinator.setup()
+        matrices = [f"model.layers.{layer}.{name}.weight" for layer in range(a.layers) for name in (
+            "mlp.down_proj", "mlp.gate_up_proj", "self_attn.o_proj", "self_attn.qkv_proj")]
+        assert manifest.requantised == tuple(sorted(matrices))
+        assert manifest.decode(manifest.encode()) == manifest
+        addresses = await hold(folders[0], False, False)
+        for version, which in enumerate((0, 1, 0)):
+            await train_to(which)
+            report = await coordinator.sync(version)
+            assert report.requantised == 2 * sum(
+                torch.Size(shape).numel() for name, shape in _matrices(a)) < report.nbytes == manifest.total_bytes
+            assert await hold(folders[which], True, True) == addresses
+
+        await train_to(1)
+        await sources[0].call("set_fault", "flip")
+        with pytest.raises(SyncError, match="trainer rank 0 -> engine 0 worker"):
+            await coordinator.sync(3)
+        await sources[0].call("set_fault", None)
+        await hold(folders[0], True, staging == "shadow")       # no layer was quantised again
+        assert engine.weights.state is (EngineState.SERVING if staging == "shadow" else EngineState.DISCARDED)
+
+        await engine.rpc("fail_quantising", 3)
+        with pytest.raises(SyncError, match="engine 0 worker 0: ZeroDivisionError"):
+            await coordinator.sync(3)
+        assert (engine.weights.state, engine.weights.version) == (EngineState.DISCARDED, None)
+        assert await hold(folders[1], False, True) == addresses
+        await engine.rpc("fail_quantising", -1)
+        await coordinator.sync(3)
+        assert (engine.weights.state, engine.weights.version) == (EngineState.SERVING, 3)
+        assert await hold(folders[1], True, True) == addresses
+        coordinator.close()
+
+    async def stories(sources) -> None:
+        for staging in ("in_place", "shadow"):
+            await story(sources, staging)
+
+    with source_ranks(folders[0], training_plan(a), "bfloat16") as sources:
+        asyncio.run(stories(sources))
+
+
+def _matrices(a) -> list:
+    return [(each.name, each.shape) for each in canonical_tensors(a) if each.name.endswith("_proj.weight")]
 
 
 async def _sync_twice(sources, connections, a, first, second, route="direct", engines=1, staging="in_place") -> None:

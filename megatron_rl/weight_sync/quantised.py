@@ -1,0 +1,114 @@
+"""Live weights that are not what travels: received beside the engine as vLLM's loader takes them, quantised at COMMIT.
+
+A quantised layer's tensors cannot be written as they arrive: their type, shape or scale is made of the whole weight. So
+a worker keeps a copy of such parameters in the form in which vLLM loads them. What the trainer holds arrives there and
+its digest is taken there; then vLLM's layer-wise reload makes the layer of it again and the result is copied into the
+tensors that the engine computes with, whose addresses stay. Biases, norms, embedding and head are written in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from megatron_rl.weight_sync.vllm_internals import loader_form, loader_shapes, processed, quantises
+from megatron_rl.weight_sync.vllm_layout import LayoutError
+
+
+class Quantised:
+    """Which parameters of a loaded model are written in place, and copies for the others.
+
+    Args:
+        model: as vLLM has loaded it, with dummy weights or real ones; it is left as it is.
+
+    Raises:
+        LayoutError: a layer can neither be written in place nor be loaded again.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._layers = {name: layer for name, layer in model.named_modules() if _is_reloaded(name, layer)}
+        """In the model's order, the same on all TP ranks."""
+        with self.as_loaded():
+            parameters = dict(model.named_parameters())
+        self.in_place = {name: each for name, each in parameters.items() if not each.is_meta}
+        """Parameters that the engine computes with, by name."""
+        device = next(iter(self.in_place.values())).device if self.in_place else torch.device("cpu")
+        self.copies = {name: torch.zeros(each.shape, dtype=each.dtype, device=device)
+                       for name, each in parameters.items() if each.is_meta}
+        """Of the others, in the loader's form."""
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """What a sync writes, by the names of the destination layouts."""
+        return {**self.in_place, **self.copies}
+
+    def as_loaded(self) -> AbstractContextManager[None]:
+        """Inside, the model has the parameters that vLLM's loaders fill, those of quantised layers on the meta device:
+        for `trace_layout`."""
+        return loader_form(self._layers.values())
+
+    def swap(self) -> None:
+        """Make the quantised layers of the copies. The engine must not compute meanwhile; all TP ranks must call it.
+
+        Raises:
+            LayoutError: vLLM made other tensors than it did when the engine started; some layers are new, some old.
+        """
+        for name, layer, loaded in self._parts():
+            with processed(layer, loaded) as tensors:
+                for tensor, (live, made) in tensors.items():
+                    _check_form(f"{name}.{tensor}", live, made)
+                    if made is not live:
+                        live.data.copy_(made)
+
+    def unlike(self) -> list[str]:
+        """Names of the tensors of quantised layers that are not, bit for bit, what vLLM makes of the copies. All TP
+        ranks must call it."""
+        wrong = []
+        for name, layer, loaded in self._parts():
+            with processed(layer, loaded) as tensors:
+                for tensor, (live, made) in tensors.items():
+                    _check_form(f"{name}.{tensor}", live, made)
+                    if not torch.equal(_bits(live), _bits(made)):
+                        wrong.append(f"{name}.{tensor}")
+        return wrong
+
+    def _parts(self) -> Iterator[tuple[str, nn.Module, Mapping[str, torch.Tensor]]]:
+        for name, layer in self._layers.items():
+            yield name, layer, {each: self.copies[f"{name}.{each}"] for each in loader_shapes(layer)}
+
+
+def _is_reloaded(name: str, layer: nn.Module) -> bool:
+    shapes = loader_shapes(layer)
+    changed = [each for each, shape in shapes.items() if not _same_form(layer._parameters.get(each), shape)]
+    if not quantises(layer):
+        for each in changed:
+            live, loaded = _form(layer._parameters.get(each)), _form(shapes[each])
+            raise LayoutError(f"{name}.{each} is {live}, vLLM loads {loaded}, and no quantisation says how to "
+                              "make the one of the other: it can neither be written in place nor be quantised again")
+        return False
+    for each in changed:
+        if (live := layer._parameters.get(each)) is None or live.numel() == 0:
+            raise LayoutError(f"{type(layer.quant_method).__name__} keeps what it makes of {name}.{each} outside of "
+                              "the layer's parameters: it can neither be written in place nor be quantised again")
+    return bool(shapes)
+
+
+def _same_form(live: torch.Tensor | None, shape: torch.Tensor) -> bool:
+    return live is not None and (live.shape, live.dtype, live.stride()) == (shape.shape, shape.dtype, shape.stride())
+
+
+def _check_form(name: str, live: torch.Tensor, made: torch.Tensor | None) -> None:
+    if made is None or (made.shape, made.dtype) != (live.shape, live.dtype):
+        raise LayoutError(f"vLLM quantised {name} to {_form(made)}, and the engine started with {_form(live)}")
+
+
+def _form(tensor: torch.Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)        # a scale may have no dimension

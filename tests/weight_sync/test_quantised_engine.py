@@ -1,0 +1,64 @@
+"""A real vLLM engine in fp8 answers as one that loaded and quantised the same weights itself."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+
+import torch
+from safetensors.torch import load_file
+
+from launch.planner.architecture import from_hf_config
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.trainer import checkpoint_files as files
+from megatron_rl.weight_sync.coordinator import SyncCoordinator
+from megatron_rl.weight_sync.disk_check import digests_of_files
+from megatron_rl.weight_sync.megatron_layout import canonical_tensors
+from tests.rollout.engines import make_prompts, run_config, run_plan, running_engine
+from tests.tiny_models import make_tiny
+from tests.weight_sync.sources import endpoints, source_ranks
+
+PROMPTS = make_prompts(3, length=40)
+
+
+def test_answers_are_those_of_an_engine_that_loaded_and_quantised_the_weights_itself(tmp_path):
+    """Greedy tokens and live tensors after two syncs, against vLLM's own loading of the second version from a disk;
+    that engine proves what it loaded, and tells another version from it."""
+    folders = [make_tiny(tmp_path / name, "qwen2", seed, vocab_size=321, dtype=torch.bfloat16)
+               for seed, name in enumerate(("first", "second"))]
+    config = run_config(folders[0], dtype="fp8", trainer={"dtype": "bf16"})
+    names: list[str] = []
+
+    async def state(engine) -> tuple[list, list]:
+        groups = await asyncio.gather(*[engine.generate_group(each, Sampling(1, 0.0, 12)) for each in PROMPTS])
+        return [group.completions[0].token_ids.tolist() for group in groups], await engine.weights._vllm.rpc(
+            "sync_probe", names)
+
+    async def synced(engine, source) -> tuple[list, list]:
+        coordinator = SyncCoordinator(
+            [source], [engine], endpoints(1), canonical_tensors(from_hf_config(folders[0])), backend="gloo",
+            bucket_bytes=60_000, timeout_s=60, address="127.0.0.1")
+        manifest = await coordinator.setup()
+        names.extend([*manifest.requantised, *(f"{name}_scale" for name in manifest.requantised),
+                      "model.layers.1.self_attn.qkv_proj.bias", "model.norm.weight", "lm_head.weight"])
+        await coordinator.sync(0)
+        before = await state(engine)
+        await source.call("load", str(folders[1]))
+        await coordinator.sync(1)
+        after = await state(engine)
+        assert before[0] != after[0], "both versions answer alike"
+        coordinator.close()
+        return after
+
+    with (source_ranks(folders[0], run_plan(config).training, "bfloat16") as (source,),
+          running_engine(config, tmp_path / "engine.log") as (runner, engine)):
+        ours = runner.run(asyncio.wait_for(synced(engine, source), 120))
+
+    version = files.checkpoint_folder(tmp_path, 1)
+    shutil.copytree(folders[1], files.begin(version), dirs_exist_ok=True)
+    held = digests_of_files(folders[1], load_file(folders[1] / "model.safetensors"))
+    files.publish(version, {"version": 1, "digests": {name: f"{value:016x}" for name, value in held.items()}})
+    with running_engine(config, tmp_path / "itself.log", version_folder=version) as (runner, engine):
+        assert runner.run(state(engine)) == ours
+        other = runner.run(engine.compare(folders[0]))
+        assert any("down_proj.weight_scale: not what vLLM makes" in line for line in other)
