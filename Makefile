@@ -37,7 +37,7 @@ grpo: $(INSTALLED) ## Install, then train the tiny policy from random weights (D
 	$(VENV)/bin/megatron-rl launch configs/tiny/$(if $(filter gpu,$(DEVICE)),gpu,grpo).yaml --on local --device $(DEVICE) --fresh $(ARGS)
 
 test: $(INSTALLED) slurm ## Install, then run all tests
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(CI),--color=no) $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(if $(CI),--color=no) $(ARGS)
 
 slurm: ## Install the Slurm that the tests start for themselves (Debian and Ubuntu, as root or with sudo)
 	@tests/install_slurm.sh

@@ -1,5 +1,5 @@
-"""What holds for every test: the longest begin first; those marked `gpu` are skipped, and said to be, where there is no
-NVIDIA GPU; those marked `slurm` where Slurm is not installed, except in CI, where that is a failure."""
+"""What holds for every test: those marked `gpu` are skipped, and said to be, where there is no NVIDIA GPU; those
+marked `slurm` where Slurm is not installed, except in CI, where that is a failure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import os
 
 import pytest
 
-LONGEST = ("test_real_job.py", "test_whole_job.py", "test_raylets.py")
-"""Files that are begun first: where files run side by side, one that takes minutes must not be the last."""
 NO_GPU = "needs an NVIDIA GPU, and torch sees none"
 NO_MOUNT = "needs a small file system, and this user may not mount one"
 NO_SLURM = "needs Slurm's programs, which tests/install_slurm.sh could not install"
@@ -31,7 +29,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_turn)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -40,11 +37,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
-
-
-def _turn(item: pytest.Item) -> int:
-    """The longest files, then all that wait for Slurm or start whole jobs, then the others."""
-    return 0 if item.path.name in LONGEST else 1 if item.path.parent.name in ("slurm", "job") else 2
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from launch.config.schema import RunConfig
 from launch.runtime import hang, progress_file
 from launch.runtime.attempts import Attempt
+from launch.runtime.components import Failure
 from launch.runtime.outcome import Outcome, Status, read_outcome
 from launch.slurm.srun_log import LOST, failed_nodes, refused
 
@@ -22,6 +23,12 @@ def ended(attempt: Attempt, status: Status, message: str, component: str | None 
     """How the attempt ended, with the steps that its progress file shows."""
     done = progress_file.steps_done(progress_file.read_progress(attempt.folder))
     return Outcome(status=status, step=done, message=message, component=component, log=log, nodes=tuple(nodes))
+
+
+def failed(attempt: Attempt, failure: Failure) -> Outcome:
+    """The outcome of a failure that a component told of, or that shows: the user's error, or a crash."""
+    return ended(attempt, "user_error" if failure.user_error else "crash", failure.message, failure.component,
+                 failure.log)
 
 
 def hung(attempt: Attempt, config: RunConfig, progress: progress_file.Progress, stacks: list[hang.Stack]) -> Outcome:

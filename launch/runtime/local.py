@@ -103,8 +103,8 @@ class LocalJob:
                 continue
             mourning = mourning or next(iter(components.dead(self.attempt, LOCAL_NODE)), None) and time.monotonic()
             if mourning and time.monotonic() - mourning > DRIVER_GRACE_S:
-                failure = components.first_failure(self.attempt, LOCAL_NODE)
-                return endings.ended(self.attempt, "crash", failure.message, failure.component, failure.log)
+                # A driver that has said why it ends may take long to go: its actors are dead before it is.
+                return endings.failed(self.attempt, components.first_failure(self.attempt, LOCAL_NODE))
             if progress_file.overdue(progress, self.config, time.time()):
                 return endings.hung(self.attempt, self.config, progress, hang.take_stacks(self.attempt))
         view.update()

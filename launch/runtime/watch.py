@@ -66,7 +66,7 @@ class Watch:
                 return endings.during_start_up(self.attempt)
             mourning = mourning or (time.monotonic() if self._lost else None)
             if mourning is not None and time.monotonic() - mourning > DRIVER_GRACE_S:
-                return self._with_cause(self._crashed(self._lost[0]))
+                return self._with_cause(endings.failed(self.attempt, self._lost[0]))
             if mourning is None and self._overdue(progress):
                 return self._hung(progress)
             self.step.wait(LOOK_EVERY_S)
@@ -104,10 +104,6 @@ class Watch:
             self._progress_at, self._progress_moved = progress.at, self.beats.watched_s
         return self.beats.watched_s - self._progress_moved > progress_file.allowed_s(progress, self.config)
 
-    def _crashed(self, failure: components.Failure) -> Outcome:
-        status = "user_error" if failure.user_error else "crash"
-        return endings.ended(self.attempt, status, failure.message, failure.component, failure.log)
-
     def _step_ended(self) -> Outcome:
         """The supervisors are gone, though nobody has asked them to. Slurm ends the whole job when it has noticed that
         a node is gone, and may be faster at it than we are: then that node's beats stopped before the others'."""
@@ -115,7 +111,7 @@ class Watch:
         if gone:
             return self._node_failed(gone)
         for failure in components.lost(self.attempt):
-            return self._crashed(failure)
+            return endings.failed(self.attempt, failure)
         return endings.ended(self.attempt, "interrupted", f"Slurm ended the step (srun status {self.step.returncode}), "
                              "before the job had ended", "srun", str(self.step.log))
 
