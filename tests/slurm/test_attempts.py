@@ -22,6 +22,8 @@ VICTIMS = {"last": lambda run: run.attempt(1).placement().nodes[-1], "slow": lam
 """The node that dies in step 12: the last one of a placement, seen by the leader, or first by Slurm (`slow`), and the
 leader's own."""
 
+pytestmark = pytest.mark.timeout(420)
+
 
 def bad(*nodes: str) -> dict:
     """What the checks find."""
@@ -42,7 +44,7 @@ def losing_a_node(name: str, nodes: int, *words: str) -> Scenario:
         else:
             slurm.wait_until(lambda: vanished(run.attempt(1)) == [victim], "the others to outlive it")
         slurm.mark_down(victim)
-        run.ended(2, timeout_s=150)
+        run.ended(2, timeout_s=300)     # a job that Slurm requeues by itself may have to wait for its two minutes
         return run
 
     return play
