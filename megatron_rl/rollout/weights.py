@@ -111,8 +111,7 @@ class EngineWeights:
             raise SyncError("\n".join([f"engine {self._replica} did not load what lies in {folder}", *lines[:20]]))
         async with self._admission:
             await self._vllm.label_version(str(version))
-            self.state, self.version = EngineState.SERVING, version
-            self._serving.set()
+            self._serve(version)
 
     async def open(self, part: SyncPart) -> list[Held]:
         """Every worker joins its lanes, in the order given, and keeps its streams. Returns what each holds then."""
@@ -173,20 +172,27 @@ class EngineWeights:
             self._check_prepared(epoch)
             await self._resume()
             self._check_prepared(epoch)
-            self.state, self.version, self._epoch = EngineState.SERVING, version, None
-            self._serving.set()
+            self._epoch = None
+            self._serve(version)
             pause_s, self._stopped_at = time.monotonic() - self._stopped_at, None
             return pause_s
 
     async def _swap(self, epoch: int) -> None:
-        await self._stop_serving(epoch)
-        if self._epoch != epoch and self.version is not None:       # discarded while requests were being frozen
-            await self._resume()
-            self.state, self._stopped_at = EngineState.SERVING, None
-            self._serving.set()
-        self._check_prepared(epoch)
+        try:
+            await self._stop_serving(epoch)
+            self._check_prepared(epoch)                             # it may have been discarded meanwhile
+        except SyncError:
+            if self.version is not None:                            # which nothing has touched
+                await self._resume()
+                self._stopped_at = None
+                self._serve(self.version)
+            raise
         self._swapped, self.version = epoch, None                   # from here on the old version is not whole
         self._raise_errors(await self._vllm.rpc("sync_swap", epoch))
+
+    def _serve(self, version: int) -> None:
+        self.state, self.version = EngineState.SERVING, version
+        self._serving.set()
 
     async def _stop_serving(self, epoch: int) -> None:
         """No new request is taken, and none runs."""

@@ -94,3 +94,29 @@ def test_a_swap_that_had_not_begun_leaves_the_old_version_served():
         assert weights.version == 0 and "sync_swap" not in engine.calls and engine.calls[-1] == "resume"
 
     asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_requests_that_are_not_drained_in_time_cost_the_swap_and_not_the_old_version():
+    async def story() -> None:
+        engine = SlowEngine("nowhere")
+        weights = EngineWeights(engine, 0, 1, "float32", None, "shadow", "drain", timeout_s=0.02)
+        await weights.prepare(4)
+        engine.unfinished = 0
+        await weights.commit(4, 0)
+
+        engine.unfinished = 1
+        await weights.prepare(5)
+        with pytest.raises(SyncError, match="still runs 1 requests"):
+            await weights.commit(5, 1)
+        weights.check_serving()
+        await asyncio.wait_for(weights.until_serving(), 1)
+        await weights.discard(5, "the commit failed")
+        weights.check_serving()
+        assert weights.version == 0 and engine.calls.count("sync_swap") == 1
+
+        engine.unfinished = 0
+        await weights.prepare(6)
+        await weights.commit(6, 2)
+        assert weights.version == 2
+
+    asyncio.run(asyncio.wait_for(story(), 20))
