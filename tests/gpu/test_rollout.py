@@ -43,9 +43,9 @@ def _engine(config: RunConfig, made: Plan, log: Path) -> Iterator[tuple[asyncio.
         for name, value in envvars.environment("rollout", made.device, config, job="tests", gpus=(0,)).items():
             patch.setenv(name, value)
         engine = RolloutEngine(config, made, local_placement(made), 0, log_path=log)
-        arguments = engine._engine_arguments()
+        arguments = engine._engine_arguments(None)
         patch.setattr(engine, "_engine_arguments",
-                      lambda: arguments | {"worker_extension_cls": "tests.gpu.loopback.LoopbackWorker"})
+                      lambda version: arguments | {"worker_extension_cls": "tests.gpu.loopback.LoopbackWorker"})
         try:
             runner.run(engine.start())
             yield runner, engine
@@ -100,9 +100,26 @@ def test_engine_serves_what_a_trainer_on_the_same_gpu_packed(tmp_path) -> None:
 
 @pytest.mark.gpu
 def test_an_nccl_communicator_connects_and_aborts() -> None:
-    """One member only: NCCL refuses two ranks on one GPU, so bytes between ranks are not covered here."""
+    """One member only: NCCL refuses two ranks on one GPU, so bytes between ranks are covered nowhere."""
     device = torch.device("cuda:0")
     store = tcp_store("127.0.0.1", free_port(), host=True, timeout=timedelta(seconds=60))
     group = nccl_group(store, 0, 1, 60, device)
     assert (group.rank(), group.size()) == (0, 1)
+    group.abort()
+
+
+@pytest.mark.gpu
+def test_bytes_sent_to_oneself_over_nccl_arrive() -> None:
+    """All that one GPU can carry: a send and its receive, begun together."""
+    device = torch.device("cuda:0")
+    store = tcp_store("127.0.0.1", free_port(), host=True, timeout=timedelta(seconds=60))
+    group = nccl_group(store, 0, 1, 60, device)
+    sent = torch.arange(1 << 20, device=device).to(torch.uint8)
+    received = torch.zeros_like(sent)
+    group._start_coalescing()
+    group.send([sent], 0, 0)
+    group.recv([received], 0, 0)
+    group._end_coalescing().wait()
+    torch.cuda.synchronize(device)
+    assert torch.equal(sent, received)
     group.abort()
