@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from multiprocessing.connection import Client
@@ -17,7 +16,7 @@ from multiprocessing.connection import Client
 from launch import envvars
 from launch.ports import allocate
 from launch.runtime.greeting import greeting
-from megatron_rl.sync_bench.members import GRACE_S, Host, serve
+from megatron_rl.sync_bench.members import Host, await_ends, serve
 
 KEY = "MEGATRON_RL_SYNC_BENCH_KEY"
 """The key, in the environment of the step: it is on no command line."""
@@ -41,7 +40,7 @@ def main() -> int:
                 members[-1].start()
         except (EOFError, OSError):
             pass            # the bench has ended
-    _end(members)
+    await_ends(members)
     ports.release()
     return 0
 
@@ -51,16 +50,6 @@ def _member(endpoint: tuple[str, int], key: bytes, number: int, host: Host, kind
     pipe = Client(endpoint, authkey=key)
     pipe.send(("member", number))
     serve(pipe, host, kind, args, dict(variables), None)
-
-
-def _end(members: list[multiprocessing.process.BaseProcess]) -> None:
-    deadline = time.monotonic() + GRACE_S
-    for member in members:
-        member.join(max(0.0, deadline - time.monotonic()))
-    for member in members:
-        if member.is_alive():
-            member.kill()
-            member.join(GRACE_S)
 
 
 if __name__ == "__main__":

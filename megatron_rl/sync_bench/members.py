@@ -128,16 +128,20 @@ class Members:
 
 
 def _end(members: Sequence[Member]) -> None:
-    """All at once, so that they share the grace."""
     for member in members:
         member._pipe.close()
+    await_ends([member._process for member in members])
+
+
+def await_ends(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
+    """Of members whose pipes are closed: they share the grace, and who is left then is killed by its pid."""
     deadline = time.monotonic() + GRACE_S
-    for member in members:
-        member._process.join(max(0.0, deadline - time.monotonic()))
-    for member in members:
-        if member._process.is_alive():
-            member._process.kill()
-            member._process.join(GRACE_S)
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            process.join(GRACE_S)
 
 
 async def together(calls: Iterable[Awaitable[Result]]) -> list[Result]:
