@@ -110,9 +110,9 @@ lock: $(UV) ## Resolve requirements/*.in into the lock files again (ARGS=--upgra
 
 docs: $(INSTALLED) ## Write the generated pages again (metrics, config, exit codes, validation, troubleshooting)
 	$(VENV)/bin/python -m megatron_rl.monitor.metrics > docs/metrics.md
-	$(VENV)/bin/python -m launch.config.docs
-	$(VENV)/bin/python -m launch.planner.validate.page
-	$(VENV)/bin/python -m launch.report.doctor_page
+	$(VENV)/bin/python -m tools.docs
+	$(VENV)/bin/python -m tools.validation_page
+	$(VENV)/bin/python -m tools.doctor_page
 
 clean: ## Remove environments and caches; runs/ and models/ stay
 	rm -rf .venv .venv-gpu .venv-lock $(BENCH) build *.egg-info .pytest_cache .hypothesis

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launch.planner.assemble import throughput_of
-from launch.planner.forecast import Forecast
-from launch.planner.joint import Candidate, Problem
-from launch.planner.lengths import LogNormal
+from launch.planner.explain.forecast import throughput_of
+from launch.plan.forecast import Forecast
+from launch.planner.search.candidate import Candidate, Problem
+from launch.planner.workload.lengths import LogNormal
 from launch.planner.prepare import Prepared, prepare
-from launch.planner.remedies import with_nodes
-from launch.planner.search import Search
-from launch.report.plan_explain import explain
-from launch.report.plan_table import print_plan
+from launch.planner.explain.remedies import with_nodes
+from launch.planner.search.search import Search
+from launch.report.plan.explain import explain
+from launch.report.plan.table import print_plan
 
 CONFIG = "configs/70b/grpo.yaml"
 CAREFUL = ("algorithm.old_logprobs=recompute", "algorithm.kl.beta=0.001")

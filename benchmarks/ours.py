@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.report.history import Row, attempt_dirs, read_history
+from launch.run.metrics import Row, attempt_dirs, read_history
 
 QUIET = ("run.resume=never", "eval.every=0", "eval.at_start=false", "eval.at_end=false", "checkpoint.every=0",
          "monitor.tensorboard=false", "monitor.samples_every=0")

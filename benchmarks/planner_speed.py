@@ -18,9 +18,9 @@ from launch.cluster.spec import ClusterSpec
 from launch.config.load import LoadedConfig, load_config
 from launch.planner.planning import plan_on_cluster
 from launch.planner.prepare import planning_inputs
-from launch.planner.problem import problem_of
-from launch.planner.remedies import with_nodes
-from launch.planner.search import Search
+from launch.planner.search.problem import problem_of
+from launch.planner.explain.remedies import with_nodes
+from launch.planner.search.search import Search
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 LIMITS = {("search", 32): 1.0, ("search", 512): 5.0, ("whole plan", 32): 3.0, ("whole plan", 512): 15.0}

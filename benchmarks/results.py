@@ -15,9 +15,9 @@ from pathlib import Path
 
 from benchmarks.ours import train
 from benchmarks.run import machine
-from launch.report.charts import svg_charts
-from launch.report.history import Row
-from launch.report.terminal import mean_split
+from launch.report.run.charts import svg_charts
+from launch.run.metrics import Row
+from launch.report.run.terminal import mean_split
 
 CONFIG = "configs/135m/grpo.yaml"
 GAIN, SIGNIFICANCE = 0.10, 0.05

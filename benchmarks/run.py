@@ -19,7 +19,7 @@ from statistics import fmean
 
 from benchmarks.ours import QUIET, train
 from launch.config.load import load_config
-from launch.report.history import SPLIT, Row
+from launch.run.metrics import SPLIT, Row
 
 
 @dataclass(frozen=True)

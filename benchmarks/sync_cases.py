@@ -11,12 +11,12 @@ from launch.config.schema import RunConfig
 from launch.fabric.choose import SyncPrediction, predict
 from launch.fabric.lanes import Fabric, Place
 from launch.fabric.seated import Seats
-from launch.planner.architecture import from_hf_config
-from launch.planner.architectures import from_architecture
+from launch.model.architecture import from_hf_config
+from launch.model.builtin import from_architecture
 from launch.planner.build import plan
-from launch.planner.coefficients.sync import SyncCoefficients
-from launch.planner.layouts import RolloutLayout, TrainingLayout
-from launch.planner.plan import Plan
+from launch.coefficients.sync import SyncCoefficients
+from launch.plan.layouts import RolloutLayout, TrainingLayout
+from launch.plan.plan import Plan
 
 RANKS_A_HOST = 2
 MIB = 1 << 20

@@ -13,8 +13,8 @@ from benchmarks.sync_cases import Setup
 from benchmarks.sync_hosts import Network, Traffic, wait_for_quiet
 from benchmarks.sync_probe import CpuSpare, Verdict, plain_rates, small_bucket
 from launch.fabric.choose import SyncPrediction
-from launch.planner.coefficients.sync import SyncCoefficients
-from launch.planner.place import place_cpu
+from launch.coefficients.sync import SyncCoefficients
+from launch.planner.seats.local import place_cpu
 from launch.ports import FIRST, Ports
 from megatron_rl.sync_bench.members import Members, together
 from megatron_rl.sync_bench.rates import Rates

@@ -15,10 +15,10 @@ import numpy as np
 
 from launch import envvars
 from launch.errors import UserError
-from launch.runtime.attempts import Attempt
-from launch.runtime.components import Failure, await_silently_lost, first_failure
-from launch.runtime.outcome import Outcome, write_outcome
-from launch.runtime.stop_file import stop_requested
+from launch.run.attempts import Attempt
+from launch.run.components import Failure, await_silently_lost, first_failure
+from launch.run.outcome import Outcome, write_outcome
+from launch.run.stop import stop_requested
 from megatron_rl.algorithms.batch import build_policy_batch
 from megatron_rl.data.batch import Group, PolicyBatch
 from megatron_rl.driver import component, step_metrics

@@ -77,7 +77,7 @@ def _refuse_unused(where: str, device: str, of_slurm: dict[str, object]) -> None
 
 def _fresh_name(config: str, overrides: tuple[str, ...]) -> str:
     from launch.config.load import load_config
-    from launch.runtime.attempts import fresh_name
+    from launch.run.attempts import fresh_name
 
     return fresh_name(load_config(config, overrides).config.run)
 
@@ -97,7 +97,7 @@ def _slurm(config: str, overrides: tuple[str, ...], flags, profile: str | None, 
            quiet: bool) -> int:
     from rich.console import Console
 
-    from launch.report.plan_table import print_plan
+    from launch.report.plan.table import print_plan
     from launch.slurm.submit import compose, make_folder, submit
 
     job = compose(config, overrides, flags, profile=profile, spares=spares)

@@ -74,10 +74,10 @@ def command(words: tuple[str, ...], device: str, cluster_file: str | None, from_
     if as_json:
         click.echo(prepared.plan.model_dump_json(indent=2))
     elif explain is not None:
-        from launch.report.plan_explain import explain as explained
+        from launch.report.plan.explain import explain as explained
         click.echo(explained(prepared.plan, explain))
     else:
-        from launch.report.plan_table import print_plan
+        from launch.report.plan.table import print_plan
         print_plan(prepared, commands=_next(config, overrides, prepared, out))
 
 
@@ -134,11 +134,11 @@ def _write_files(prepared, out: str | None, html: str | None, trace: str | None)
     if out is not None:
         _write(out, plan.model_dump_json(indent=2) + "\n", "--out")
     if html is not None:
-        from launch.report.plan_html import write_html
+        from launch.report.plan.html import write_html
         leaves = [switch.nodes for switch in planned.found.problem.cluster.switches if switch.nodes] if planned else ()
         write_html(plan, planned.seating if planned else None, html, leaves=leaves)
     if trace is not None:
-        from launch.report.plan_trace import trace as traced
+        from launch.report.plan.trace import trace as traced
         _write(trace, json.dumps(traced(plan)) + "\n", "--trace")
 
 
@@ -164,8 +164,8 @@ def _next(config: str, overrides: tuple[str, ...], prepared, out: str | None) ->
 
 
 def _diff(words: tuple[str, ...]) -> None:
-    from launch.report.plan_diff import diff
-    from launch.report.plan_file import load_plan
+    from launch.report.plan.diff import diff
+    from launch.report.plan.file import load_plan
 
     if len(words) != 2:
         raise click.UsageError("--diff takes two plans: megatron-rl plan --diff A.json B.json")
@@ -175,10 +175,10 @@ def _diff(words: tuple[str, ...]) -> None:
 
 def _sweep(config: str, overrides: tuple[str, ...], spec, text: str, as_json: bool) -> None:
     from launch.config.load import load_config
-    from launch.planner.plan import SCHEMA_VERSION
+    from launch.plan.plan import SCHEMA_VERSION
     from launch.planner.prepare import planning_inputs
     from launch.planner.sweep import parse, remarks, sweep
-    from launch.report.plan_sweep import print_sweep
+    from launch.report.plan.sweep import print_sweep
 
     first, last = parse(text)
     loaded = load_config(config, overrides)
@@ -194,8 +194,8 @@ def _sweep(config: str, overrides: tuple[str, ...], spec, text: str, as_json: bo
 
 
 def _calibrate(words: tuple[str, ...], run: str, cluster_file: str | None) -> None:
-    from launch.planner.calibrate import calibrate
-    from launch.report.measured import print_calibration
+    from launch.planner.calibrate.calibrate import calibrate
+    from launch.report.run.measured import print_calibration
 
     if cluster_file is None:
         raise click.UsageError("--calibrate takes runs and a cluster file: megatron-rl plan --calibrate runs/NAME "

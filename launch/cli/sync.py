@@ -30,7 +30,7 @@ def plan(config: str, overrides: tuple[str, ...], device: str, route: str | None
     from launch.errors import UserError
     from launch.fabric.estimate import KINDS
     from launch.planner.prepare import prepare
-    from launch.report import sync_routes
+    from launch.report.plan import sync_routes
 
     prepared = prepare(config, overrides, device)
     found, planned = prepared.found, prepared.planned

@@ -22,11 +22,11 @@ def command(directory: str | None, kind: str | None, no_leave_out: bool, as_json
     import json
 
     from launch.errors import UserError
-    from launch.planner.validate.interface import KINDS
-    from launch.planner.validate.points import load
-    from launch.planner.validate.report import as_json as document, evaluate
-    from launch.planner.validate.score import DEVELOPMENT, module
-    from launch.planner.validate.table import print_report
+    from launch.validate.interface import KINDS
+    from launch.validate.points import load
+    from launch.validate.report import as_json as document, evaluate
+    from launch.validate.score import DEVELOPMENT, module
+    from launch.validate.table import print_report
 
     if kind is not None and kind not in KINDS:
         raise UserError(f"unknown kind of points: {kind}", where="--kind", fix=f"use one of {', '.join(KINDS)}")

@@ -11,7 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 from launch.planner import coefficients as package
-from launch.planner.coefficients.base import ENDS, Coefficients, Range
+from launch.coefficients.base import ENDS, Coefficients, Range
 
 PREFIX = "coefficients."
 

@@ -15,7 +15,7 @@ from launch.config.load import LoadedConfig
 from launch.config.problems import Problems
 from launch.config.schema import RunConfig
 from launch.planner.build import can_share_prompts
-from launch.planner.plan import Architecture
+from launch.plan.plan import Architecture
 
 VLLM_VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this before it divides by TP."""

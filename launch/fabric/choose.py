@@ -14,10 +14,10 @@ from launch.fabric.lanes import Fabric, Traffic, fabric_of, traffic
 from launch.fabric.record import write
 from launch.fabric.routes import Route, build
 from launch.fabric.simulate import Simulation, simulate
-from launch.planner.book import NO_BOOK, Book
-from launch.planner.coefficients.sync import DEFAULT, SyncCoefficients
-from launch.planner.layouts import Precision, RolloutLayout, TrainingLayout
-from launch.planner.shape import ModelShape
+from launch.plan.book import NO_BOOK, Book
+from launch.coefficients.sync import DEFAULT, SyncCoefficients
+from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout
+from launch.model.shape import ModelShape
 
 TIE = 0.01
 """Relative difference of expected times below which the simpler route is taken."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from launch.fabric.lanes import Place
 from launch.fabric.routes import ROOT, Route
-from launch.planner.coefficients.sync import SyncCoefficients
+from launch.coefficients.sync import SyncCoefficients
 
 
 class Communicators(NamedTuple):

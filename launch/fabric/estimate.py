@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from launch.fabric.lanes import Demand, NodeKind, Traffic
 from launch.fabric.shards import Shard
-from launch.planner.coefficients.sync import SyncCoefficients
+from launch.coefficients.sync import SyncCoefficients
 
 Kind = Literal["direct", "chain", "tree"]
 KINDS: tuple[Kind, ...] = ("direct", "chain", "tree")

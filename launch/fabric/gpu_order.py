@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from math import gcd
 
-from launch.planner.layouts import TrainingLayout
+from launch.plan.layouts import TrainingLayout
 
 MOST_GPUS = 16
 """Of a node, for which the assignment is solved; beyond, the order is the natural one."""

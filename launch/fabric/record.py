@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from launch.planner.book import Book
-from launch.planner.coefficients.sync import SyncCoefficients
-from launch.planner.layouts import RolloutLayout, TrainingLayout
-from launch.planner.shape import ModelShape
+from launch.plan.book import Book
+from launch.coefficients.sync import SyncCoefficients
+from launch.plan.layouts import RolloutLayout, TrainingLayout
+from launch.model.shape import ModelShape
 
 if TYPE_CHECKING:
     from launch.fabric.choose import RouteCost, SyncPrediction

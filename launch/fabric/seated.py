@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from launch.fabric.lanes import Fabric, Place, Traffic, assemble, node_kind
 from launch.fabric.shards import Flow, Worker
-from launch.planner.forecast import ClusterFacts
-from launch.planner.layouts import TrainingLayout
-from launch.planner.plan import Placement
+from launch.plan.forecast import ClusterFacts
+from launch.plan.layouts import TrainingLayout
+from launch.plan.plan import Placement
 
 EngineRank = tuple[int, int]
 """(replica, worker)."""

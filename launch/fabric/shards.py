@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from launch.config.arithmetic import round_up
 from launch.planner.build import VOCAB_MULTIPLE
-from launch.planner.layouts import RolloutLayout, TrainingLayout
+from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.planner.parameters import stage_layers
-from launch.planner.shape import ModelShape
+from launch.model.shape import ModelShape
 
 ENGINE_VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this (`vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE`)."""

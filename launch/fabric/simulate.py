@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from launch.fabric.estimate import MINOR
 from launch.fabric.routes import ROOT, Edge, Route
-from launch.planner.coefficients.sync import SyncCoefficients
+from launch.coefficients.sync import SyncCoefficients
 
 Port = tuple
 """(sort, node, NIC or GPU): "out", "in" of a NIC, "nvout", "nvin" of a GPU."""

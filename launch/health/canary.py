@@ -19,8 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.runtime.attempts import write_atomically
-from launch.runtime.shared_files import patiently, read_shared
+from launch.run.attempts import write_atomically
+from launch.files.shared import patiently, read_shared
 
 FOLDER = "canary"
 """In the attempt's folder."""

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from launch.runtime.attempts import write_atomically
-from launch.runtime.shared_files import read_shared
+from launch.run.attempts import write_atomically
+from launch.files.shared import read_shared
 
 SCHEMA_VERSION = 1
 REPORT = "preflight.json"

@@ -30,10 +30,10 @@ from launch.health.verdict import Verdict, judge
 from launch.planner.here import is_here
 from launch.planner.prepare import Prepared
 from launch.ports import allocate
-from launch.runtime.attempts import Attempt
-from launch.runtime.node_files import END, Hello, NodeFiles
-from launch.runtime.shared_files import seen
-from launch.runtime.waiting import wait_until
+from launch.run.attempts import Attempt
+from launch.run.node_files import END, Hello, NodeFiles
+from launch.files.shared import seen
+from launch.files.waiting import wait_until
 from launch.slurm import step as slurm_step
 from launch.slurm.container import folders_of
 from launch.slurm.profiles import Profile, load_profile

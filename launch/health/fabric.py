@@ -17,8 +17,8 @@ from typing import Literal
 from launch import envvars
 from launch.cluster.spec import ClusterSpec
 from launch.health.check import Check, critical, ok, warning
-from launch.runtime.attempts import write_atomically
-from launch.runtime.shared_files import read_shared
+from launch.run.attempts import write_atomically
+from launch.files.shared import read_shared
 
 FOLDER, TASK, RESULT = "fabric", "task.json", "result.json"
 SCHEMA_VERSION = 1

@@ -12,9 +12,9 @@ from launch.health import fabric
 from launch.health.check import Check
 from launch.health.expected import Expected
 from launch.ports import Ports
-from launch.runtime.attempts import Attempt
-from launch.runtime.node_files import Hello
-from launch.runtime.waiting import wait_until
+from launch.run.attempts import Attempt
+from launch.run.node_files import Hello
+from launch.files.waiting import wait_until
 
 GRACE_S = 30.0
 """Beyond the measurement's own deadline: processes start, files appear."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launch.health import canary
 from launch.health.check import Check, critical, read_report
-from launch.runtime.waiting import wait_for
+from launch.files.waiting import wait_for
 
 TIMEOUT_S = 180.0
 

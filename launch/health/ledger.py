@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launch.errors import UserError
-from launch.runtime.attempts import write_atomically
-from launch.runtime.file_lock import held
-from launch.runtime.shared_files import read_shared
-from launch.runtime.waiting import listed
+from launch.run.attempts import write_atomically
+from launch.files.lock import held
+from launch.files.shared import read_shared
+from launch.files.waiting import listed
 
 SCHEMA_VERSION = 1
 FILE = "ledger.json"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from launch import envvars
 from launch.health.check import Check
 from launch.health.machine import Nic, PciPath
-from launch.runtime.waiting import listed
+from launch.files.waiting import listed
 from launch.slurm.profiles import Profile
 
 

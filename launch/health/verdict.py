@@ -48,7 +48,7 @@ class Verdict:
     accepted: tuple[str, ...]
     """Usable nodes in the order given, those for spares included."""
     avoid: tuple[str, ...]
-    """Of those the ones to use last, worst first: `launch.planner.placement.place(avoid=...)`."""
+    """Of those the ones to use last, worst first: `launch.planner.seats.cluster.place(avoid=...)`."""
     excluded: dict[str, Exclusion] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     """Lines for people."""

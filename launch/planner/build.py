@@ -12,8 +12,7 @@ from launch.config import auto
 from launch.config.arithmetic import round_up, sequence_multiple
 from launch.config.schema import RunConfig, Trainer
 from launch.errors import UserError
-from launch.planner.plan import (Architecture, BatchPlan, EnginePlan, Plan, RankCoordinates, RolloutPlan,
-                                 TrainingPlan)
+from launch.plan.plan import (Architecture, BatchPlan, EnginePlan, Plan, RankCoordinates, RolloutPlan, TrainingPlan)
 
 VOCAB_MULTIPLE = 128
 """Megatron's `make_vocab_size_divisible_by`: the padded vocabulary is a multiple of this times TP."""

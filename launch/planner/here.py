@@ -12,16 +12,16 @@ from launch.cluster import gpus, inventory, local
 from launch.cluster.spec import ClusterSpec, Gpu
 from launch.config.load import LoadedConfig
 from launch.config.schema import RunConfig
-from launch.planner.assemble import forecast
-from launch.planner.coefficients import cpu
-from launch.planner.forecast import Forecast
-from launch.planner.joint import Candidate, Mode, candidate, rollout_option, training_option
-from launch.planner.layouts import RolloutLayout, TrainingLayout
-from launch.planner.memory_rollout import kv_bytes_per_token
-from launch.planner.plan import Plan
-from launch.planner.problem import problem_of
-from launch.planner.shape import ModelShape
-from launch.planner.space import RECOMPUTE
+from launch.planner.explain.forecast import forecast
+from launch.coefficients import cpu
+from launch.plan.forecast import Forecast
+from launch.planner.search.candidate import Candidate, Mode, candidate, rollout_option, training_option
+from launch.plan.layouts import RolloutLayout, TrainingLayout
+from launch.planner.memory.rollout import kv_bytes_per_token
+from launch.plan.plan import Plan
+from launch.planner.search.problem import problem_of
+from launch.model.shape import ModelShape
+from launch.planner.search.space import RECOMPUTE
 
 GIB = 1 << 30
 NODE = "localhost"

@@ -11,11 +11,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from launch.planner.book import NO_BOOK, Book
+from launch.plan.book import NO_BOOK, Book
 from launch.config.arithmetic import round_up
 from launch.planner.build import VOCAB_MULTIPLE
-from launch.planner.layouts import TrainingLayout
-from launch.planner.shape import ModelShape
+from launch.plan.layouts import TrainingLayout
+from launch.model.shape import ModelShape
 
 FlopsConvention = Literal["noncausal", "causal", "no_attention", "lora_no_attention", "causal_lora",
                           "noncausal_with_full_recompute"]

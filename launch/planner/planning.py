@@ -11,16 +11,16 @@ from launch.config.checks import check
 from launch.config.load import LoadedConfig
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
-from launch.planner.assemble import forecast
+from launch.planner.explain.forecast import forecast
 from launch.planner.build import plan
-from launch.planner.joint import Candidate, Problem
-from launch.planner.pins import check_pins
-from launch.planner.placement import Seating, place
-from launch.planner.plan import Architecture, Plan
-from launch.planner.problem import chosen_values, modes, problem_of
-from launch.planner.remedies import remedies
-from launch.planner.search import Search
-from launch.planner.shape import ModelShape
+from launch.planner.search.candidate import Candidate, Problem
+from launch.planner.search.pins import check_pins
+from launch.planner.seats.cluster import Seating, place
+from launch.plan.plan import Architecture, Plan
+from launch.planner.search.problem import chosen_values, modes, problem_of
+from launch.planner.explain.remedies import remedies
+from launch.planner.search.search import Search
+from launch.model.shape import ModelShape
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ import re
 
 from launch.cluster.spec import ClusterSpec
 from launch.errors import UserError
-from launch.planner.assemble import throughput_of
-from launch.planner.pins import check_pins
+from launch.planner.explain.forecast import throughput_of
+from launch.planner.search.pins import check_pins
 from launch.planner.prepare import Inputs
-from launch.planner.problem import modes, problem_of
-from launch.planner.remedies import with_nodes
-from launch.planner.search import Search
-from launch.report.plan_sweep import SweepPoint, reaches, smallest_that_reaches
+from launch.planner.search.problem import modes, problem_of
+from launch.planner.explain.remedies import with_nodes
+from launch.planner.search.search import Search
+from launch.report.plan.sweep import SweepPoint, reaches, smallest_that_reaches
 
 MOST_POINTS = 64
 """Sizes that are planned before those around the target."""

@@ -14,13 +14,13 @@ from launch.exit_codes import ExitCode
 from launch.health.check import Check, checks_from_json
 from launch.health.ledger import Ledger
 from launch.health.verdict import judge
-from launch.runtime.attempts import Attempt, write_atomically
+from launch.run.attempts import Attempt, write_atomically
 from launch.runtime.decide import CRASHES, Decision, decide
-from launch.runtime.find_run import attempts_of, read_json
-from launch.runtime.history import PastAttempt, append, read_history
-from launch.runtime.node_files import JOB, all_nodes
-from launch.runtime.outcome import Outcome
-from launch.runtime.stop_file import stop_reason, stopping_for_s
+from launch.run.find import attempts_of, read_json
+from launch.run.attempt_log import PastAttempt, append, read_history
+from launch.run.node_files import JOB, all_nodes
+from launch.run.outcome import Outcome
+from launch.run.stop import stop_reason, stopping_for_s
 from launch.slurm.client import Slurm
 from launch.slurm.job_facts import JobFacts
 from launch.slurm.records import JobRecord

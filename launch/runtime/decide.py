@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from launch.exit_codes import ExitCode
-from launch.runtime.history import PastAttempt
-from launch.runtime.outcome import EXIT_CODES
+from launch.run.attempt_log import PastAttempt
+from launch.run.outcome import EXIT_CODES
 
 Action = Literal["done", "requeue", "fresh", "stop"]
 CRASHES = ("crash", "hang")

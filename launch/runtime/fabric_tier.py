@@ -11,9 +11,9 @@ from launch.config.schema import RunConfig
 from launch.health import fabric_run, rails
 from launch.health.check import Check, worst
 from launch.health.expected import Expected
-from launch.runtime.attempts import Attempt
-from launch.runtime.history import PastAttempt
-from launch.runtime.node_files import Hello
+from launch.run.attempts import Attempt
+from launch.run.attempt_log import PastAttempt
+from launch.run.node_files import Hello
 from launch.slurm.profiles import Profile
 
 COLLECTIVE = re.compile(r"(?i)nccl|gloo|collective|timed? ?out")

@@ -6,7 +6,7 @@ import threading
 import time
 from pathlib import Path
 
-from launch.runtime.shared_files import seen
+from launch.files.shared import seen
 
 LOOK_EVERY_S = 0.02
 

@@ -9,7 +9,7 @@ import time
 from launch import envvars
 from launch.cluster.interfaces import job_address
 from launch.ports import Ports
-from launch.runtime.node_files import Hello
+from launch.run.node_files import Hello
 
 
 def greeting(node: str, ports: Ports) -> Hello:

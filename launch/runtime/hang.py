@@ -17,9 +17,9 @@ import psutil
 
 from launch import processes
 from launch.errors import UserError
-from launch.runtime.attempts import Attempt, write_atomically
-from launch.runtime.components import ComponentRecord, components
-from launch.runtime.shared_files import names_in, read_shared
+from launch.run.attempts import Attempt, write_atomically
+from launch.run.components import ComponentRecord, components
+from launch.files.shared import names_in, read_shared
 
 STACK_SIGNAL = signal.SIGUSR1
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')

@@ -10,13 +10,13 @@ from launch.cluster.spec import ClusterSpec, Switch
 from launch.config.load import LoadedConfig
 from launch.errors import UserError
 from launch.fabric.lanes import leaf_of_nodes
-from launch.planner.place import place_cpu
-from launch.planner.placement import bind, place
-from launch.planner.plan import Placement
+from launch.planner.seats.local import place_cpu
+from launch.planner.seats.cluster import bind, place
+from launch.plan.plan import Placement
 from launch.planner.prepare import Prepared, prepare
-from launch.planner.topology import natural_order
+from launch.cluster.tree import natural_order
 from launch.ports import Ports
-from launch.runtime.node_files import Hello
+from launch.run.node_files import Hello
 from launch.runtime.replan import for_fewer, layouts
 from launch.slurm.job_facts import JobFacts
 from launch.slurm.render import plan_hash_of

@@ -8,7 +8,7 @@ from launch.cluster import topology
 from launch.cluster.spec import Switch
 from launch.cluster.topology_address import FLAT, path_of, switches_of
 from launch.errors import UserError
-from launch.runtime.node_files import Hello
+from launch.run.node_files import Hello
 from launch.slurm.client import Slurm
 
 

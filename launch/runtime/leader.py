@@ -22,26 +22,27 @@ from launch.health.expected import expected_of
 from launch.health.gather import gather_reports
 from launch.health.ledger import Ledger
 from launch.health.verdict import Verdict, judge, record
-from launch.planner.plan import Placement
+from launch.plan.plan import Placement
 from launch.processes import Child, start
-from launch.report.progress import make_progress
-from launch.runtime import endings, node_files
+from launch.report.run.progress import make_progress
+from launch.runtime import endings
+from launch.run import node_files
 from launch.runtime.aftermath import Aftermath
-from launch.runtime.attempts import Attempt, write_atomically
+from launch.run.attempts import Attempt, write_atomically
 from launch.runtime.fabric_tier import with_fabric
-from launch.runtime.components import record_error
-from launch.runtime.history import PastAttempt, record_of
+from launch.run.components import record_error
+from launch.run.attempt_log import PastAttempt, record_of
 from launch.runtime.job_plan import JobPlan, place_job, plan_job
 from launch.runtime.job_topology import switches_of_job
-from launch.runtime.node_files import Beat, Hello, NodeFiles
-from launch.runtime.outcome import Outcome, write_outcome
-from launch.runtime.shared_files import seen
+from launch.run.node_files import Beat, Hello, NodeFiles
+from launch.run.outcome import Outcome, write_outcome
+from launch.files.shared import seen
 from launch.runtime.start_deadline import greeting_s, with_start_deadline
 from launch.runtime.stop_clock import JobIsOver, Signals, StopClock
-from launch.runtime.stop_file import stop_requested
+from launch.run.stop import stop_requested
 from launch.runtime.summary import print_end
 from launch.runtime.view import View
-from launch.runtime.waiting import listed, wait_for
+from launch.files.waiting import listed, wait_for
 from launch.runtime.watch import Watch
 from launch.runtime.workloads.train import TOKEN_FILE
 from launch.slurm.client import Slurm

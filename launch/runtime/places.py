@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from launch import envvars
 from launch.config.schema import RunConfig
-from launch.planner.plan import Placement
+from launch.plan.plan import Placement
 
 NICS = "MEGATRON_RL_NICS"
 """Tells a process which NIC is next to each of its GPUs, in the order of CUDA_VISIBLE_DEVICES."""

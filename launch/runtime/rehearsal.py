@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from launch import envvars
-from launch.planner.plan import Placement, Plan
-from launch.report import rehearsal as table
+from launch.plan.plan import Placement, Plan
+from launch.report.run import rehearsal as table
 from launch.report.lines import few
-from launch.runtime.attempts import Attempt, write_atomically
-from launch.runtime.outcome import Outcome
+from launch.run.attempts import Attempt, write_atomically
+from launch.run.outcome import Outcome
 from launch.runtime.places import Place, places, variables
 
 SCHEMA_VERSION = 1

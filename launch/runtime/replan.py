@@ -11,11 +11,11 @@ from launch.config.checks import check
 from launch.config.load import LoadedConfig
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
-from launch.planner.assemble import forecast
+from launch.planner.explain.forecast import forecast
 from launch.planner.build import plan
 from launch.planner.here import pinned_candidate
-from launch.planner.layouts import RolloutLayout, TrainingLayout
-from launch.planner.placement import nodes_needed
+from launch.plan.layouts import RolloutLayout, TrainingLayout
+from launch.planner.seats.cluster import nodes_needed
 from launch.planner.planning import Planned, sources_of
 from launch.planner.prepare import Prepared
 
@@ -81,7 +81,7 @@ def _candidates(prepared: Prepared, cluster: ClusterSpec) -> Iterator[Sizes]:
 
 
 def _cpu_nodes(planned: Planned, training: TrainingLayout, replicas: int, cluster: ClusterSpec) -> tuple[int, int]:
-    """(nodes that train, all nodes) as `launch.planner.place.place_cpu` spreads them: processes a node as planned."""
+    """(nodes that train, all nodes) as `launch.planner.seats.local.place_cpu` spreads them: processes a node as planned."""
     split = planned.plan.forecast.split
     whole, engines = planned.found.training.layout, planned.found.rollout.layout.replicas
     train = max(1, split.training * training.dp // whole.dp)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from launch.config.load import LoadedConfig
-from launch.planner.plan import Plan
+from launch.plan.plan import Plan
 from launch.runtime.job_plan import JobPlan
 from launch.slurm.margin import needed
 from launch.slurm.profiles import Profile

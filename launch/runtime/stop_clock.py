@@ -9,12 +9,12 @@ from collections.abc import Callable
 from types import FrameType
 
 from launch import early_signals
-from launch.report.history import metric_rows
-from launch.runtime.attempts import Attempt
+from launch.run.metrics import metric_rows
+from launch.run.attempts import Attempt
 from launch.runtime.deadline import Deadline, margin_s
-from launch.runtime.node_files import TERMINATED, stamp
-from launch.runtime.shared_files import seen
-from launch.runtime.stop_file import Reason, ask_to_stop, stop_requested
+from launch.run.node_files import TERMINATED, stamp
+from launch.files.shared import seen
+from launch.run.stop import Reason, ask_to_stop, stop_requested
 from launch.slurm.client import Slurm
 from launch.slurm.clock import ahead_s
 from launch.slurm.job_facts import JobFacts

@@ -6,12 +6,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from launch.report.history import attempt_dirs, read_history
-from launch.report.html import write_report
-from launch.report.measured import FILE, comparison_text, of_attempt
-from launch.report.terminal import closing_summary
-from launch.runtime.attempts import Attempt, write_atomically
-from launch.runtime.outcome import Outcome
+from launch.run.metrics import attempt_dirs, read_history
+from launch.report.run.html import write_report
+from launch.report.run.measured import FILE, comparison_text, of_attempt
+from launch.report.run.terminal import closing_summary
+from launch.run.attempts import Attempt, write_atomically
+from launch.run.outcome import Outcome
 
 LOG_TAIL_LINES = 15
 REHEARSAL = "rehearsal.txt"

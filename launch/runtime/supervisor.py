@@ -3,7 +3,7 @@
 It greets, checks its node, waits for the placement, starts what the workload wants of this node, watches it, and ends
 all of it: by handle, and by the mark and the node's name in a process's environment, since simulated nodes share a
 host. It always exits 0: an exit code must not make Slurm kill ranks that still save. What it has to say is in files
-(`launch.runtime.node_files`).
+(`launch.run.node_files`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ from launch.health.check import checks_to_json, write_report
 from launch.health.expected import FILE as EXPECTED, Expected
 from launch.health.node import NodeContext as CheckContext, check_node
 from launch.ports import Ports, allocate
-from launch.runtime import caches, components, hang, node_files, progress_file, teardown
-from launch.runtime.attempts import Attempt, write_atomically
-from launch.runtime.components import Failure, NodeComponents
+from launch.runtime import caches, hang, teardown
+from launch.run import components
+from launch.run import node_files
+from launch.run import progress as progress_file
+from launch.run.attempts import Attempt, write_atomically
+from launch.run.components import Failure, NodeComponents
 from launch.runtime.greeting import greeting
-from launch.runtime.node_files import Beat, NodeFiles
-from launch.runtime.outcome import read_outcome
-from launch.runtime.shared_files import names_in, read_shared, seen
-from launch.runtime.stop_file import ask_to_stop
-from launch.runtime.waiting import LOOK_EVERY_S, listed, wait_until
+from launch.run.node_files import Beat, NodeFiles
+from launch.run.outcome import read_outcome
+from launch.files.shared import names_in, read_shared, seen
+from launch.run.stop import ask_to_stop
+from launch.files.waiting import LOOK_EVERY_S, listed, wait_until
 from launch.runtime.workloads.context import Running
 
 WITHOUT_LEADER_S = 120.0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from launch import processes
-from launch.runtime import shared_memory
-from launch.runtime.attempts import Attempt
-from launch.runtime.components import components
-from launch.runtime.find_run import attempts_of
+from launch import shared_memory
+from launch.run.attempts import Attempt
+from launch.run.components import components
+from launch.run.find import attempts_of
 
 
 def end_all(attempt: Attempt, node: str | None = None, grace_s: float = 0.0) -> list[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.report.history import JsonlTail, MetricsTail
-from launch.report.progress import Progress
-from launch.runtime import progress_file
+from launch.run.metrics import JsonlTail, MetricsTail
+from launch.report.run.progress import Progress
+from launch.run import progress as progress_file
 
 
 class View:

@@ -8,16 +8,19 @@ import time
 from collections.abc import Callable, Collection
 
 from launch.config.schema import RunConfig
-from launch.planner.plan import Placement
+from launch.plan.plan import Placement
 from launch.processes import Child
-from launch.runtime import components, endings, hang, node_files, progress_file
-from launch.runtime.attempts import Attempt
-from launch.runtime.node_files import BeatWatch, NodeFiles
-from launch.runtime.outcome import Outcome, read_outcome
-from launch.runtime.shared_files import seen
-from launch.runtime.stop_file import stop_requested
+from launch.runtime import endings, hang
+from launch.run import components
+from launch.run import node_files
+from launch.run import progress as progress_file
+from launch.run.attempts import Attempt
+from launch.run.node_files import BeatWatch, NodeFiles
+from launch.run.outcome import Outcome, read_outcome
+from launch.files.shared import seen
+from launch.run.stop import stop_requested
 from launch.runtime.view import View
-from launch.runtime.waiting import listed, wait_for
+from launch.files.waiting import listed, wait_for
 
 LOOK_EVERY_S = 0.5
 DRIVER_GRACE_S = 5.0

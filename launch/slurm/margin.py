@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from launch.config.schema import RunConfig
 from launch.errors import UserError
-from launch.planner.plan import Plan
+from launch.plan.plan import Plan
 from launch.slurm.profiles import Profile
 
 RESERVE_S = 60.0

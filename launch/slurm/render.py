@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from launch import envvars
 from launch.config.schema import RunConfig
 from launch.errors import UserError
-from launch.planner.plan import Plan
+from launch.plan.plan import Plan
 from launch.slurm.margin import PORTABLE_S
 from launch.slurm.profiles import Profile
 

@@ -13,7 +13,7 @@ import launch
 from launch.config.load import load_config
 from launch.errors import UserError
 from launch.planner.prepare import Prepared, prepare
-from launch.runtime.attempts import write_atomically
+from launch.run.attempts import write_atomically
 from launch.slurm.client import Slurm
 from launch.slurm.margin import explained, stop_margin
 from launch.slurm.profiles import Profile, load_profile

@@ -25,8 +25,8 @@ from launch.config.load import load_config
 from launch.config.schema import RunConfig
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
-from launch.runtime.attempts import write_atomically
-from launch.runtime.outcome import Outcome
+from launch.run.attempts import write_atomically
+from launch.run.outcome import Outcome
 from launch.slurm import client, submit
 from launch.slurm.client import Slurm
 from launch.slurm.refusals import SlurmError

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch import envvars, processes
-from launch.runtime.find_run import attempts_of
-from launch.runtime.outcome import Outcome, read_outcome
-from launch.runtime.stop_file import ask_to_stop
+from launch.run.find import attempts_of
+from launch.run.outcome import Outcome, read_outcome
+from launch.run.stop import ask_to_stop
 
 LOOK_EVERY_S = 1.0
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from launch.runtime import faults
-from launch.runtime.components import component, register_children
+from launch.run import faults
+from launch.run.components import component, register_children
 from megatron_rl.data.batch import Group, PolicyBatch, Prompt
 from megatron_rl.driver.component import begin, guarded, settle
 from megatron_rl.weight_sync.disk import Exported, Part
@@ -32,7 +32,7 @@ class TrainerActor:
 
     @staticmethod
     def _placement(attempt_folder: str, rank: int) -> str:
-        from launch.runtime.attempts import Attempt
+        from launch.run.attempts import Attempt
 
         return Attempt(Path(attempt_folder)).placement().training[rank].node
 
@@ -106,7 +106,7 @@ class RolloutActor:
     """One vLLM replica. Asynchronous: many groups are generated at once."""
 
     def __init__(self, attempt_folder: str, replica: int) -> None:
-        from launch.runtime.attempts import Attempt
+        from launch.run.attempts import Attempt
 
         self.name = f"rollout-{replica}"
         placement = Attempt(Path(attempt_folder)).placement()

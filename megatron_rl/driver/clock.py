@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.runtime.progress_file import write_progress
+from launch.run.progress import write_progress
 
 PHASES = {"rollout": "time/rollout", "reward": "time/reward", "log-prob": "time/logprob", "train": "time/train",
           "sync": "time/sync"}

@@ -20,8 +20,8 @@ from typing import IO, Any
 
 from launch import envvars
 from launch.errors import UserError
-from launch.runtime.attempts import Attempt, write_atomically
-from launch.runtime.components import record_error, register
+from launch.run.attempts import Attempt, write_atomically
+from launch.run.components import record_error, register
 from launch.runtime.hang import STACK_SIGNAL, stack_file
 
 _stacks: dict[str, IO[str]] = {}

@@ -13,7 +13,7 @@ import ray
 
 from launch import envvars
 from launch.errors import UserError
-from launch.runtime.attempts import Attempt
+from launch.run.attempts import Attempt
 from megatron_rl.data.batch import Group, PolicyBatch, Prompt
 from megatron_rl.driver.actors import RewardActor, RolloutActor, TrainerActor
 from megatron_rl.driver.cluster import connect, gather, pinned

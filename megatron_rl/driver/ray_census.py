@@ -14,7 +14,7 @@ from pathlib import Path
 import ray
 
 from launch import envvars
-from launch.runtime.attempts import Attempt, write_atomically
+from launch.run.attempts import Attempt, write_atomically
 from launch.runtime.rehearsal import RayReport, ray_file
 from megatron_rl.driver.cluster import connect, gather, pinned
 

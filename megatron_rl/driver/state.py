@@ -8,7 +8,7 @@ from typing import Any
 
 from launch.config.schema import RunConfig
 from launch.errors import UserError
-from launch.runtime.attempts import Attempt
+from launch.run.attempts import Attempt
 from megatron_rl.data import dataset, template
 from megatron_rl.data.batch import Prompt
 from megatron_rl.data.sampler import PromptSampler

@@ -9,9 +9,9 @@ from launch.config.schema import RunConfig
 from launch.fabric.estimate import KINDS, Kind
 from launch.fabric.seated import Seats, seats_of
 from launch.fabric.shards import Flow, Shard, flows
-from launch.planner.architectures import from_architecture
-from launch.planner.layouts import RolloutLayout, TrainingLayout
-from launch.planner.plan import Placement, Plan
+from launch.model.builtin import from_architecture
+from launch.plan.layouts import RolloutLayout, TrainingLayout
+from launch.plan.plan import Placement, Plan
 from megatron_rl.weight_sync.manifest import SyncManifest
 
 MIB = 1 << 20

@@ -13,7 +13,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from launch.config.model_folder import check_model_folder
+from launch.model.folder import check_model_folder
 from launch.errors import UserError
 from launch.processes import output_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from launch.config.schema import RunConfig
-from launch.report.history import attempt_dirs, read_history
+from launch.run.metrics import attempt_dirs, read_history
 from megatron_rl.data.batch import Group
 from megatron_rl.monitor.divergence import Finding, Watch
 from megatron_rl.monitor.metrics import check_names

@@ -18,7 +18,7 @@ import numpy as np
 
 from launch.config.schema import RunConfig
 from launch.errors import UserError
-from launch.planner.plan import Placement, Plan
+from launch.plan.plan import Placement, Plan
 from megatron_rl.data import template
 from megatron_rl.data.batch import Completion, Group, Prompt
 from megatron_rl.rollout.sampling import Sampling, engine_seed, group_seed, instances

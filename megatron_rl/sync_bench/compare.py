@@ -9,7 +9,7 @@ from typing import NamedTuple
 from launch.fabric.choose import SyncPrediction
 from launch.fabric.routes import Route
 from launch.fabric.seated import EngineRank, Seats
-from launch.planner.coefficients.sync import SyncCoefficients
+from launch.coefficients.sync import SyncCoefficients
 from megatron_rl.weight_sync.protocol import SyncReport, engine_name, trainer_name
 
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from launch.fabric.simulate import arrivals
-from launch.planner.coefficients.sync import SyncCoefficients
+from launch.coefficients.sync import SyncCoefficients
 from launch.planner.prepare import Prepared
 from megatron_rl.sync_bench.compare import EdgeTime, Lane, Part, edges, found_coefficients, parts, pauses
 from megatron_rl.sync_bench.lane_probe import LINKS

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from launch.planner.plan import Architecture, TrainingPlan
+from launch.plan.plan import Architecture, TrainingPlan
 from megatron_rl.weight_sync.megatron_layout import megatron_layout
 from megatron_rl.weight_sync.sender import WeightSender
 from megatron_rl.weight_sync.tiles import ParamLayout, Tile, tile_view

@@ -15,10 +15,10 @@ from launch.fabric.choose import SyncPrediction
 from launch.fabric.estimate import Kind
 from launch.fabric.lanes import Place, engine_gpus
 from launch.fabric.seated import Seats
-from launch.planner.coefficients.sync import SyncCoefficients
-from launch.planner.joint import Candidate
-from launch.planner.place import place_local
-from launch.planner.plan import Placement
+from launch.coefficients.sync import SyncCoefficients
+from launch.planner.search.candidate import Candidate
+from launch.planner.seats.local import place_local
+from launch.plan.plan import Placement
 from launch.planner.prepare import Prepared
 from launch.ports import allocate
 from launch.runtime.job_plan import job_plan, place_job

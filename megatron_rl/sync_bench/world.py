@@ -9,7 +9,7 @@ from typing import Any
 
 from launch import envvars
 from launch.config.schema import RunConfig
-from launch.planner.plan import Placement, Plan
+from launch.plan.plan import Placement, Plan
 from megatron_rl.rollout.weights import EngineWeights
 from megatron_rl.sync_bench.members import Host, Member, Members, together
 from megatron_rl.weight_sync.coordinator import Endpoint

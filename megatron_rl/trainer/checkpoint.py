@@ -21,7 +21,7 @@ from safetensors.torch import save as safetensors_bytes
 from torch.distributed.checkpoint.api import CheckpointException
 
 from launch.errors import UserError
-from launch.planner.plan import RankCoordinates
+from launch.plan.plan import RankCoordinates
 from megatron_rl.trainer import checkpoint_files as files
 from megatron_rl.trainer import checkpoint_tensors, rng
 from megatron_rl.trainer.optimizer import PolicyOptimizer

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from launch.planner.plan import Plan, RankCoordinates
+from launch.plan.plan import Plan, RankCoordinates
 from megatron_rl.stores import meet, tcp_store
 from megatron_rl.trainer import cpu
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from launch.config.schema import Trainer
-from launch.planner.plan import Plan
+from launch.plan.plan import Plan
 from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.trainer.model import build_model
 from megatron_rl.trainer.step import run_logprobs

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
-from launch.planner.plan import RankCoordinates
+from launch.plan.plan import RankCoordinates
 
 _TRACKER = "tracker."
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from launch.errors import UserError
-from launch.planner.architecture import ROPE_TYPES
-from launch.planner.plan import Architecture
+from launch.model.architecture import ROPE_TYPES
+from launch.plan.plan import Architecture
 
 
 def inverse_frequencies(architecture: Architecture) -> torch.Tensor:

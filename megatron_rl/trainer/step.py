@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from launch.planner.plan import Plan
+from launch.plan.plan import Plan
 from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.data.packing import MicroBatch, Predictions, pack
 from megatron_rl.data.schedule import InputTokens, Schedule, make_schedule

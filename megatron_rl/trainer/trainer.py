@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from launch.config.schema import RunConfig
-from launch.planner.plan import Plan
+from launch.plan.plan import Plan
 from megatron_rl.algorithms.objective import token_objective
 from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.trainer import cpu, rng

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from launch.errors import UserError
 from launch.fabric.shards import Flow, Shard, Worker
-from launch.planner.layouts import TrainingLayout
-from launch.planner.plan import RankCoordinates
+from launch.plan.layouts import TrainingLayout
+from launch.plan.plan import RankCoordinates
 from megatron_rl.weight_sync.buckets import Copy
 from megatron_rl.weight_sync.streams import EngineRank
 from megatron_rl.weight_sync.tiles import ParamLayout, Tile, intersect

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from launch.errors import UserError
-from launch.planner.plan import Architecture, TrainingPlan
+from launch.plan.plan import Architecture, TrainingPlan
 from megatron_rl.trainer import checkpoint_files
 from megatron_rl.weight_sync.digest import add, digest_tiles
 from megatron_rl.weight_sync.disk import Exported, Part

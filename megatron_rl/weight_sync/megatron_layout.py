@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from launch.planner.architecture import tensor_shapes
-from launch.planner.plan import Architecture, TrainingPlan
+from launch.model.architecture import tensor_shapes
+from launch.plan.plan import Architecture, TrainingPlan
 from megatron_rl.weight_sync.tiles import CanonicalTensor, ParamLayout, Tile, contiguous_stride
 
 Implementation = Literal["local", "transformer_engine"]

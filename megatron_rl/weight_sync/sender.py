@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from launch.fabric.estimate import SENDING
-from launch.planner.plan import RankCoordinates
+from launch.plan.plan import RankCoordinates
 from megatron_rl.weight_sync.buckets import Bucket
 from megatron_rl.weight_sync.copies import Source
 from megatron_rl.weight_sync.digest import add, digest_layouts

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.config.load import load_config
-from launch.config.model_folder import check_model_folder
+from launch.model.folder import check_model_folder
 from megatron_rl.data import make_digits, make_sums
 from megatron_rl.data.dataset import load_prompts
 from megatron_rl.data.template import PromptTemplate, load_tokenizer, stop_token_ids

@@ -9,10 +9,10 @@ import pytest
 from launch.fabric.bounds import bounds
 from launch.fabric.choose import fastest, predict
 from launch.fabric.lanes import fabric_of, traffic
-from launch.planner.book import Book
-from launch.planner.coefficients.sync import DEFAULT
-from launch.planner.layouts import RolloutLayout, TrainingLayout
-from launch.planner.shape import ModelShape
+from launch.plan.book import Book
+from launch.coefficients.sync import DEFAULT
+from launch.plan.layouts import RolloutLayout, TrainingLayout
+from launch.model.shape import ModelShape
 from tests.fabric.cases import FABRIC, LLAMA_70B, cluster
 
 REFERENCE = TrainingLayout(tp=8, pp=4, dp=4), RolloutLayout(tp=8, replicas=16)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from launch.fabric import lanes
 from launch.fabric.gpu_order import assign, engine_gpu_order
 from launch.fabric.lanes import Fabric, traffic
-from launch.planner.layouts import RolloutLayout, TrainingLayout
+from launch.plan.layouts import RolloutLayout, TrainingLayout
 from tests.fabric.cases import FABRIC, LLAMA_70B, SMALL
 
 

@@ -11,8 +11,8 @@ from launch.fabric.lanes import traffic
 from launch.fabric.paths import Branch, trees
 from launch.fabric.routes import build
 from launch.fabric.simulate import arrivals, simulate
-from launch.planner.coefficients.sync import DEFAULT
-from launch.planner.layouts import RolloutLayout, TrainingLayout
+from launch.coefficients.sync import DEFAULT
+from launch.plan.layouts import RolloutLayout, TrainingLayout
 from tests.fabric.cases import FABRIC, LLAMA_70B, traffics
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from launch.fabric.estimate import KINDS
 from launch.fabric.lanes import Fabric, traffic
 from launch.fabric.routes import binary_tree, build, second_tree
-from launch.planner.layouts import RolloutLayout, TrainingLayout
+from launch.plan.layouts import RolloutLayout, TrainingLayout
 from tests.fabric.cases import FABRIC, LLAMA_70B, Case, check_coverage, traffics
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.fabric.shards import Worker, adapter_bytes, flows, held_bytes
-from launch.planner.layouts import RolloutLayout, TrainingLayout
+from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.planner.parameters import count, stage_parameters
 from tests.fabric.cases import LLAMA_70B, MIXTURE, SHAPES, SMALL, TIED
 

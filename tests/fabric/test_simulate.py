@@ -12,8 +12,8 @@ from launch.fabric.estimate import KINDS, times
 from launch.fabric.lanes import traffic
 from launch.fabric.routes import build
 from launch.fabric.simulate import simulate
-from launch.planner.coefficients.sync import DEFAULT
-from launch.planner.layouts import RolloutLayout, TrainingLayout
+from launch.coefficients.sync import DEFAULT
+from launch.plan.layouts import RolloutLayout, TrainingLayout
 from tests.fabric.cases import FABRIC, LLAMA_70B, Case, traffics
 
 SYMMETRIC = [

@@ -15,9 +15,9 @@ import torch
 
 from launch import envvars
 from launch.config.schema import RunConfig
-from launch.planner.architecture import from_hf_config
+from launch.model.architecture import from_hf_config
 from launch.planner.build import plan
-from launch.planner.plan import Plan
+from launch.plan.plan import Plan
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.stores import tcp_store

@@ -16,7 +16,7 @@ from launch.errors import UserError
 from launch.health.check import critical
 from launch.health.ledger import EXPIRY_S, MAX_WITHOUT_SIZE, Entry, Ledger
 from launch.health.verdict import judge, record
-from launch.runtime.waiting import wait_until
+from launch.files.waiting import wait_until
 
 DAY = 24 * 3600.0
 
@@ -127,7 +127,7 @@ def test_a_broken_file_is_said(tmp_path, text, fragment):
 HOLDER = """
 import sys, threading
 from pathlib import Path
-from launch.runtime.file_lock import held
+from launch.files.lock import held
 with held(Path(sys.argv[1]), 5.0):
     threading.Event().wait()
 """

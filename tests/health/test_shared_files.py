@@ -14,7 +14,7 @@ from launch.health import canary, gather
 from launch.health.check import Check, ok, read_report, write_report
 from launch.health.checks import clock
 from launch.health.gather import gather_reports
-from launch.runtime import node_files
+from launch.run import node_files
 from tests.health.conftest import named
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 
 from launch.processes import marked
-from launch.report.history import metric_rows
-from launch.runtime.attempts import Attempt
-from launch.runtime.components import ComponentRecord, components
-from launch.runtime.outcome import Outcome, read_outcome
+from launch.run.metrics import metric_rows
+from launch.run.attempts import Attempt
+from launch.run.components import ComponentRecord, components
+from launch.run.outcome import Outcome, read_outcome
 
 CONFIG = "configs/tiny/grpo.yaml"
 

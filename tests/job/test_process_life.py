@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from launch.exit_codes import ExitCode
-from launch.runtime.components import components
-from launch.runtime.stop_file import stop_requested
+from launch.run.components import components
+from launch.run.stop import stop_requested
 from megatron_rl.trainer.checkpoint_files import complete_checkpoints
 from tests.job.runner import Launched, launch
 from tests.job.survivors import family

@@ -10,9 +10,9 @@ from statistics import fmean, median
 import pytest
 
 from launch import envvars
-from launch.planner.calibrate import calibrate
+from launch.planner.calibrate.calibrate import calibrate
 from launch.planner.prepare import prepare
-from launch.runtime.stop_file import STOP_FILE
+from launch.run.stop import STOP_FILE
 from megatron_rl.trainer.checkpoint_files import complete_checkpoints
 from megatron_rl.weight_sync.disk_check import recorded_digests
 from tests.job.runner import CONFIG, Launched, evaluation, launch, listening_addresses, stop

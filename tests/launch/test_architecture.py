@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from launch.errors import UserError
-from launch.planner.architecture import from_hf_config, from_hf_dict, parameter_count
+from launch.model.architecture import from_hf_config, from_hf_dict, parameter_count
 from tests.launch.conftest import HF_CONFIGS, TINY_MODEL
 
 PUBLISHED = {"llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496, "qwen2.5-7b": 7_615_616_512,

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.config import docs
+from tools import docs
 from launch.config.checks import check
 from launch.config.keys import all_keys
 from launch.config.load import load_config
-from launch.planner.architecture import from_hf_config, from_hf_dict
+from launch.model.architecture import from_hf_config, from_hf_dict
 from launch.planner.build import plan
-from launch.planner.place import place_local
+from launch.planner.seats.local import place_local
 from launch.ports import Ports
 from tests.launch.conftest import HF_CONFIGS
 
@@ -60,12 +60,12 @@ def test_the_gpu_configuration_of_make_grpo_fits_two_gpus(monkeypatch):
 
 def test_plan_page_is_up_to_date():
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
-    assert docs.plan_page(page) == page, "refresh: python -m launch.config.docs"
+    assert docs.plan_page(page) == page, "refresh: python -m tools.docs"
 
 
 def test_config_page_is_up_to_date():
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    assert docs.config_page(page) == page, "refresh: python -m launch.config.docs"
+    assert docs.config_page(page) == page, "refresh: python -m tools.docs"
     for key in all_keys():
         assert key.section is not None or f"`{key.dotted}`" in page or f"### {key.dotted}" in page
     assert (ROOT / "docs" / "exit-codes.md").read_text(encoding="utf-8") == docs.exit_codes_page()

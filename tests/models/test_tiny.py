@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launch.planner.architecture import from_hf_config
+from launch.model.architecture import from_hf_config
 from megatron_rl.models.tiny import CHARACTERS, byte_tokenizer, character_tokenizer, write_tiny
 from tests.tiny_models import FAMILIES, make_tiny
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.report.history import SPLIT
+from launch.run.metrics import SPLIT
 from megatron_rl.monitor import metrics
 from megatron_rl.monitor.metrics import UnknownMetric, check_names, lookup
 

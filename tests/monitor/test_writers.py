@@ -11,7 +11,7 @@ import pytest
 
 from launch.config.schema import RunConfig
 from launch.errors import UserError
-from launch.report.history import attempt_dirs, metric_rows, read_history
+from launch.run.metrics import attempt_dirs, metric_rows, read_history
 from megatron_rl.data.batch import Completion, Group, Prompt
 from megatron_rl.monitor.metrics import UnknownMetric
 from megatron_rl.monitor.monitor import Monitor

@@ -9,15 +9,15 @@ from pathlib import Path
 from launch.cluster.file import load_cluster
 from launch.cluster.spec import ClusterSpec
 from launch.config.load import LoadedConfig, load_config
-from launch.planner.architectures import from_architecture, from_builtin
-from launch.planner.coefficients.site import SiteCoefficients
-from launch.planner.joint import Candidate, Mode, Problem
-from launch.planner.lengths import LogNormal
-from launch.planner.remedies import with_nodes
-from launch.planner.search import Search
-from launch.planner.shape import ModelShape
-from launch.planner.space import Pins
-from launch.planner.workload import Workload
+from launch.model.builtin import from_architecture, from_builtin
+from launch.coefficients.site import SiteCoefficients
+from launch.planner.search.candidate import Candidate, Mode, Problem
+from launch.planner.workload.lengths import LogNormal
+from launch.planner.explain.remedies import with_nodes
+from launch.planner.search.search import Search
+from launch.model.shape import ModelShape
+from launch.planner.search.space import Pins
+from launch.planner.workload.workload import Workload
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

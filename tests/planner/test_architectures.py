@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 
 from launch.errors import UserError
-from launch.planner.architecture import from_hf_config, from_hf_dict, parameter_count
-from launch.planner.architectures import (BUILTIN, builtin, from_architecture, from_builtin, known,
-                                          architecture_for_planning)
+from launch.model.architecture import from_hf_config, from_hf_dict, parameter_count
+from launch.model.builtin import (BUILTIN, builtin, from_architecture, from_builtin, known, architecture_for_planning)
 from launch.planner.parameters import count
-from launch.planner.validate.score import development_points
+from launch.validate.score import development_points
 from tests.launch.conftest import HF_CONFIGS
 
 QWEN3_MOE = {

@@ -9,13 +9,13 @@ from functools import lru_cache
 
 import pytest
 
-from launch.planner.book import Book
-from launch.planner.coefficients.site import SiteCoefficients
-from launch.planner.evaluate import evaluate
-from launch.planner.joint import Candidate, Mode, Problem
-from launch.planner.layouts import TrainingLayout
-from launch.planner.lengths import LogNormal
-from launch.planner.space import Pins
+from launch.plan.book import Book
+from launch.coefficients.site import SiteCoefficients
+from launch.planner.explain.evaluate import evaluate
+from launch.planner.search.candidate import Candidate, Mode, Problem
+from launch.plan.layouts import TrainingLayout
+from launch.planner.workload.lengths import LogNormal
+from launch.planner.search.space import Pins
 from tests.planner.problems import best, builtin, problem, workload
 
 LONG = workload(prompt_tokens=300, lengths=LogNormal(1024, 0.9, 4096))
@@ -34,7 +34,7 @@ def _pinned(mode: Mode, found: Problem, training: dict, rollout: dict | None = N
 @pytest.fixture(autouse=True)
 def without_ticks(monkeypatch):
     """A sync in whole milliseconds hides what a small model's dimensions change."""
-    monkeypatch.setattr("launch.planner.joint.SYNC_TICK_S", 1e-12)
+    monkeypatch.setattr("launch.planner.search.candidate.SYNC_TICK_S", 1e-12)
 
 
 @lru_cache(maxsize=16)

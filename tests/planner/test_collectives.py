@@ -10,11 +10,11 @@ import pytest
 
 from launch.cluster import gpus
 from launch.cluster.spec import ClusterSpec
-from launch.planner.coefficients.collectives import CollectiveCoefficients
-from launch.planner.collectives import Fabric, Group, group
-from launch.planner.validate import collectives as validation
-from launch.planner.validate.fit import median
-from launch.planner.validate.points import load
+from launch.coefficients.collectives import CollectiveCoefficients
+from launch.planner.time.collectives import Fabric, Group, group
+from launch.validate import collectives as validation
+from launch.validate.fit import median
+from launch.validate.points import load
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "measured"
 H100 = ClusterSpec("h100", tuple(f"n{number}" for number in range(8)), 8, gpus.find("h100"), 8, 50e9, 8, 10**12)

@@ -10,14 +10,14 @@ from dataclasses import fields, replace
 import pytest
 
 from launch.cluster import gpus
-from launch.planner.book import Book
-from launch.planner.layouts import RolloutLayout
-from launch.planner.memory_rollout import kv_bytes_per_token
+from launch.plan.book import Book
+from launch.plan.layouts import RolloutLayout
+from launch.planner.memory.rollout import kv_bytes_per_token
 from launch.planner.parameters import matrix_parameters
-from launch.planner.rollout_decode import engine_of
-from launch.planner.validate import decode as validation
-from launch.planner.validate.fit import median
-from launch.planner.validate.score import development_points
+from launch.planner.time.decode import engine_of
+from launch.validate import decode as validation
+from launch.validate.fit import median
+from launch.validate.score import development_points
 from tests.planner.engines import H100, LLAMA_8B, LLAMA_70B, MOE, C, given_book
 
 IDEAL = C.changed({"hbm": 1.0, "gemm": 1.0, "decode_gemm_fp8": 1.0, "nvlink": 1.0, "allreduce_s": 0.0,

@@ -10,10 +10,10 @@ from launch.cluster import gpus, inventory, local
 from launch.cluster.file import load_cluster
 from launch.config.load import load_config
 from launch.errors import UserError
-from launch.planner.architectures import from_builtin
+from launch.model.builtin import from_builtin
 from launch.planner.build import plan
 from launch.planner.here import this_machine
-from launch.planner.measured import compare
+from launch.planner.calibrate.measured import compare
 from launch.planner.prepare import prepare
 from tests.planner.problems import CONFIGS
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from launch.planner.assemble import forecast, throughput_of
-from launch.planner.forecast import Forecast
-from launch.planner.joint import Candidate, Problem, candidate, rollout_option, training_option
-from launch.planner.lengths import LogNormal
+from launch.planner.explain.forecast import forecast, throughput_of
+from launch.plan.forecast import Forecast
+from launch.planner.search.candidate import Candidate, Problem, candidate, rollout_option, training_option
+from launch.planner.workload.lengths import LogNormal
 from launch.planner.parameters import tensor_count
-from launch.planner.rl_step import refit_seconds
-from launch.planner.search import Search
-from launch.planner.space import Pins
+from launch.planner.time.step import refit_seconds
+from launch.planner.search.search import Search
+from launch.planner.search.space import Pins
 from tests.planner.problems import SMALL, best, builtin, problem, workload
 
 LLAMA_8B, LLAMA_70B = builtin("llama3-8b"), builtin("llama3-70b")

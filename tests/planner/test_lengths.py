@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.errors import UserError
-from launch.planner.lengths import Counted, LogNormal, check_prompt
+from launch.planner.workload.lengths import Counted, LogNormal, check_prompt
 
 TABLE = [   # sigma, p50, p99, capped, E[l^2]/E[l], active context, E[max of 16], P(a group of 16 holds a capped one)
     (0.6, 1717, 6948, 0.005, 2874, 1949, 5107, 0.07),

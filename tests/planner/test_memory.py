@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.cluster import gpus
-from launch.planner.activations import in_flight, layer_activations
-from launch.planner.architectures import builtin
-from launch.planner.book import Book
-from launch.planner.coefficients.memory import MemoryCoefficients
-from launch.planner.givens import write_gpu, write_model, write_rollout, write_trainer
-from launch.planner.layouts import RolloutLayout, TrainingLayout
-from launch.planner.memory import lora_parameters, training_memory
-from launch.planner.memory_rollout import colocated_memory, kv_bytes_per_token, rollout_memory, weights_on_rank
+from launch.planner.memory.activations import in_flight, layer_activations
+from launch.model.builtin import builtin
+from launch.plan.book import Book
+from launch.coefficients.memory import MemoryCoefficients
+from launch.planner.explain.givens import write_gpu, write_model, write_rollout, write_trainer
+from launch.plan.layouts import RolloutLayout, TrainingLayout
+from launch.planner.memory.training import lora_parameters, training_memory
+from launch.planner.memory.rollout import colocated_memory, kv_bytes_per_token, rollout_memory, weights_on_rank
 from launch.planner.parameters import count, stage_parameters
-from launch.planner.shape import ModelShape
-from launch.planner.validate import memory as validation
-from launch.planner.validate.score import development_points
+from launch.model.shape import ModelShape
+from launch.validate import memory as validation
+from launch.validate.score import development_points
 
 H100 = gpus.find("h100")
 LLAMA70, QWEN7, QWEN_MOE = builtin("llama-3.1-70b"), builtin("qwen2.5-7b"), builtin("qwen3-30b-a3b")

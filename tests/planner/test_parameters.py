@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.planner.architecture import parameter_count
-from launch.planner.architectures import builtin, from_architecture, from_builtin
-from launch.planner.layouts import TrainingLayout
+from launch.model.architecture import parameter_count
+from launch.model.builtin import builtin, from_architecture, from_builtin
+from launch.plan.layouts import TrainingLayout
 from launch.planner.parameters import (active_parameters, count, even_layers, flops_per_token, layer,
                                        matrix_parameters, padded_vocab, stage_parameters)
-from launch.planner.plan import Architecture
-from launch.planner.shape import ModelShape
-from launch.planner.validate import parameters as validation
-from launch.planner.validate.score import development_points
+from launch.plan.plan import Architecture
+from launch.model.shape import ModelShape
+from launch.validate import parameters as validation
+from launch.validate.score import development_points
 
 PUBLISHED = {
     "llama-3-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496, "llama-3.1-405b": 405_853_388_800,

@@ -14,9 +14,9 @@ from launch.cluster.spec import ClusterSpec, Switch
 from launch.errors import UserError
 from launch.fabric.gpu_order import engine_gpu_order
 from launch.planner.build import rank_coordinates
-from launch.planner.layouts import RolloutLayout, TrainingLayout
-from launch.planner.placement import Seating, bind, place
-from launch.planner.topology import natural_order, topology
+from launch.plan.layouts import RolloutLayout, TrainingLayout
+from launch.planner.seats.cluster import Seating, bind, place
+from launch.cluster.tree import natural_order, topology
 from launch.ports import Ports
 
 

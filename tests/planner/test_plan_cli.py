@@ -13,7 +13,7 @@ import pytest
 
 from launch.cli.main import main
 from launch.exit_codes import ExitCode
-from launch.planner.plan import SCHEMA_VERSION, Plan
+from launch.plan.plan import SCHEMA_VERSION, Plan
 from tests.planner.problems import CONFIGS, ROOT
 
 SHIPPED = sorted(path.relative_to(ROOT).as_posix() for folder in ("7b", "70b") for path in (CONFIGS / folder).glob("*.yaml"))

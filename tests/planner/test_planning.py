@@ -10,11 +10,11 @@ import pytest
 from launch.config import auto
 from launch.config.load import load_config
 from launch.errors import UserError
-from launch.planner.choices import choices
+from launch.planner.explain.choices import choices
 from launch.planner.planning import Planned, best_of, plan_on_cluster
 from launch.planner.prepare import planning_inputs
-from launch.planner.problem import problem_of
-from launch.planner.search import Search
+from launch.planner.search.problem import problem_of
+from launch.planner.search.search import Search
 from tests.planner.problems import CONFIGS, h100, loaded
 
 

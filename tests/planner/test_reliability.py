@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from launch.planner.coefficients.reliability import ReliabilityCoefficients
-from launch.planner.evaluate import evaluate
+from launch.coefficients.reliability import ReliabilityCoefficients
+from launch.planner.explain.evaluate import evaluate
 from launch.planner.parameters import lora_count
-from launch.planner.reliability import reliability
+from launch.planner.time.reliability import reliability
 from tests.planner.problems import best, builtin, h100, problem
 
 C = ReliabilityCoefficients()

@@ -11,18 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.planner.book import Book
-from launch.planner.layouts import RolloutLayout
-from launch.planner.lengths import Counted, Lengths, LogNormal
-from launch.planner.rollout_decode import Engine, engine_of
-from launch.planner.rollout_time import (
-    Demand,
-    asynchronous,
-    minimum_staleness,
-    needed_in_flight,
-    slots,
-    synchronous,
-)
+from launch.plan.book import Book
+from launch.plan.layouts import RolloutLayout
+from launch.planner.workload.lengths import Counted, Lengths, LogNormal
+from launch.planner.time.decode import Engine, engine_of
+from launch.planner.time.rollout import Demand, asynchronous, minimum_staleness, needed_in_flight, slots, synchronous
 from tests.planner.engines import H100, LLAMA_70B, given_book
 
 LAYOUT = RolloutLayout(tp=8, replicas=4)

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from launch.planner.joint import (Candidate, Mode, Problem, TrainingOption, candidate, rollout_option,
-                                  sequence_limits, training_memory_of, training_option)
-from launch.planner.layouts import RolloutLayout, TrainingLayout
-from launch.planner.search import Search
-from launch.planner.space import Pins
-from launch.planner.workload import training_work
+from launch.planner.search.candidate import (Candidate, Mode, Problem, TrainingOption, candidate, rollout_option, sequence_limits, training_memory_of, training_option)
+from launch.plan.layouts import RolloutLayout, TrainingLayout
+from launch.planner.search.search import Search
+from launch.planner.search.space import Pins
+from launch.planner.workload.workload import training_work
 from tests.planner.problems import SMALL, builtin, problem, workload
 
 LLAMA_8B = builtin("llama3-8b")

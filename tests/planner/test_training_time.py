@@ -10,17 +10,17 @@ import pytest
 
 from launch.cluster import gpus
 from launch.cluster.spec import ClusterSpec
-from launch.planner.book import Book
-from launch.planner.coefficients.collectives import CollectiveCoefficients
-from launch.planner.coefficients.training import TrainingCoefficients
-from launch.planner.givens import write_gpu, write_model, write_trainer
-from launch.planner.layouts import TrainingLayout, TrainingWork
+from launch.plan.book import Book
+from launch.coefficients.collectives import CollectiveCoefficients
+from launch.coefficients.training import TrainingCoefficients
+from launch.planner.explain.givens import write_gpu, write_model, write_trainer
+from launch.plan.layouts import TrainingLayout, TrainingWork
 from launch.planner.parameters import flops_per_token, matrix_parameters
-from launch.planner.shape import ModelShape
-from launch.planner.training_time import TrainingTime, logprob_time, training_time
-from launch.planner.validate import training as validation
-from launch.planner.validate.fit import median
-from launch.planner.validate.points import load
+from launch.model.shape import ModelShape
+from launch.planner.time.training import TrainingTime, logprob_time, training_time
+from launch.validate import training as validation
+from launch.validate.fit import median
+from launch.validate.points import load
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "measured"
 LLAMA_70B = ModelShape("llama3-70b", 80, 8192, 28672, 64, 8, 128, 128256, False)

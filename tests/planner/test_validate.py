@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 
 from launch.cli.main import main
 from launch.errors import UserError
-from launch.planner.coefficients.base import Coefficients, coefficient
-from launch.planner.validate import score as scoring
-from launch.planner.validate.checks import run_checks
-from launch.planner.validate.fit import median, robust_mean, search
-from launch.planner.validate.interface import KINDS, VERDICTS, Predicted, measured
-from launch.planner.validate.page import PAGE
-from launch.planner.validate.points import FILE_KINDS, Point, load
-from launch.planner.validate.report import evaluate
-from launch.planner.validate.score import DEVELOPMENT, TARGETS, Target, kind_scores, leave_one_out, predict, score
-from launch.planner.validate.table import figure, markdown
+from launch.coefficients.base import Coefficients, coefficient
+from launch.validate import score as scoring
+from launch.validate.checks import run_checks
+from launch.validate.fit import median, robust_mean, search
+from launch.validate.interface import KINDS, VERDICTS, Predicted, measured
+from tools.validation_page import PAGE
+from launch.validate.points import FILE_KINDS, Point, load
+from launch.validate.report import evaluate
+from launch.validate.score import DEVELOPMENT, TARGETS, Target, kind_scores, leave_one_out, predict, score
+from launch.validate.table import figure, markdown
 
 ROOT = Path(__file__).parents[2]
 

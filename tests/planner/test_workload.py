@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.errors import UserError
-from launch.planner.layouts import TrainingLayout
-from launch.planner.lengths import Counted, LogNormal
-from launch.planner.workload import training_work, workload_of
+from launch.plan.layouts import TrainingLayout
+from launch.planner.workload.lengths import Counted, LogNormal
+from launch.planner.workload.workload import training_work, workload_of
 from tests.planner.problems import loaded, workload
 
 

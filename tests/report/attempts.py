@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from launch.runtime.attempts import Attempt
-from launch.runtime.components import ComponentRecord, Pid, record_error
-from launch.runtime.outcome import Outcome, write_outcome
-from launch.runtime.progress_file import write_progress
+from launch.run.attempts import Attempt
+from launch.run.components import ComponentRecord, Pid, record_error
+from launch.run.outcome import Outcome, write_outcome
+from launch.run.progress import write_progress
 
 NOW = time.mktime(time.strptime("2026-11-29 18:00:00", "%Y-%m-%d %H:%M:%S"))
 

@@ -14,15 +14,15 @@ import pytest
 from launch.cli.main import main
 from launch.exit_codes import ExitCode
 from launch.health.ledger import Ledger
-from launch.report import doctor
-from launch.report.doctor import diagnose, exit_meaning, slurm_line
-from launch.report.doctor_page import page
-from launch.report.doctor_table import BY_CODE, TABLE
-from launch.report.doctor_text import doctor_text
-from launch.runtime.attempts import Attempt
-from launch.runtime.find_run import Found, find_run
-from launch.runtime.history import append, read_history, record_of
-from launch.runtime.outcome import Outcome
+from launch.report.diagnose import doctor
+from launch.report.diagnose.doctor import diagnose, exit_meaning, slurm_line
+from tools.doctor_page import page
+from launch.report.diagnose.doctor_table import BY_CODE, TABLE
+from launch.report.diagnose.doctor_text import doctor_text
+from launch.run.attempts import Attempt
+from launch.run.find import Found, find_run
+from launch.run.attempt_log import append, read_history, record_of
+from launch.run.outcome import Outcome
 from launch.slurm.records import job_records
 from tests.report.attempts import NOW, Made, stamp
 
@@ -193,7 +193,7 @@ def test_lines_fit(symptom, tmp_path, monkeypatch):
 
 def test_the_page_is_written_from_the_table():
     text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
-    assert page(text) == text, "python -m launch.report.doctor_page"
+    assert page(text) == text, "python -m tools.doctor_page"
     anchors = re.findall(r'<a id="([^"]+)">', text)
     assert anchors == [each.code for each in TABLE] and len(set(anchors)) == len(BY_CODE)
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from launch.errors import UserError
-from launch.report.history import MetricsTail, attempt_dirs, first_and_last, read_history, read_jsonl, smoothed
+from launch.run.metrics import MetricsTail, attempt_dirs, first_and_last, read_history, read_jsonl, smoothed
 from tests.report.synthetic import row, write_run
 
 

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from launch.cli.report import command
-from launch.report.charts import svg_charts
-from launch.report.html import write_report
+from launch.report.run.charts import svg_charts
+from launch.report.run.html import write_report
 from tests.report.synthetic import row, write_run
 
 VOID = {"meta", "br", "img", "hr", "link", "input", "path"}

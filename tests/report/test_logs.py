@@ -11,11 +11,11 @@ import pytest
 
 from launch.cli.main import main
 from launch.errors import UserError
-from launch.report import logs
-from launch.report.log_lines import Source, read, time_of
-from launch.report.logs import Filter, Follower
-from launch.report.logs_first_error import first_error, text_of
-from launch.runtime.components import Failure, report_lost
+from launch.report.diagnose import logs
+from launch.report.diagnose.log_lines import Source, read, time_of
+from launch.report.diagnose.logs import Filter, Follower
+from launch.report.diagnose.logs_first_error import first_error, text_of
+from launch.run.components import Failure, report_lost
 from tests.report.attempts import NOW, Made, stamp
 
 TIMEOUT = ("[rank{rank}]:[E{stamp} ProcessGroupNCCL.cpp:607] [Rank {rank}] Watchdog caught collective operation "

@@ -8,11 +8,14 @@ from collections import Counter
 import pytest
 
 from launch.errors import UserError
-from launch.planner.place import place_local
-from launch.planner.plan import EnginePlan, RolloutPlan
+from launch.planner.seats.local import place_local
+from launch.plan.plan import EnginePlan, RolloutPlan
 from launch.ports import Ports
-from launch.report import plan_map, plan_routes, plan_svg, svg
-from launch.report.plan_html import render, write_html
+from launch.report import svg
+from launch.report.plan import map as plan_map
+from launch.report.plan import routes as plan_routes
+from launch.report.plan import svg as plan_svg
+from launch.report.plan.html import render, write_html
 from tests.report.plan_example import example_placement, example_plan
 from tests.report.test_html import Page
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.errors import UserError
-from launch.planner.plan import Plan
-from launch.report.plan_diff import diff
-from launch.report.plan_explain import explain
-from launch.report.plan_file import load_plan
-from launch.report.plan_timeline import one_f_one_b
-from launch.report.plan_trace import trace
+from launch.plan.plan import Plan
+from launch.report.plan.diff import diff
+from launch.report.plan.explain import explain
+from launch.report.plan.file import load_plan
+from launch.report.plan.timeline import one_f_one_b
+from launch.report.plan.trace import trace
 from tests.report.plan_example import example_plan
 
 

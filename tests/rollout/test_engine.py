@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from launch.errors import UserError
-from launch.planner.architecture import from_hf_config
+from launch.model.architecture import from_hf_config
 from megatron_rl.data.template import PromptTemplate, load_tokenizer
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.rollout.vllm_engine import EngineDied

@@ -12,7 +12,7 @@ import psutil
 import ray
 
 from launch import envvars
-from launch.runtime.attempts import Attempt
+from launch.run.attempts import Attempt
 from megatron_rl.driver.cluster import connect, gather, pinned
 
 

@@ -18,11 +18,11 @@ from launch.health.check import checks_to_json, critical, ok
 from launch.health.ledger import Ledger
 from launch.runtime import aftermath
 from launch.runtime.aftermath import Aftermath
-from launch.runtime.attempts import Attempt, RunFolder
-from launch.runtime.history import PastAttempt, append, read_history, record_of
-from launch.runtime.node_files import JOB as JOB_FILE
-from launch.runtime.outcome import Outcome
-from launch.runtime.stop_file import ask_to_stop
+from launch.run.attempts import Attempt, RunFolder
+from launch.run.attempt_log import PastAttempt, append, read_history, record_of
+from launch.run.node_files import JOB as JOB_FILE
+from launch.run.outcome import Outcome
+from launch.run.stop import ask_to_stop
 from launch.slurm.job_facts import combine
 from launch.slurm.records import JobRecord, Queued, job_records
 from launch.slurm.refusals import SlurmError

@@ -16,12 +16,10 @@ from launch.config.load import load_config
 from launch.config.schema import Run
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
-from launch.runtime.attempts import RunFolder, fresh_name
-from launch.runtime.components import (
-    ComponentRecord, Pid, dead, first_failure, record_error, register,
-)
-from launch.runtime.outcome import EXIT_CODES, Outcome, read_outcome, write_outcome
-from launch.runtime.progress_file import Progress, allowed_s, overdue, steps_done
+from launch.run.attempts import RunFolder, fresh_name
+from launch.run.components import ComponentRecord, Pid, dead, first_failure, record_error, register
+from launch.run.outcome import EXIT_CODES, Outcome, read_outcome, write_outcome
+from launch.run.progress import Progress, allowed_s, overdue, steps_done
 
 
 def run(tmp_path, **values) -> Run:
@@ -72,8 +70,8 @@ def test_processes_of_other_nodes_are_never_judged_by_their_pids(tmp_path):
 LOSES_A_CHILD = """
 import subprocess, sys
 from pathlib import Path
-from launch.runtime.attempts import Attempt
-from launch.runtime.components import dead, first_failure, register, register_children
+from launch.run.attempts import Attempt
+from launch.run.components import dead, first_failure, register, register_children
 
 attempt = Attempt(Path(sys.argv[1]))
 record = register(attempt, "rollout-0", "n")
@@ -132,8 +130,8 @@ def test_a_step_counts_as_done_once_only_what_follows_it_is_left():
 def test_a_silent_death_explains_the_errors_of_its_peers(tmp_path):
     with RunFolder(run(tmp_path)) as folder:
         attempt = folder.new_attempt()
-    script = ("import sys; from pathlib import Path; from launch.runtime.attempts import Attempt\n"
-              "from launch.runtime.components import register\n"
+    script = ("import sys; from pathlib import Path; from launch.run.attempts import Attempt\n"
+              "from launch.run.components import register\n"
               "register(Attempt(Path(sys.argv[1])), 'trainer-1', 'n')")
     subprocess.run([sys.executable, "-c", script, str(attempt.folder)], check=True)
     register(attempt, "trainer-0", "n")

@@ -9,9 +9,9 @@ from hypothesis import given, settings, strategies as st
 
 from launch.exit_codes import ExitCode
 from launch.runtime.decide import CRASHES_IN_A_ROW, FAULTS_WITHOUT_PROGRESS, decide, may_start
-from launch.runtime.history import PastAttempt, chain
-from launch.runtime.outcome import Status
-from launch.runtime.stop_file import Reason
+from launch.run.attempt_log import PastAttempt, chain
+from launch.run.outcome import Status
+from launch.run.stop import Reason
 
 STATUSES = typing.get_args(Status)
 

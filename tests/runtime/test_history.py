@@ -9,14 +9,14 @@ import time
 import pytest
 
 from launch.config.schema import Run
-from launch.runtime import waiting
+from launch.files import waiting
 from launch.slurm.same_job import output_of_next
-from launch.runtime.attempts import Attempt, RunFolder
-from launch.runtime.history import FILE, append, close_open_attempts, read_history, record_of
-from launch.runtime.node_files import LEADER_BEAT, BeatWatch, NodeFiles, vanished
-from launch.runtime.outcome import Outcome, read_outcome, write_outcome
-from launch.runtime.progress_file import write_progress
-from launch.runtime.stop_file import ask_to_stop, stop_reason
+from launch.run.attempts import Attempt, RunFolder
+from launch.run.attempt_log import FILE, append, close_open_attempts, read_history, record_of
+from launch.run.node_files import LEADER_BEAT, BeatWatch, NodeFiles, vanished
+from launch.run.outcome import Outcome, read_outcome, write_outcome
+from launch.run.progress import write_progress
+from launch.run.stop import ask_to_stop, stop_reason
 
 
 @pytest.fixture

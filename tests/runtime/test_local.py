@@ -9,13 +9,14 @@ import pytest
 
 from launch import processes
 from launch.exit_codes import ExitCode
-from launch.planner.place import LOCAL_NODE, place_local
+from launch.planner.seats.local import LOCAL_NODE, place_local
 from launch.planner.prepare import prepare
 from launch.ports import Ports
-from launch.report.progress import make_progress
-from launch.runtime import local, progress_file
-from launch.runtime.attempts import RunFolder
-from launch.runtime.components import record_error
+from launch.report.run.progress import make_progress
+from launch.runtime import local
+from launch.run import progress as progress_file
+from launch.run.attempts import RunFolder
+from launch.run.components import record_error
 from launch.runtime.local import LocalJob
 from tests.runtime.played_job import CONFIG
 from tests.slurm_cluster import REPOSITORY
@@ -23,8 +24,8 @@ from tests.slurm_cluster import REPOSITORY
 REGISTERS = f"""
 import sys
 from pathlib import Path
-from launch.runtime.attempts import Attempt
-from launch.runtime.components import register
+from launch.run.attempts import Attempt
+from launch.run.components import register
 register(Attempt(Path(sys.argv[1])), "trainer-0", "{LOCAL_NODE}")
 """
 """A component that is gone at once."""

@@ -6,9 +6,9 @@ from launch import ports
 from launch.health.expected import expected_of
 from launch.health.gather import gather_reports
 from launch.planner.prepare import prepare
-from launch.runtime import node_files
-from launch.runtime.attempts import RunFolder
-from launch.runtime.node_files import Beat, NodeFiles
+from launch.run import node_files
+from launch.run.attempts import RunFolder
+from launch.run.node_files import Beat, NodeFiles
 from launch.slurm.profiles import Profile
 from tests.runtime.played_job import CONFIG, supervisor, until
 

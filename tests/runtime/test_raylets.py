@@ -17,13 +17,13 @@ import psutil
 import pytest
 
 from launch.errors import UserError
-from launch.planner.place import place_cpu
+from launch.planner.seats.local import place_cpu
 from launch.planner.prepare import prepare
 from launch.ports import BLOCK, Ports
 from launch.processes import marked
-from launch.runtime.components import components
-from launch.runtime.node_files import NodeFiles
-from launch.runtime.outcome import read_outcome
+from launch.run.components import components
+from launch.run.node_files import NodeFiles
+from launch.run.outcome import read_outcome
 from tests.runtime.played_job import CONFIG, PlayedJob, played
 
 NODES = ["h100-001", "h100-002", "h100-003", "h100-004"]

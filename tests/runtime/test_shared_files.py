@@ -19,16 +19,18 @@ from launch.errors import UserError
 from launch.health import canary
 from launch.health.check import read_report, write_report
 from launch.health.fabric import Result, Task
-from launch.planner.plan import Placement
-from launch.runtime import components, node_files, shared_files
-from launch.runtime.attempts import Attempt, RunFolder, write_atomically
-from launch.runtime.components import ComponentRecord, Pid
-from launch.runtime.node_files import NodeFiles
-from launch.runtime.outcome import Outcome, read_outcome, write_outcome
-from launch.runtime.progress_file import write_progress
-from launch.runtime.shared_files import names_in, patiently, read_shared, seen
+from launch.plan.plan import Placement
+from launch.run import components
+from launch.run import node_files
+from launch.files import shared as shared_files
+from launch.run.attempts import Attempt, RunFolder, write_atomically
+from launch.run.components import ComponentRecord, Pid
+from launch.run.node_files import NodeFiles
+from launch.run.outcome import Outcome, read_outcome, write_outcome
+from launch.run.progress import write_progress
+from launch.files.shared import names_in, patiently, read_shared, seen
 from launch.runtime.supervisor import Supervisor
-from launch.runtime.waiting import wait_until
+from launch.files.waiting import wait_until
 from launch.runtime.watch import Watch
 
 

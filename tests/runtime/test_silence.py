@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from launch.config.load import load_config
-from launch.planner.plan import Placement
-from launch.runtime import node_files, supervisor, watch
-from launch.runtime.attempts import Attempt
-from launch.runtime.node_files import BeatWatch, NodeFiles
-from launch.runtime.progress_file import Progress, write_progress
+from launch.plan.plan import Placement
+from launch.runtime import supervisor, watch
+from launch.run import node_files
+from launch.run.attempts import Attempt
+from launch.run.node_files import BeatWatch, NodeFiles
+from launch.run.progress import Progress, write_progress
 from launch.runtime.supervisor import Ended, Supervisor
 
 

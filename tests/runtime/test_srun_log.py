@@ -6,7 +6,7 @@ import pytest
 
 from launch.config.schema import Run
 from launch.runtime import endings
-from launch.runtime.attempts import RunFolder
+from launch.run.attempts import RunFolder
 from launch.slurm.srun_log import failed_nodes
 
 LAUNCH = """\

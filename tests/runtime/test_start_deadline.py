@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launch.planner.prepare import prepare
-from launch.runtime.progress_file import Progress, allowed_s
+from launch.run.progress import Progress, allowed_s
 from launch.runtime.start_deadline import IMAGE_S, greeting_s, start_deadline_s
 from launch.slurm.margin import needed
 from launch.slurm.profiles import Container, Profile

@@ -12,18 +12,18 @@ import pytest
 
 from launch import envvars, processes
 from launch.config.schema import Run
-from launch.runtime.attempts import RunFolder
-from launch.runtime.shared_memory import SHM
+from launch.run.attempts import RunFolder
+from launch.shared_memory import SHM
 from launch.runtime.teardown import end_all, sweep
-from launch.runtime.waiting import wait_until
+from launch.files.waiting import wait_until
 
 MAKER = """
 import os, sys, threading
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from launch.runtime.attempts import Attempt
-from launch.runtime.components import register, register_children
+from launch.run.attempts import Attempt
+from launch.run.components import register, register_children
 mine, shared = (SharedMemory(create=True, size=4096) for _ in range(2))
 for each in (mine, shared):
     resource_tracker.unregister(each._name, "shared_memory")    # KILL takes Python's own cleaner too, mostly in time

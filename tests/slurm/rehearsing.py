@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from launch.runtime.attempts import Attempt
-from launch.runtime.outcome import read_outcome
+from launch.run.attempts import Attempt
+from launch.run.outcome import read_outcome
 from tests.slurm_cluster import SlurmCluster
 
 SCRIPT_70B, SCRIPT_7B = "slurm/grpo_70b.sbatch", "slurm/grpo_7b.sbatch"

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from launch import envvars, processes
-from launch.runtime.attempts import Attempt, write_atomically
-from launch.runtime.components import component
-from launch.runtime.history import PastAttempt, read_history
-from launch.runtime.outcome import Outcome, read_outcome
-from launch.runtime.progress_file import read_progress, steps_done
+from launch.run.attempts import Attempt, write_atomically
+from launch.run.components import component
+from launch.run.attempt_log import PastAttempt, read_history
+from launch.run.outcome import Outcome, read_outcome
+from launch.run.progress import read_progress, steps_done
 from launch.runtime.stub import HOLD_VARIABLE, STEP_VARIABLE
 from launch.slurm.render import Flags
 from launch.slurm.submit import compose

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.health.ledger import Ledger
-from launch.runtime.node_files import vanished
+from launch.run.node_files import vanished
 from launch.runtime.stub import newest_step
 from launch.runtime.workloads.train import TOKEN_FILE
 from tests.slurm.stub_run import Scenario, StubRun, alone, side_by_side

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.runtime.history import read_history
+from launch.run.attempt_log import read_history
 from tests.slurm.rehearsing import SCRIPT_7B
 
 STUB = ("run.workload=stub", "algorithm.asynchronous=false", "run.steps=3", "trainer.optimizer.warmup_steps=0")

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from launch.health.ledger import Ledger
-from launch.runtime.components import component
-from launch.runtime.stop_file import stop_reason
+from launch.run.components import component
+from launch.run.stop import stop_reason
 from launch.runtime.stub import newest_step
 from tests.slurm.stub_run import StubRun, alone, side_by_side
 from tests.slurm_cluster import SlurmCluster

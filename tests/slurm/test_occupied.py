@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 from launch import ports
-from launch.runtime.node_files import NodeFiles
+from launch.run.node_files import NodeFiles
 from tests.slurm.stub_run import StubRun
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.config.docs import slurm_page
+from tools.docs import slurm_page
 from launch.config.keys import all_keys
 from launch.errors import UserError
 from launch.slurm.profiles import IN_THE_SCRIPT, Profile, load_profile, parse_profile
@@ -24,7 +24,7 @@ def test_the_default_profile_changes_nothing():
 
 def test_every_key_is_explained():
     page = (REPOSITORY / "docs/slurm.md").read_text(encoding="utf-8")
-    assert slurm_page(page) == page, "refresh: python -m launch.config.docs"
+    assert slurm_page(page) == page, "refresh: python -m tools.docs"
     assert all(key.field.description for key in all_keys(Profile))
 
 

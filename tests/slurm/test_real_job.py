@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from launch.processes import marked
-from launch.report.history import metric_rows
-from launch.runtime.attempts import Attempt
-from launch.runtime.components import components
-from launch.runtime.node_files import NodeFiles
-from launch.runtime.history import read_history
-from launch.runtime.outcome import read_outcome
-from launch.runtime.stop_file import stop_reason, stop_requested
+from launch.run.metrics import metric_rows
+from launch.run.attempts import Attempt
+from launch.run.components import components
+from launch.run.node_files import NodeFiles
+from launch.run.attempt_log import read_history
+from launch.run.outcome import read_outcome
+from launch.run.stop import stop_reason, stop_requested
 from megatron_rl.trainer.checkpoint_files import complete_checkpoints
 from tests.job.runner import CONFIG, Launched, launch
 from tests.job.test_whole_job import TIMES

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch import processes
-from launch.runtime.node_files import NodeFiles
+from launch.run.node_files import NodeFiles
 from launch.runtime.ray_node import FOR_MANY_NODES
 from launch.runtime.workloads.train import TOKEN_FILE
 from tests.slurm.rehearsing import SCRIPT_7B, SCRIPT_70B, Rehearsed, rehearse, rehearsed

@@ -13,12 +13,12 @@ from dataclasses import replace
 import pytest
 
 from launch import envvars
-from launch.planner.placement import bind
-from launch.planner.plan import Placement, Plan
+from launch.planner.seats.cluster import bind
+from launch.plan.plan import Placement, Plan
 from launch.planner.prepare import prepare
 from launch.ports import Ports
-from launch.report import rehearsal as table
-from launch.runtime import faults
+from launch.report.run import rehearsal as table
+from launch.run import faults
 from launch.runtime.places import Place, places, variables
 from launch.runtime.rehearsal import Check, RayReport, Report, compare, ray_nodes, to_document
 from launch.runtime.workloads.rank_report import END, entry_of

@@ -10,7 +10,7 @@ import pytest
 
 from launch.errors import UserError
 from launch.planner import prepare as preparing
-from launch.planner.forecast import DiskForecast
+from launch.plan.forecast import DiskForecast
 from launch.planner.prepare import prepare
 from launch.slurm.margin import PORTABLE_S, needed, stop_margin
 from launch.slurm.profiles import Profile, parse_profile

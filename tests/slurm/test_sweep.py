@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from launch.errors import UserError
-from launch.runtime.outcome import Outcome, read_outcome, write_outcome
+from launch.run.outcome import Outcome, read_outcome, write_outcome
 from launch.runtime.stub import STEP_VARIABLE
 from launch.slurm import sweep as sweep_module
 from launch.slurm.records import Queued

@@ -13,9 +13,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from transformers import AutoModelForCausalLM
 
 from launch.config.schema import RunConfig
-from launch.planner.architecture import from_hf_config
+from launch.model.architecture import from_hf_config
 from launch.planner.build import plan as build_plan
-from launch.planner.plan import Plan
+from launch.plan.plan import Plan
 from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.model import build_model

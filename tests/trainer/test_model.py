@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from launch.config.schema import RunConfig
 from launch.errors import UserError
-from launch.planner.architecture import from_hf_config
+from launch.model.architecture import from_hf_config
 from megatron_rl.trainer import cpu, parallel
 from megatron_rl.trainer.rope import inverse_frequencies
 from tests.ranks import Rank, run_ranks

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launch.fabric.estimate import Kind
 from launch.fabric.seated import Seats
-from launch.planner.architecture import from_hf_config
+from launch.model.architecture import from_hf_config
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.digest import add
 from megatron_rl.weight_sync.hf_io import CheckpointReader

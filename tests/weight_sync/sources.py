@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from launch.planner.architecture import from_hf_config
-from launch.planner.plan import TrainingPlan
+from launch.model.architecture import from_hf_config
+from launch.plan.plan import TrainingPlan
 from megatron_rl.weight_sync.coordinator import Endpoint
 from tests.ranks import free_port
 from tests.weight_sync.members import Pipe, processes_of

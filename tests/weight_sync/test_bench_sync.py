@@ -18,7 +18,7 @@ from benchmarks.sync_hosts import NAMESPACES, PREFIX, Network, Traffic, remove_l
 from benchmarks.sync_measure import Measured, expected_nics, measure, worst_share
 from benchmarks.sync_probe import Verdict
 from benchmarks.sync_table import aims, table
-from launch.planner.coefficients.sync import SyncCoefficients
+from launch.coefficients.sync import SyncCoefficients
 from megatron_rl.sync_bench.rates import Rates
 from megatron_rl.weight_sync.manifest import SyncManifest
 from megatron_rl.weight_sync.protocol import SyncReport

@@ -121,7 +121,7 @@ def test_a_changed_byte_exchanged_tensors_and_a_missing_file_are_found_afterward
 
 
 def test_live_parameters_are_compared_by_their_bits(world, tmp_path):
-    from launch.planner.architecture import from_hf_config
+    from launch.model.architecture import from_hf_config
     from megatron_rl.weight_sync.hf_io import CheckpointReader, load_layout
     from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
     from tests.weight_sync.worlds import training_plan

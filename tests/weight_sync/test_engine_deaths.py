@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.planner.architecture import from_hf_config
+from launch.model.architecture import from_hf_config
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.vllm_engine import EngineDied

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.errors import UserError
-from launch.planner.architecture import from_hf_config
-from launch.planner.plan import Architecture, TrainingPlan
+from launch.model.architecture import from_hf_config
+from launch.plan.plan import Architecture, TrainingPlan
 from megatron_rl.trainer import checkpoint_files
 from megatron_rl.weight_sync.digest import add
 from megatron_rl.weight_sync.hf_export import Exporter, owned_tiles, shard_files

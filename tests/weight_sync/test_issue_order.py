@@ -13,7 +13,7 @@ from launch import envvars
 from launch.fabric.communicators import communicators
 from launch.fabric.estimate import KINDS, RECEIVING, SENDING
 from launch.fabric.routes import ROOT, Route
-from launch.planner.coefficients.sync import DEFAULT
+from launch.coefficients.sync import DEFAULT
 from launch.planner.prepare import prepare
 from megatron_rl.weight_sync.buckets import Bucket
 from megatron_rl.weight_sync.receiver import at_once

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from launch.config.schema import Trainer
-from launch.planner.architecture import from_hf_config
-from launch.planner.plan import Architecture, TrainingPlan
+from launch.model.architecture import from_hf_config
+from launch.plan.plan import Architecture, TrainingPlan
 from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
 from megatron_rl.weight_sync.tiles import Tile, tile_view
 from tests.ranks import Rank, run_ranks

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from launch.planner.plan import Architecture
+from launch.plan.plan import Architecture
 from megatron_rl.weight_sync.buckets import Bucket
 from megatron_rl.weight_sync.coverage import (CoverageError, first_overlap, local_box, prove_coverage, subtract)
 from megatron_rl.weight_sync.copies import Destination, Source

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from launch import envvars
-from launch.planner.architecture import from_hf_config
-from launch.planner.plan import Architecture
+from launch.model.architecture import from_hf_config
+from launch.plan.plan import Architecture
 from megatron_rl.weight_sync.coverage import prove_coverage
 from megatron_rl.weight_sync.digest import add, digest_layouts, digest_tiles
 from megatron_rl.weight_sync.manifest import Destination, build_manifest

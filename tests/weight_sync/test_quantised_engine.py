@@ -8,7 +8,7 @@ import shutil
 import torch
 from safetensors.torch import load_file
 
-from launch.planner.architecture import from_hf_config
+from launch.model.architecture import from_hf_config
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.trainer import checkpoint_files as files
 from megatron_rl.weight_sync.coordinator import SyncCoordinator

@@ -11,9 +11,9 @@ from launch.fabric.choose import predict
 from launch.fabric.estimate import KINDS
 from launch.fabric.lanes import Place, engine_gpus, fabric_of
 from launch.fabric.seated import Seats, apart, seats_of
-from launch.planner.architectures import from_architecture
-from launch.planner.layouts import RolloutLayout, TrainingLayout
-from launch.planner.plan import EnginePlacement, Placement, RankPlacement
+from launch.model.builtin import from_architecture
+from launch.plan.layouts import RolloutLayout, TrainingLayout
+from launch.plan.plan import EnginePlacement, Placement, RankPlacement
 from megatron_rl.weight_sync.coverage import prove_coverage
 from megatron_rl.weight_sync.coordinator import Endpoint, lane_specs
 from megatron_rl.weight_sync.copies import intersect_sides

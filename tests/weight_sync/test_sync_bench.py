@@ -19,8 +19,8 @@ from launch.fabric.lanes import Fabric, Place, traffic
 from launch.fabric.routes import build
 from launch.fabric.seated import Seats
 from launch.fabric.simulate import arrivals
-from launch.planner.coefficients.sync import DEFAULT
-from launch.planner.layouts import RolloutLayout, TrainingLayout
+from launch.coefficients.sync import DEFAULT
+from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.planner.prepare import prepare
 from megatron_rl.sync_bench.check import check
 from megatron_rl.sync_bench.compare import Lane, edges, found_coefficients

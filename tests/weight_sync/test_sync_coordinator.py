@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from launch.planner.plan import RankCoordinates
+from launch.plan.plan import RankCoordinates
 from megatron_rl.weight_sync.compare import compare_digests
 from megatron_rl.weight_sync.coordinator import Endpoint, SyncCoordinator
 from megatron_rl.weight_sync.copies import Destination, Source

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from launch.planner.architecture import from_hf_config
+from launch.model.architecture import from_hf_config
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.digest import add
 from megatron_rl.weight_sync.megatron_layout import canonical_tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.planner.plan import EnginePlacement, Placement, RankPlacement
+from launch.plan.plan import EnginePlacement, Placement, RankPlacement
 from launch.planner.prepare import prepare
 from megatron_rl.driver.sync_plan import announced, differences, sync_plan
 from megatron_rl.weight_sync.manifest import build_manifest

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch.planner.architecture import from_hf_config
+from launch.model.architecture import from_hf_config
 from megatron_rl.weight_sync.digest import add, digest_layouts
 from megatron_rl.weight_sync.hf_io import CheckpointReader, load_layout
 from megatron_rl.weight_sync.manifest import Destination, Source, build_manifest

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from launch.config.arithmetic import round_up
 from launch.planner.build import layers_of_stage, rank_coordinates
-from launch.planner.plan import Architecture, TrainingPlan
+from launch.plan.plan import Architecture, TrainingPlan
 from megatron_rl.weight_sync.buckets import Copy
 from megatron_rl.weight_sync.manifest import Destination, Source, SyncManifest
 from megatron_rl.weight_sync.megatron_layout import EMBEDDING, HEAD, canonical_tensors, megatron_layout

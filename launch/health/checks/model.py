@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from launch.config.model_folder import check_model_folder
+from launch.model.folder import check_model_folder
 from launch.errors import UserError
 from launch.health.check import Check, critical, ok
 from launch.health.expected import GIB, Expected

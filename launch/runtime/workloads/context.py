@@ -7,7 +7,7 @@ from typing import Protocol
 
 from launch import processes
 from launch.ports import Ports
-from launch.runtime.attempts import Attempt
+from launch.run.attempts import Attempt
 
 
 class NodeContext(Protocol):

@@ -1,0 +1,46 @@
+"""All coefficients of a plan: the calibrated defaults, with what the cluster file measured in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from launch.plan.book import Book
+from launch.coefficients.collectives import CollectiveCoefficients
+from launch.coefficients.memory import MemoryCoefficients
+from launch.coefficients.reliability import ReliabilityCoefficients
+from launch.coefficients.rl import RlCoefficients
+from launch.coefficients.rollout import RolloutCoefficients
+from launch.coefficients.sync import SyncCoefficients
+from launch.coefficients.training import TrainingCoefficients
+
+
+@dataclass(frozen=True)
+class SiteCoefficients:
+    """One member a model."""
+
+    training: TrainingCoefficients = TrainingCoefficients()
+    collectives: CollectiveCoefficients = CollectiveCoefficients()
+    memory: MemoryCoefficients = MemoryCoefficients()
+    rollout: RolloutCoefficients = RolloutCoefficients()
+    sync: SyncCoefficients = SyncCoefficients()
+    rl: RlCoefficients = RlCoefficients()
+    reliability: ReliabilityCoefficients = ReliabilityCoefficients()
+
+    @staticmethod
+    def of(measured: Mapping[str, float]) -> SiteCoefficients:
+        """The defaults with `measured` (key in the book -> value) in place; unknown keys were refused by the cluster
+        file's reader."""
+        defaults = SiteCoefficients()
+        changed = {}
+        for member in fields(defaults):
+            group = getattr(defaults, member.name)
+            values = {each.name: measured[f"{group.PREFIX}.{each.name}"] for each in fields(group)
+                      if f"{group.PREFIX}.{each.name}" in measured}
+            changed[member.name] = group.changed(values)
+        return SiteCoefficients(**changed)
+
+    def write(self, book: Book, sources: Mapping[str, str]) -> None:
+        """Write all of them down."""
+        for member in fields(self):
+            getattr(self, member.name).write(book, dict(sources))

@@ -1,0 +1,167 @@
+"""The plan and the placement: what the launcher decides and every process reads.
+
+A plan is logical and immutable (which rank holds which coordinates, which engine holds which GPUs of which
+partition node); a placement binds it to hosts for one attempt. Nobody derives a coordinate a second time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from launch.plan.forecast import Forecast
+
+SCHEMA_VERSION = 2
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class Architecture(Frozen):
+    """What planning, Megatron and the layouts need to know of a Hugging Face config; built by
+    `launch.model.architecture.from_hf_config`."""
+
+    family: Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
+    """`qwen3_moe` can be planned; the trainer runs dense models."""
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    norm_eps: float
+    max_positions: int
+    initializer_range: float
+    rope: dict
+    """Hugging Face's `rope_parameters`: rope_type, rope_theta and what the type needs."""
+    experts: int = 0
+    """Routed experts of every layer; 0: a dense model."""
+    experts_per_token: int = 0
+    moe_ffn: int = 0
+    """Width of one expert."""
+
+
+class RankCoordinates(Frozen):
+    """One training rank: rank = tp + TP (cp + CP (dp + DP pp)), Megatron's order."""
+
+    rank: int
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+class TrainingPlan(Frozen):
+    tp: int
+    pp: int
+    vpp: int
+    cp: int
+    dp: int
+    sequence_parallel: bool
+    padded_vocab: int
+    """Vocabulary rounded up to a multiple of 128 x TP, as Megatron shards it."""
+    layers_of_stage: tuple[tuple[tuple[int, ...], ...], ...]
+    """`layers_of_stage[pp][vpp]`: global layer numbers, in order."""
+    ranks: tuple[RankCoordinates, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+
+class EnginePlan(Frozen):
+    replica: int
+    tp: int
+
+
+class RolloutPlan(Frozen):
+    tp: int
+    engines: tuple[EnginePlan, ...]
+
+
+class BatchPlan(Frozen):
+    prompts_per_step: int
+    group_size: int
+    samples_per_step: int
+    updates_per_batch: int
+    token_budget: int
+    """Most tokens of a packed micro-batch."""
+    sequence_multiple: int
+    """Each sequence is padded to a multiple of this: 2 CP when CP > 1, times TP with sequence parallelism."""
+    share_prompts: bool = False
+    """Whether the completions of a group share one copy of their prompt in a micro-batch."""
+
+
+class Plan(Frozen):
+    schema_version: int = SCHEMA_VERSION
+    config_hash: str
+    architecture: Architecture
+    device: Literal["cpu", "gpu"]
+    training: TrainingPlan
+    rollout: RolloutPlan
+    batch: BatchPlan
+    forecast: Forecast | None = None
+    """What is predicted, and why the plan is as it is."""
+    no_forecast: str = ""
+    """Why nothing is predicted, where nothing is."""
+
+    def fingerprint(self) -> str:
+        """Hash of all that a run depends on: a better forecast of the same plan does not change it."""
+        return hashlib.sha256(self.model_dump_json(exclude={"forecast", "no_forecast"}).encode()).hexdigest()[:16]
+
+
+class RankPlacement(Frozen):
+    rank: int
+    node: str
+    """Ray node name."""
+    gpu: int | None
+    """Local GPU index; None on a CPU."""
+    port: int
+    """Port of this rank's weight-sync lane (it listens on its node's job interface)."""
+    nic: int | None = None
+    """Index of the NIC next to the GPU; None where it is not known."""
+
+
+class EnginePlacement(Frozen):
+    replica: int
+    node: str
+    """Node of the engine's first rank."""
+    gpus: tuple[int, ...]
+    """Local GPU of each rank of the engine, in rank order."""
+    nics: tuple[int, ...] = ()
+    """The NIC next to each of `gpus`; () where they are not known."""
+    nodes: tuple[str, ...] = ()
+    """Node of each of `gpus`; () for an engine inside one node."""
+
+
+class Placement(Frozen):
+    attempt: int
+    plan_fingerprint: str
+    nodes: tuple[str, ...]
+    addresses: dict[str, str]
+    """Ray node name -> address inside the job's network."""
+    training: tuple[RankPlacement, ...]
+    rollout: tuple[EnginePlacement, ...]
+    master_port: int
+    """Port of the training ranks' rendezvous on rank 0's node."""
+    spares: tuple[str, ...] = ()
+    """Nodes of the allocation that no process runs on."""
+    ports: dict[str, int] = {}
+    """Node -> first port of its block (`launch.ports`). Empty: one block serves all of them."""
+    interfaces: dict[str, str] = {}
+    """Node -> the network interface that its address belongs to. Empty: loopback, the job is on one machine."""
+    leaves: dict[str, int] = {}
+    """Node -> number of its leaf switch. Empty: all hang on one."""
+
+    nics: dict[str, tuple[str, ...]] = {}
+    """Node -> names of its NICs in rail order, such as `mlx5_0`. Empty: NCCL finds them."""
+
+    def interface(self, node: str) -> str:
+        return self.interfaces.get(node, "lo")

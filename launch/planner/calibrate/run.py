@@ -1,0 +1,149 @@
+"""A run as calibration takes it: its plan, what it measured, and its plan computed again for other coefficients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from statistics import median
+
+from pydantic import ValidationError
+
+from launch.cluster import gpus
+from launch.cluster.spec import ClusterSpec
+from launch.config.load import LoadedConfig, load_config
+from launch.config.schema import RunConfig
+from launch.errors import UserError
+from launch.model.builtin import from_architecture
+from launch.plan.forecast import Forecast
+from launch.planner.here import pinned_candidate
+from launch.planner.search.candidate import Candidate
+from launch.planner.calibrate.measured import KINDS, WARM_UP, mean_of, seconds, steady
+from launch.plan.plan import Plan
+from launch.run.metrics import Row, attempt_dirs, metric_rows
+
+FEWEST_TO_FIT = 4
+"""Steps after the warm-up."""
+
+
+@dataclass(frozen=True)
+class CalibrationRun:
+    """One attempt."""
+
+    name: str
+    """As it was named: the source of what it measured."""
+    loaded: LoadedConfig
+    """With the lengths that the run had."""
+    plan: Plan
+    forecast: Forecast
+    steps: int
+    measured: dict[str, float]
+    """Median seconds by the names of `planner.measured.KINDS`."""
+    transfer_s: float | None
+    """Median of the sync's transfer alone."""
+    response_tokens: float
+    prompt_tokens: float
+    """Means."""
+
+    def candidate(self, spec: ClusterSpec) -> Candidate:
+        """The run's plan with the coefficients of `spec`, on the machine that the run's own plan saw."""
+        shape = from_architecture(self.plan.architecture)
+        return pinned_candidate(self.loaded, shape, self.plan, self._machine(spec), self.forecast.split.mode)
+
+    def _machine(self, spec: ClusterSpec) -> ClusterSpec:
+        facts, numbers = self.forecast.cluster, {each.key: each.value for each in self.forecast.numbers}
+        gpu = gpus.find(facts.gpu)
+        rates = {each.name: type(getattr(gpu, each.name))(numbers[f"gpu.{each.name}"]) for each in fields(gpu)
+                 if f"gpu.{each.name}" in numbers}
+        same = facts.nodes == len(spec.nodes)
+        return replace(spec, nodes=spec.nodes if same else tuple(f"node{i}" for i in range(facts.nodes)),
+                       switches=spec.switches if same else (), gpus_per_node=facts.gpus_per_node,
+                       gpu=replace(gpu, **rates), nics_per_node=facts.nics_per_node, rails=facts.rails,
+                       nic_bandwidth=facts.nic_bandwidth)
+
+
+def read_run(path: Path) -> CalibrationRun:
+    """A run's only attempt, or the attempt that `path` is.
+
+    Raises:
+        UserError: not a run, several attempts, no plan or metrics, asynchronous, too few steps.
+    """
+    attempt = _attempt(path)
+    plan, forecast = _plan(attempt)
+    if forecast.asynchronous:
+        raise UserError(f"{path} is asynchronous: its phases overlap, so that a phase's time is no phase's work",
+                        where=str(attempt), fix="calibrate with a synchronous run of the same model")
+    metrics = attempt / "metrics.jsonl"
+    if not metrics.is_file():
+        raise UserError(f"{path} has measured nothing: it holds no metrics.jsonl", where=str(metrics),
+                        fix="calibrate with a run that has finished several steps")
+    rows = steady(metric_rows(metrics))
+    if len(rows) < FEWEST_TO_FIT:
+        raise UserError(f"{path} has {len(rows)} steps after the {WARM_UP} of the warm-up, a calibration needs "
+                        f"{FEWEST_TO_FIT}", where=str(metrics),
+                        fix=f"calibrate with a run of at least {WARM_UP + FEWEST_TO_FIT} steps, better 20")
+    response, prompt = mean_of(rows, "response/length_mean"), mean_of(rows, "prompt/length_mean")
+    if not response or not prompt:
+        raise UserError(f"{path} does not say how long its prompts and responses were", where=str(metrics),
+                        fix="calibrate with a run that logs response/length_mean and prompt/length_mean")
+    measured = {kind.name: median(times) for kind in KINDS
+                if (times := seconds(rows, kind.metrics)) and median(times) > 0}
+    return CalibrationRun(
+        name=str(path), loaded=_config(attempt, response, prompt), plan=plan, forecast=forecast, steps=len(rows),
+        measured=measured, transfer_s=_median(rows, "sync/seconds"), response_tokens=response, prompt_tokens=prompt)
+
+
+def _median(rows: list[Row], name: str) -> float | None:
+    values = seconds(rows, (name,))
+    return median(values) if values else None
+
+
+def _attempt(path: Path) -> Path:
+    if path.parent.name == "attempts" and path.name.isdecimal() and path.is_dir():
+        return path
+    attempts = attempt_dirs(path)
+    if len(attempts) > 1:
+        held = ", ".join(f"{each.name}: {len(metric_rows(each / 'metrics.jsonl'))} steps" for each in attempts)
+        raise UserError(f"{path} has {len(attempts)} attempts, each with a plan of its own ({held})", where=str(path),
+                        fix=f"name one of them: {attempts[-1]}")
+    return attempts[0]
+
+
+def _plan(attempt: Path) -> tuple[Plan, Forecast]:
+    file = attempt / "plan.json"
+    fix = "calibrate with a run that this version of the program made"
+    try:
+        plan = Plan.model_validate_json(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{attempt} holds no plan.json", where=str(file), fix=fix) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {file}: {error}", where=str(file), fix="make it readable") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{file} is not a plan that this program reads: {'.'.join(map(str, first['loc']))}: "
+                        f"{first['msg']}", where=str(file), fix=fix) from error
+    if plan.forecast is None:
+        raise UserError(f"{file} predicts nothing", where=str(file), fix=fix)
+    return plan, plan.forecast
+
+
+def _config(attempt: Path, response: float, prompt: float) -> LoadedConfig:
+    """The attempt's configuration with measured lengths in place of assumed ones."""
+    file = attempt / "config.yaml"
+    config = load_config(file).config
+    return load_config(file, length_words(config, response, prompt))
+
+
+def length_words(config: RunConfig, response: float, prompt: float) -> list[str]:
+    """Overrides that make a plan assume these mean lengths: the configured log-normal with this mean where one can
+    have it, else the two whole lengths around it."""
+    cap = config.rollout.max_new_tokens
+    response = min(float(cap), max(1.0, response))
+    words = [f"workload.prompt_tokens={min(prompt, config.rollout.max_prompt_tokens)!r}"]
+    if config.workload.response.distribution == "lognormal" and response < 0.95 * cap:
+        return [*words, f"workload.response.mean={response!r}"]
+    low, high = math.floor(response), math.ceil(response)
+    if low == high:
+        return [*words, "workload.response.distribution=fixed", f"workload.response.mean={low}"]
+    return [*words, "workload.response.distribution=histogram", f"workload.response.values=[{low}, {high}]",
+            f"workload.response.counts=[{high - response!r}, {response - low!r}]"]

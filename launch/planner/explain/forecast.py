@@ -1,0 +1,223 @@
+"""The forecast of a candidate: its numbers in the form that the plan keeps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from launch.fabric.estimate import Kind
+from launch.plan.book import Book
+from launch.planner.explain.warnings import cautions
+from launch.planner.explain.choices import choices, layout_name
+from launch.planner.explain.evaluate import evaluate, nodes_used, version_to_disk_s
+from launch.plan.forecast import (ClusterFacts, DiskForecast, Forecast, MemoryOf, NodeSplit, Number, Pareto, Phase, Reliability, RolloutForecast, Staleness, SyncEdge, SyncForecast, SyncRoute, Throughput)
+from launch.planner.search.candidate import Candidate, step_seconds
+from launch.planner.parameters import count
+from launch.planner.time.reliability import WEIGHT_BYTES
+from launch.planner.search.search import Search
+
+FRONT = 12
+"""Sizes of the cluster at which the Pareto front is sampled."""
+
+
+def forecast(search: Search | None, found: Candidate, sources: Mapping[str, str]) -> Forecast:
+    """Everything that is predicted of a candidate, with reasons.
+
+    Args:
+        search: what found it; None: its sizes were given, there are no choices to explain.
+        sources: see `evaluate`.
+    """
+    found, trust, book = evaluate(found, sources)
+    problem = found.problem
+    phases = _phases(found)
+    throughput = throughput_of(found)
+    rollout = found.rollout
+    return Forecast(
+        cluster=_cluster(found, sources), split=_split(found), asynchronous=problem.asynchronous,
+        memory=_memory(found), phases=phases, step_s=found.step_s, step_low_s=_per_step(found, throughput.high),
+        step_high_s=_per_step(found, throughput.low), bottleneck=_bottleneck(found), throughput=throughput,
+        rollout=RolloutForecast(
+            tpot_s=rollout.time.tpot_s, tokens_per_s_per_gpu=rollout.time.tokens_per_s / rollout.layout.gpus,
+            in_flight=rollout.time.in_flight * found.rollout_busy, capacity=rollout.time.slots,
+            load=found.rollout_load,
+            longest_s=rollout.time.latency_max_s, bound_by=rollout.time.limit),
+        staleness=Staleness(versions=found.staleness, mean=_mean_staleness(found), limit=problem.max_staleness),
+        sync=_sync(found).model_copy(update={"disk": _disk(found)}), reliability=Reliability(
+            job_mtbf_hours=trust.job_mtbf_hours, checkpoint_s=trust.checkpoint_s,
+            checkpoint_every_steps=trust.every_steps, restart_s=problem.coefficients.reliability.restart_s,
+            effective_time_ratio=trust.effective_time_ratio),
+        choices=choices(search, found) if search else (), pareto=_front(search, found) if search else (),
+        warnings=cautions(found, throughput.low, throughput.high),
+        numbers=_numbers(book))
+
+
+def _cluster(found: Candidate, sources: Mapping[str, str]) -> ClusterFacts:
+    cluster = found.problem.cluster
+    leaves = tuple(len(switch.nodes) for switch in cluster.switches if switch.nodes) or (len(cluster.nodes),)
+    return ClusterFacts(name=cluster.name, nodes=len(cluster.nodes), gpus_per_node=cluster.gpus_per_node,
+                        gpu=cluster.gpu.name, nics_per_node=cluster.nics_per_node, nic_bandwidth=cluster.nic_bandwidth,
+                        rails=cluster.rails, leaves=leaves, source=sources.get("cluster", cluster.name))
+
+
+def _split(found: Candidate) -> NodeSplit:
+    training, rollout = nodes_used(found)
+    spare = len(found.problem.cluster.nodes) - training - rollout
+    return NodeSplit(mode=found.mode, training=training, rollout=rollout, spare=spare)
+
+
+def _memory(found: Candidate) -> tuple[MemoryOf, ...]:
+    training, engine = found.training.memory, found.rollout.memory
+    coefficients = found.problem.coefficients.memory
+    if found.problem.cluster.gpu.device == "cpu":
+        return ()
+    rows = [MemoryOf(role="training", name=f"stage {stage.stage}", components=stage.components, total=stage.total,
+                     limit=training.limit, verdict="no" if stage.total > training.limit else
+                     "tight" if stage.total > coefficients.tight_share * training.limit else "fits")
+            for stage in training.stages]
+    rows.append(MemoryOf(role="rollout", name="engine", components=engine.components, total=engine.total,
+                         limit=engine.limit, verdict=engine.verdict))
+    return tuple(rows)
+
+
+def _spread(found: Candidate, name: str) -> tuple[float, float]:
+    """(fastest, slowest) over the nominal time of a phase: what the calibration's points scatter."""
+    rl = found.problem.coefficients.rl
+    if name == "rollout":
+        return (rl.rollout_efficiency / rl.rollout_efficiency_high, rl.rollout_efficiency / rl.rollout_efficiency_low)
+    if name == "sync":
+        return 0.5, 2.0
+    fast, slow = rl.train_efficiency / rl.train_efficiency_high, rl.train_efficiency / rl.train_efficiency_low
+    if name == "train":
+        return fast, slow
+    # A pass without gradients is predicted from the training's time.
+    return fast * rl.logprob_factor_low / rl.logprob_factor, slow * rl.logprob_factor_high / rl.logprob_factor
+
+
+def _phases(found: Candidate) -> tuple[Phase, ...]:
+    """In the order in which a partition runs them; asynchronous, both partitions start together."""
+    training, asynchronous = found.training, found.problem.asynchronous
+    apart = found.mode == "disaggregated"
+    generating, updating = ("rollout", "training") if apart else ("both", "both")
+    at, rows = 0.0, []
+    for name, seconds, partition in (("rollout", found.rollout.seconds, generating),
+                                     ("logprob", training.logprob_s, updating),
+                                     ("reference", training.reference_s, updating),
+                                     ("train", training.train_s, updating), ("sync", found.sync_s, "both")):
+        if not seconds:
+            continue
+        if name == "sync" and asynchronous and found.problem.shadow:
+            partition = "training"              # the engines go on; their swap is too short to be seen
+        elif name == "sync":
+            at = found.step_s - seconds
+        fast, slow = _spread(found, name)
+        rows.append(Phase(name=name, seconds=seconds, low=seconds * fast, high=seconds * slow, starts=at,
+                          partition=partition))
+        at = 0.0 if asynchronous and name == "rollout" else at + seconds
+    return tuple(rows)
+
+
+def throughput_of(found: Candidate) -> Throughput:
+    """Prompts an hour: nominal, and with all phases at their slow and at their fast end."""
+    problem, target = found.problem, found.problem.workload.target
+    rates = []
+    for end in (1, 0):      # all phases at their slow end, then all at their fast end
+        rollout = found.rollout.seconds * _spread(found, "rollout")[end]
+        training = sum(seconds * _spread(found, name)[end] for name, seconds in (
+            ("train", found.training.train_s), ("logprob", found.training.logprob_s),
+            ("reference", found.training.reference_s)))
+        rates.append(3600 * problem.workload.prompts
+                     / step_seconds(problem, rollout, training, found.sync_s * _spread(found, "sync")[end],
+                                    found.rollout.pace_s * _spread(found, "rollout")[end], found.rollout.swap_s))
+    low, high = rates
+    verdict = ("no target" if target is None else "reached" if low >= target else
+               "within its uncertainty" if high >= target else "missed")
+    return Throughput(low=low, nominal=found.prompts_per_hour, high=high, target=target, verdict=verdict)
+
+
+def _per_step(found: Candidate, prompts_per_hour: float) -> float:
+    return 3600 * found.problem.workload.prompts / prompts_per_hour
+
+
+def _bottleneck(found: Candidate) -> str:
+    if found.waits:
+        return f"algorithm.max_staleness = {found.problem.max_staleness}: the trainer waits for the longest completion"
+    if found.rollout.seconds >= found.training.seconds:
+        return f"rollout, bound by {found.rollout.time.limit}"
+    time = found.training.time
+    parts = {"matrix products": time.matmul_s, "attention": time.attention_s, "element-wise kernels": time.elementwise_s,
+             "gaps between kernels": time.gaps_s, "TP communication": time.tp_s, "CP communication": time.cp_s,
+             "the pipeline's bubble": time.pp_bubble_s, "DP communication": time.dp_s,
+             "the optimizer and what each step costs": time.optimizer_s}
+    largest = max(parts, key=parts.__getitem__)
+    return f"training, most of it {largest} ({parts[largest] / time.total_s:.0%})"
+
+
+def _mean_staleness(found: Candidate) -> float:
+    """Versions that pass while a completion of mean length is generated, and one more while it waits for its batch."""
+    if not found.problem.asynchronous:
+        return 0.0
+    return found.rollout.time.latency_mean_s / found.step_s + 0.5
+
+
+def _sync(found: Candidate) -> SyncForecast:
+    if found.sync is None:
+        route = SyncRoute(route="in place", lower_bound_s=0.0, expected_s=found.sync_s, busiest_nic_out_bytes=0,
+                          busiest_nic_in_bytes=0, hops=0)
+        return SyncForecast(chosen="in place", reason=f"{found.mode}: the weights stay on their GPUs", payload_bytes=0,
+                            routes=(route,), gpu_order=(), cross_rail_bytes_natural=0, cross_rail_bytes=0)
+    sync, gpus = found.sync, found.problem.cluster.gpu.device == "gpu"
+    needed = {kind: sync.communicators(found.problem.coefficients.sync, kind) for kind in sync.routes if gpus}
+    routes = tuple(SyncRoute(route=kind, lower_bound_s=cost.lower_bound_s, expected_s=cost.expected_s,
+                             busiest_nic_out_bytes=max(cost.trainer_nic_out_bytes, cost.rollout_nic_out_bytes),
+                             busiest_nic_in_bytes=cost.rollout_nic_in_bytes, hops=cost.hops,
+                             chunk_bytes=cost.chunk_bytes,
+                             communicators=max(needed[kind][:2]) if gpus else 0,
+                             communicator_bytes=max(needed[kind][2:]) if gpus else 0,
+                             edges=_edges(found, kind))
+                   for kind, cost in sync.routes.items())
+    return SyncForecast(chosen=sync.chosen, reason=sync.reason, payload_bytes=sync.replica_bytes, routes=routes,
+                        staging="shadow" if found.problem.shadow else "in_place",
+                        pauses=found.pauses,
+                        gpu_order=sync.gpu_order, cross_rail_bytes_natural=sync.natural_cross_rail_bytes,
+                        cross_rail_bytes=sync.cross_rail_bytes)
+
+
+def _disk(found: Candidate) -> DiskForecast | None:
+    problem = found.problem
+    if not problem.disk_every:
+        return None
+    nbytes = WEIGHT_BYTES[found.training.layout.precision] * count(problem.shape)
+    return DiskForecast(every=problem.disk_every, bytes=nbytes, seconds=version_to_disk_s(found))
+
+
+def _edges(found: Candidate, kind: Kind) -> tuple[SyncEdge, ...]:
+    """What one node sends another over its network cards, shards together; training nodes come first in the fabric."""
+    trainers = nodes_used(found)[0]
+    together: dict[tuple[int, int, int], int] = defaultdict(int)
+    for edge in found.sync.build(kind).edges:
+        if edge.via == "nic":
+            together[edge.source.node, edge.destination.node, edge.hop - 1] += edge.bytes
+    return tuple(SyncEdge(partition="training" if source < trainers else "rollout",
+                          source=source if source < trainers else source - trainers, target=target - trainers,
+                          bytes=size, hop=hop) for (source, target, hop), size in sorted(together.items()))
+
+
+def _front(search: Search, found: Candidate) -> tuple[Pareto, ...]:
+    """Best plans of smaller clusters, those that are not beaten by one with fewer nodes."""
+    problem, most = search.problem, search.problem.units
+    sizes = sorted({most, *(max(1, round(most * i / FRONT)) for i in range(1, FRONT + 1))})
+    per_unit = 1 if len(problem.cluster.nodes) > 1 else 0
+    front, best = [], 0.0
+    for units in sizes:
+        point = found if units == most else search.best(units)
+        if point is not None and point.prompts_per_hour > best:
+            best = point.prompts_per_hour
+            rollout = point.rollout.units if point.mode == "disaggregated" else 0
+            front.append(Pareto(nodes=point.units if per_unit else 1, training=point.training.units, rollout=rollout,
+                                layout=layout_name(point.training.layout), prompts_per_hour=best))
+    return tuple(front)
+
+
+def _numbers(book: Book) -> tuple[Number, ...]:
+    return tuple(Number(key=entry.key, value=entry.value, unit=entry.unit, formula=entry.formula, inputs=entry.inputs,
+                        source=entry.source) for entry in book)

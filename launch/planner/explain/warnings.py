@@ -1,0 +1,141 @@
+"""Coded warnings of a plan. docs/plan.md explains each code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from launch.coefficients.cpu import MEASURED
+from launch.planner.explain.evaluate import version_to_disk_s
+from launch.plan.forecast import Warned
+from launch.planner.memory.host import host_bytes
+from launch.planner.search.candidate import Candidate
+
+MIN_CROSSING = 0.01
+"""Share of a copy of the weights below which what leaves its rail (norms, vocabulary rows on a border) is not told."""
+MAX_HOST = 0.8
+"""Share of a host's memory that may be pinned; data, checkpoints in flight and page cache need the rest."""
+MAX_CAPPED_GROUPS = 0.5
+"""Share of the groups with a completion that was cut off, above which the reward of the cap teaches more than the task."""
+DOCUMENTED: dict[str, str] = {
+    "W001": "a training stage fills almost all of its GPU",
+    "W002": "an engine's cache has no room for one more completion that runs to the cap",
+    "W003": "samples are several versions old",
+    "W004": "the target lies within the uncertainty of the prediction, or beyond it",
+    "W005": "one partition waits for the other a large part of the step",
+    "W006": "weights leave their rail",
+    "W007": "engine and trainer have different precisions",
+    "W008": "nodes or GPUs stay idle",
+    "W009": "old log-probs are stood in for by those of the engine",
+    "W010": "the sync takes a noticeable part of the step",
+    "W011": "the response lengths are an assumption",
+    "W012": "no coefficient was measured at this site",
+    "W013": "what lies in host memory fills a node's",
+    "W014": "most groups hold a completion that is cut off",
+    "W015": "a second copy of the weights saves nothing",
+    "W016": "the communicators of the sync may not fit beside what else a GPU holds",
+    "W017": "writing a version of the weights to disk takes longer than the steps between two of them",
+}
+"""Code -> what it means."""
+
+
+def cautions(found: Candidate, low: float, high: float) -> tuple[Warned, ...]:
+    """All warnings of a plan.
+
+    Args:
+        low, high: range of the throughput, prompts an hour.
+    """
+    return tuple(Warned(code=code, message=message) for code, message in
+                 sorted(_all(found, low, high)))
+
+
+def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]:
+    problem, training, rollout = found.problem, found.training, found.rollout
+    workload = problem.workload
+    if training.memory.verdict == "tight":
+        worst = training.worst
+        yield "W001", (f"stage {worst.stage} needs {worst.total / 1e9:.1f} GB of {training.memory.limit / 1e9:.1f} GB a "
+                       "GPU: a lower trainer.token_budget, or trainer.recompute=full, would leave room")
+    if problem.asynchronous and rollout.time.limit == "KV capacity":
+        # A request starts when one has ended, so that no queue grows without end, as a service's does near full load: what
+        # counts is whether a long completion finds room or throws others out of the cache.
+        cache = problem.kv_tokens or rollout.memory.kv_tokens
+        free = cache * (1 - found.rollout_load)
+        if free < workload.longest:
+            yield "W002", (f"caches are {found.rollout_load:.0%} full: {free:,.0f} of an engine's {cache:,} tokens are free, "
+                           f"and one completion to the cap takes {workload.longest:,}; engines will recompute what they "
+                           "throw out. A larger rollout.tp, or more rollout nodes, makes room")
+    if found.staleness > 1:
+        yield "W003", (f"a completion of {workload.lengths.cap:,} tokens spans {found.staleness} steps: weights change "
+                       "while it is generated; keep algorithm.importance_cap, or use more prompts a step")
+    target = workload.target
+    if target is not None and low < target:
+        where = "within the uncertainty of the prediction" if high >= target else "out of reach"
+        yield "W004", f"{target:,.0f} prompts/h is {where}: {low:,.0f} to {high:,.0f} predicted"
+    if problem.asynchronous and found.mode == "disaggregated":
+        slow, fast = sorted((training.seconds, rollout.seconds), reverse=True)
+        if fast < 0.75 * slow:
+            waits = "rollout" if rollout.seconds < training.seconds else "training"
+            yield "W005", f"{waits} idles {1 - fast / slow:.0%} of the step: no other division of the nodes is faster"
+    if found.sync is not None and found.sync.cross_rail_bytes > MIN_CROSSING * found.sync.replica_bytes:
+        yield "W006", f"{found.sync.cross_rail_bytes / 1e9:.1f} GB of a sync change rails whatever the order of the GPUs"
+    if rollout.layout.weight_precision != training.layout.precision:
+        yield "W007", (f"engines compute in {rollout.layout.weight_precision}, the trainer in "
+                       f"{training.layout.precision}: watch mismatch/*, keep algorithm.importance_cap")
+    idle = problem.units - found.units
+    if idle > 0:
+        name = "nodes" if len(problem.cluster.nodes) > 1 else "GPUs"
+        yield "W008", f"{idle} {name if idle > 1 else name[:-1]} left over: no layout makes the step shorter with more"
+    if not workload.logprob_pass and workload.updates > 1:
+        yield "W009", (f"{workload.updates} updates a batch without a log-prob pass: the engine's log-probs stand in for "
+                       "the old ones (docs/old-logprobs.md)")
+    if found.sync_s > 0.05 * found.step_s:
+        yield "W010", f"the weight sync is {found.sync_s / found.step_s:.0%} of the step ({found.sync_s:.2f} s)"
+    if not workload.measured_lengths:
+        yield "W011", ("response lengths are assumed: workload.response.distribution=file with the samples of a run "
+                       "measures them")
+    host, installed = host_bytes(problem, found.mode, training), problem.cluster.host_memory_bytes
+    if installed and host > MAX_HOST * installed:
+        yield "W013", (f"a node's host must hold {host / 1e9:,.0f} GB of {_offloaded(found)}, of {installed / 1e9:,.0f} GB "
+                       f"that it has: more than {MAX_HOST:.0%} leaves too little for the rest")
+    capped = workload.lengths.group_capped(workload.group)
+    if workload.lengths.capped_share < 1 and capped > MAX_CAPPED_GROUPS:       # 1: the length is fixed, at the cap
+        yield "W014", (f"{workload.lengths.capped_share:.0%} of the completions run into the cap of {workload.lengths.cap:,} "
+                       f"tokens, and with them {capped:.0%} of the groups of {workload.group}: a larger "
+                       "rollout.max_new_tokens, or a reward that does not punish what was cut off")
+    yield from _communicators(found)
+    if problem.shadow and (not problem.asynchronous or problem.max_staleness == 0):
+        copy = rollout.memory.components["weights"]
+        yield "W015", (f"weight_sync.staging = shadow takes {copy / 1e9:.1f} GB a GPU from the KV cache, and a step that "
+                       "generates with the newest weights waits for the sync all the same: weight_sync.staging=in_place, "
+                       "or algorithm.asynchronous=true with max_staleness of at least 1")
+    if problem.disk_every and (disk := version_to_disk_s(found)) > problem.disk_every * found.step_s:
+        yield "W017", (f"a version of the weights takes {disk:,.0f} s to disk, and weight_sync.disk.every = "
+                       f"{problem.disk_every} asks for one every {problem.disk_every * found.step_s:,.0f} s, so that "
+                       f"training waits for it: use {math.ceil(disk / found.step_s)} or more")
+    if problem.cluster.coefficients.items() <= MEASURED.items():       # none, or those that are shipped for a CPU
+        of = "a run on another machine" if problem.cluster.coefficients else "published runs"
+        yield "W012", f"efficiencies are those of {of}: `megatron-rl plan --calibrate RUN` measures yours"
+
+
+def _communicators(found: Candidate) -> Iterator[tuple[str, str]]:
+    gpu, training, rollout = found.problem.cluster.gpu, found.training.memory, found.rollout
+    if found.sync is None or gpu.device != "gpu":
+        return
+    needed = found.sync.communicators(found.problem.coefficients.sync)
+    for side, count, size, free, fix in (
+            ("training", needed.training, needed.training_bytes, gpu.usable_bytes - training.total,
+             "a lower trainer.token_budget"),
+            ("rollout", needed.rollout, needed.rollout_bytes, gpu.usable_bytes - rollout.memory.total,
+             "a lower rollout.memory_utilization")):
+        if size > free:
+            yield "W016", (f"{count} communicators of the sync take {size / 1e9:.1f} GB of a {side} GPU beside what the "
+                           f"plan counts, and {max(0, free) / 1e9:.1f} GB of it are free: {fix}, or another "
+                           "weight_sync.route")
+
+
+def _offloaded(found: Candidate) -> str:
+    work = found.problem.workload
+    what = ["the reference's weights"] if work.reference and work.reference_offload else []
+    what += ["the trainer's state while engines generate"] if found.mode == "colocated" else []
+    return " and ".join(what)

@@ -1,0 +1,349 @@
+"""The search: every layout of both partitions and every division of the cluster, with bounds that cut what cannot win.
+
+Exact: the result is the best candidate of the model. What is skipped has a lower bound that is no better than a candidate
+already found: the two partitions' times, and the least time in which engines can take their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from launch.config.arithmetic import round_up, sequence_multiple
+from launch.fabric.choose import fastest, least_seconds
+from launch.fabric.lanes import fabric_of
+from launch.plan.forecast import Alternative
+from launch.planner.search.candidate import (Candidate, Mode, Problem, RolloutOption, TrainingOption, candidate, engine_memory, in_mode, in_ticks, rollout_option, sequence_limits, share_left, shares, sync_arguments, training_memory_of, training_option, training_seconds)
+from launch.plan.layouts import RolloutLayout, TrainingLayout
+from launch.planner.memory.training import TrainingMemory
+from launch.planner.memory.rollout import RolloutMemory
+from launch.planner.parameters import matrix_parameters
+from launch.planner.time.step import combined_seconds
+from launch.planner.search.space import Space
+from launch.planner.workload.workload import training_work
+
+
+class _Timed(NamedTuple):
+    """A training layout that fits, before all else about it is computed."""
+
+    seconds: float
+    layout: TrainingLayout
+
+
+@dataclass
+class Search:
+    """One problem, searched for any number of units; what was computed for one number is kept for the next."""
+
+    problem: Problem
+    mode: Mode = "disaggregated"
+    _training: dict[int, list[_Timed]] = field(default_factory=dict)
+    _rollout: dict[tuple[int, float], list[RolloutOption]] = field(default_factory=dict)
+    _engine_s: dict[int, float] = field(default_factory=dict)
+    _sync_s: dict[tuple, float] = field(default_factory=dict)
+    _least_dp: dict[TrainingLayout, int] = field(default_factory=dict)
+    """Layout with DP 1 -> the smallest DP at which it fits."""
+
+    def __post_init__(self) -> None:
+        self.asked = self.problem
+        self.problem = problem = in_mode(self.problem, self.mode)
+        self.space = Space(problem.shape, problem.cluster.gpus_per_node, problem.pins)
+        self._layouts = [layout for layout in self.space.training() if self._packs(layout)]
+        self._variants = {layout: tuple(self.space.recomputations(layout)) for layout in self._layouts}
+        self._engines = list(self.space.rollout())
+        self._fabric = fabric_of(problem.cluster)
+        self._other_share = problem.coefficients.rl.other_share
+        self._sorted: list[RolloutOption] = []
+        self._sorted_units = 0
+
+    def best(self, units: int | None = None, training_units: int | None = None) -> Candidate | None:
+        """The candidate with the shortest step on at most `units` units (default: all); of equals, the one on fewer
+        units, then the one that trains faster. None: nothing fits.
+
+        Args:
+            training_units: only this division.
+        """
+        units = self.problem.units if units is None else units
+        if self.mode != "disaggregated":
+            return self._best_together(units)
+        found: Candidate | None = None
+        for training in self._divisions(units, training_units):
+            found = self._best_of_division(training, units - training, found)
+        return found
+
+    def feasible(self, units: int | None = None) -> bool:
+        """Whether `best` finds anything; without looking for the best."""
+        units = self.problem.units if units is None else units
+        if self.mode != "disaggregated":
+            return self.best(units) is not None
+        engines = next((number for number in range(1, units) if self.rollout_options(number)), units)
+        return any(self.fitting(training) for training in self._divisions(units, None) if training + engines <= units)
+
+    def fitting(self, units: int) -> bool:
+        """Whether any layout fits that uses exactly these units."""
+        return any(next(self._fitting(layout, units), None) is not None for layout in self._layouts)
+
+    def training_options(self, units: int) -> list[TrainingOption]:
+        """Layouts that use exactly these units and fit, the fastest first."""
+        return [training_option(self.problem, layout, units) for _, layout in self._timed(units)]
+
+    def rollout_options(self, units: int, share: float | None = None) -> list[RolloutOption]:
+        """Engines on exactly these units, the fastest first.
+
+        Args:
+            share: of a GPU that an engine may use; default: what the configuration allows.
+        """
+        share = self.problem.pins.memory_utilization if share is None else share
+        if (units, share) not in self._rollout:
+            options = [option for layout in self._engines
+                       for option in self._undominated(replace(layout, memory_utilization=share), units)]
+            self._rollout[units, share] = sorted(options, key=lambda option: option.seconds)
+        return self._rollout[units, share]
+
+    def unfit(self, units: int) -> Iterator[tuple[TrainingLayout, TrainingMemory]]:
+        """Layouts of these units that do not fit, with what they would need at the most recomputation allowed."""
+        for layout in self._layouts:
+            dp = self._dp(layout, units)
+            if dp:
+                last = replace(self._variants[layout][-1], dp=dp)
+                memory = self._memory(last)
+                if not memory.fits:
+                    yield last, memory
+
+    def engines_without_room(self, units: int) -> list[Alternative]:
+        """Engines whose cache does not hold the longest sequence."""
+        problem, found = self.problem, []
+        for layout in self._engines:
+            placed = next(iter(self._placed(layout, units)), None)
+            if placed is None:
+                continue
+            memory = engine_memory(problem, placed)
+            if memory.verdict == "no":
+                found.append(Alternative(
+                    value=f"TP{layout.tp} x {placed.replicas}",
+                    rejected_by=_no_room(memory, problem.workload.longest)))
+        return found
+
+    def _divisions(self, units: int, training_units: int | None) -> Iterator[int]:
+        """Numbers of training units, the middle first: good candidates early cut the rest."""
+        pinned = training_units or self.problem.pins.training_nodes
+        if pinned is not None:
+            yield from (pinned,) if 0 < pinned < units else ()
+            return
+        yield from sorted(range(1, units), key=lambda training: (abs(2 * training - units), training))
+
+    def _best_of_division(self, training: int, most_rollout: int, found: Candidate | None) -> Candidate | None:
+        if self._loses(found, self._fastest_engine_s(most_rollout), self._least_training_s(training), 0.0):
+            return found
+        rollouts = self._engines_on(most_rollout)
+        for seconds, layout in self._timed(training):
+            if rollouts and self._loses(found, rollouts[0].seconds, seconds, rollouts[0].pace_s):
+                break               # the options are sorted: no later one can be faster either
+            mine = None
+            for engines in rollouts:
+                if self._loses(found, engines.seconds, seconds, engines.pace_s):
+                    break
+                units = training + engines.units
+                if self._no_better(found, engines, seconds, units, self._least_sync_s(layout, engines.layout)):
+                    continue
+                if not self._no_better(found, engines, seconds, units, self._seconds_of_sync(layout, engines.layout)):
+                    mine = mine or training_option(self.problem, layout, training)
+                    found = self._better(found, candidate(self.problem, self.mode, mine, engines))
+        return found
+
+    def _best_together(self, units: int) -> Candidate | None:
+        """Both partitions on the same units; the engine gets what the trainer leaves of the memory."""
+        found: Candidate | None = None
+        for number in range(units, 0, -1):
+            if self._loses(found, 0.0, self._least_training_s(number), 0.0):
+                break               # fewer units train no faster
+            fastest_s = min((option.seconds for share in shares(self.problem)
+                             for option in self.rollout_options(number, share)[:1]), default=None)
+            if fastest_s is None or self._loses(found, fastest_s, self._least_training_s(number), 0.0):
+                continue
+            for seconds, layout in self._timed(number):
+                if self._loses(found, fastest_s, seconds, 0.0):
+                    break
+                share = share_left(self.problem, self.mode, self._memory(layout))
+                mine = None
+                for engines in self.rollout_options(number, share) if share else ():
+                    if self._loses(found, engines.seconds, seconds, 0.0):
+                        break
+                    mine = mine or training_option(self.problem, layout, number)
+                    both = candidate(self.problem, self.mode, mine, engines)
+                    if both.colocated is None or both.colocated.fits:
+                        found = self._better(found, both)
+        return found
+
+    def _engines_on(self, units: int) -> list[RolloutOption]:
+        """On at most these units, in the order of the step that nothing else would hold up."""
+        if units > self._sorted_units:
+            self._sorted_units = units
+            self._sorted = [option for number in range(1, units + 1) for option in self.rollout_options(number)]
+            self._sorted.sort(key=lambda option: (
+                self._step_s(option.seconds, 0.0, 0.0, option.pace_s), option.units))
+        return [option for option in self._sorted if option.units <= units]
+
+    def _loses(self, found: Candidate | None, rollout_s: float, training_s: float, pace_s: float) -> bool:
+        """Whether two partitions with these times are slower than `found` even if a sync took no time."""
+        return found is not None and self._step_s(rollout_s, training_s, 0.0, pace_s) > found.step_s
+
+    def _no_better(self, found: Candidate | None, rollout: RolloutOption, training_s: float, units: int,
+                   sync_s: float) -> bool:
+        if found is None:
+            return False
+        step_s = self._step_s(rollout.seconds, training_s, sync_s, rollout.pace_s)
+        return (step_s, units) >= (found.step_s, found.units)
+
+    def _step_s(self, rollout_s: float, training_s: float, sync_s: float, pace_s: float) -> float:
+        """A bound where the engines stop for the swap only: it takes none there."""
+        return combined_seconds(self.problem.asynchronous, rollout_s, training_s, sync_s, self._other_share, pace_s,
+                                0.0 if self.problem.shadow else None)
+
+    def _better(self, found: Candidate | None, new: Candidate) -> Candidate:
+        if found is None or (new.step_s, new.units) < (found.step_s, found.units):
+            return new
+        return found
+
+    def _fastest_engine_s(self, units: int) -> float:
+        """Of all engines on at most `units` units."""
+        if units not in self._engine_s:
+            known = max((number for number in self._engine_s if number < units), default=0)
+            least = self._engine_s.get(known, float("inf"))
+            for number in range(known + 1, units + 1):
+                least = min([least, *(option.seconds for option in self.rollout_options(number)[:1])])
+                self._engine_s[number] = least
+        return self._engine_s[units]
+
+    def _least_training_s(self, units: int) -> float:
+        """A step of any layout takes the FLOPs of its matrix products at the rate of a large one, at least."""
+        problem, c = self.problem, self.problem.coefficients
+        gpu, shape, workload, lora = problem.cluster.gpu, problem.shape, problem.workload, problem.lora_rank
+        rate = max(gpu.bf16_flops, gpu.fp32_flops, gpu.fp8_flops if problem.pins.precision == "fp8" else 0.0)
+        rate *= gpu.sustained * max(c.training.gemm_bf16, c.training.gemm_fp8)
+        experts = c.rl.mixture_efficiency if shape.experts else 1.0
+        tokens = workload.sequences // workload.updates * workload.mean_tokens * (1 - 1e-6) - 1
+        flops = (4 if lora else 6) * (matrix_parameters(shape) - (shape.vocab * shape.hidden if lora else 0)) * tokens
+        seconds = flops / (units * problem.unit_gpus * rate) / (c.rl.train_efficiency * experts)
+        return max(0.0, workload.updates * seconds)
+
+    def _timed(self, units: int) -> list[_Timed]:
+        """Layouts that use exactly these units and fit, the fastest first."""
+        if units not in self._training:
+            fitting = (placed for layout in self._layouts for placed in self._fitting(layout, units))
+            self._training[units] = sorted((_Timed(training_seconds(self.problem, layout), layout)
+                                            for layout in fitting), key=lambda each: each.seconds)
+        return self._training[units]
+
+    def _fitting(self, layout: TrainingLayout, units: int) -> Iterator[TrainingLayout]:
+        """With the least recomputation that fits; with every one where the GPU is shared and a fit alone says little."""
+        dp = self._dp(layout, units)
+        for each in self._variants[layout] if dp else ():
+            if dp >= self._smallest_dp(each):
+                yield replace(each, dp=dp)
+                if self.mode == "disaggregated":
+                    return
+
+    def _smallest_dp(self, layout: TrainingLayout) -> int:
+        """At which the layout fits. More DP never needs more memory: optimizer shards and the micro-batches in flight
+        only shrink."""
+        if layout not in self._least_dp:
+            low, high = 0, self.problem.cluster.total_gpus // layout.replica_gpus + 1
+            while high - low > 1:
+                middle = (low + high) // 2
+                fits = self._memory(replace(layout, dp=middle)).fits
+                low, high = (low, middle) if fits else (middle, high)
+            self._least_dp[layout] = high
+        return self._least_dp[layout]
+
+    def _dp(self, layout: TrainingLayout, units: int) -> int:
+        """DP on all GPUs of these units, or the pinned one if it takes so many units; 0 if they are no whole number of
+        replicas, or of sequences."""
+        dp = self._whole(units, layout.replica_gpus, self.problem.pins.dp)
+        workload = self.problem.workload
+        if not dp or dp * layout.cp % layout.ep:
+            return 0
+        needed = dp * (layout.pp if layout.vpp > 1 else 1)
+        return 0 if workload.sequences // workload.updates < needed else dp
+
+    def _whole(self, units: int, gpus: int, pinned: int | None) -> int:
+        """How many times `gpus` fill these units, or the pinned number if it takes so many units and fills the last one in
+        part; else 0."""
+        number, rest = divmod(units * self.problem.unit_gpus, gpus)
+        if pinned is None:
+            return 0 if rest else number
+        return pinned if -(-pinned * gpus // self.problem.unit_gpus) == units else 0
+
+    def _packs(self, layout: TrainingLayout) -> bool:
+        """Whether the longest sequence, padded as the layout pads it, fits into a micro-batch."""
+        multiple = sequence_multiple(layout.tp, layout.cp, layout.sequence_parallel)
+        budget, longest = self.problem.token_budget, round_up(self.problem.workload.longest, multiple)
+        if longest <= budget and budget % multiple == 0:
+            return True
+        self.space.rejected.setdefault(
+            f"TP {layout.tp} CP {layout.cp}", f"sequences are padded to a multiple of {multiple}, and a micro-batch has "
+                                              f"{budget} tokens")
+        return False
+
+    def _memory(self, layout: TrainingLayout) -> TrainingMemory:
+        work = training_work(self.problem.workload, layout, self.problem.token_budget)
+        return training_memory_of(self.problem, layout, work)
+
+    def engine_options(self, layout: RolloutLayout, units: int) -> list[RolloutOption]:
+        """Engines of one layout on these units with each number of sequences at once, the fastest first."""
+        options = filter(None, (rollout_option(self.problem, placed, units) for placed in self._placed(layout, units)))
+        return sorted(options, key=lambda option: (option.seconds, option.layout.max_num_seqs))
+
+    def _undominated(self, layout: RolloutLayout, units: int) -> Iterator[RolloutOption]:
+        """Without those that are slower than another and let the trainer go no faster."""
+        pace_s = float("inf")
+        for option in self.engine_options(layout, units):
+            if option.pace_s < pace_s:
+                pace_s = option.pace_s
+                yield option
+
+    def _placed(self, layout: RolloutLayout, units: int) -> list[RolloutLayout]:
+        """The layout on these units with each number of sequences at once, the fewest first; [] where it cannot be."""
+        replicas = self._whole(units, layout.tp * layout.pp, self.problem.pins.replicas)
+        if not replicas or replicas > self.problem.workload.prompts:
+            return []
+        return [replace(layout, replicas=replicas, max_num_seqs=limit)
+                for limit in sequence_limits(self.problem, replicas)]
+
+    def _seconds_of_sync(self, training: TrainingLayout, rollout: RolloutLayout) -> float:
+        problem = self.problem
+        if problem.route != "auto":
+            return 0.0                      # `candidate` computes it
+        key = (*self._moved(training, rollout), training.cp * training.dp, rollout.replicas)
+        if key not in self._sync_s:
+            seconds = fastest(problem.shape, training, rollout, self._fabric, problem.coefficients.sync,
+                              **sync_arguments(problem, training, rollout))[1]
+            self._sync_s[key] = in_ticks(problem, seconds)
+        return self._sync_s[key]
+
+    def _least_sync_s(self, training: TrainingLayout, rollout: RolloutLayout) -> float:
+        """A bound of the sync, whatever DP and the number of engines."""
+        problem = self.problem
+        full = min(rollout.replicas, max(1, self._fabric.gpus_per_node // (rollout.tp * rollout.pp)))
+        key = (*self._moved(training, rollout), full)
+        if key not in self._sync_s:
+            seconds = least_seconds(problem.shape, training, rollout, self._fabric, problem.coefficients.sync,
+                                    **sync_arguments(problem, training, rollout))
+            self._sync_s[key] = in_ticks(problem, seconds)
+        return self._sync_s[key]
+
+    @staticmethod
+    def _moved(training: TrainingLayout, rollout: RolloutLayout) -> tuple:
+        """What decides which bytes of a shard an engine rank takes. Which chunk of a stage a layer is in matters only to
+        an engine with stages of its own."""
+        return (training.tp, training.pp, training.vpp if rollout.pp > 1 else 1, training.ep, training.etp,
+                training.layers_of_stage, rollout.tp, rollout.pp)
+
+
+def _no_room(memory: RolloutMemory, longest: int) -> str:
+    """Why an engine cannot run, in numbers."""
+    fixed = sum(size for name, size in memory.components.items() if name != "kv_cache")
+    if not memory.kv_tokens:
+        return (f"no room: {memory.components['weights'] / 1e9:.1f} GB of weights, {fixed / 1e9:.1f} GB with all else, and an "
+                f"engine may take {memory.limit / 1e9:.1f} GB of a GPU")
+    return f"no room: the cache of an engine holds {memory.kv_tokens:,} tokens, the longest sequence has {longest:,}"

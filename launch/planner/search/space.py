@@ -1,0 +1,153 @@
+"""The layouts that the search tries: every one that divides, obeys the pins and stays where NVLink is.
+
+What is left out here is left out by arithmetic (a TP that does not divide the heads), and each reason is kept for the
+explanation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from launch.config.arithmetic import round_up
+from launch.planner.build import layers_of_stage
+from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout
+from launch.model.shape import ModelShape
+
+MAX_PP = 16
+VLLM_VOCAB_MULTIPLE = 64
+RECOMPUTE: dict[str, tuple[str, ...]] = {"none": (), "selective": ("core_attn",), "full": ("full",)}
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Sizes that the configuration fixes; None is searched."""
+
+    tp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    cp: int | None = None
+    dp: int | None = None
+    sequence_parallel: bool | None = None
+    recompute: str | None = None
+    token_budget: int | None = None
+    training_nodes: int | None = None
+    replicas: int | None = None
+    rollout_tp: int | None = None
+    max_num_seqs: int | None = None
+    precision: Precision = "bf16"
+    rollout_precision: Precision = "bf16"
+    distributed_optimizer: bool = True
+    memory_utilization: float = 0.85
+    cuda_graphs: bool = True
+    tp_across_nodes: bool = False
+
+
+@dataclass
+class Space:
+    """All layouts of one model on nodes of one size."""
+
+    shape: ModelShape
+    gpus_per_node: int
+    pins: Pins
+    rejected: dict[str, str] = field(default_factory=dict)
+    """`TP 16` -> why no plan has it."""
+
+    def training(self) -> Iterator[TrainingLayout]:
+        """Layouts of one replica (DP 1), the least recomputation first."""
+        for tp in self._training_tp():
+            for cp in self._cp(tp):
+                for pp in self._pp():
+                    for vpp in self._vpp(pp):
+                        yield from (self._layout(tp, cp, pp, vpp, ep) for ep in self._ep(tp))
+
+    def _layout(self, tp: int, cp: int, pp: int, vpp: int, ep: int) -> TrainingLayout:
+        parallel = self.pins.sequence_parallel
+        stages = layers_of_stage(self.shape.layers, pp, vpp)
+        return TrainingLayout(
+            tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, sequence_parallel=tp > 1 if parallel is None else parallel,
+            precision=self.pins.precision, distributed_optimizer=self.pins.distributed_optimizer,
+            recompute=RECOMPUTE[self.pins.recompute or "none"],
+            layers_of_stage=tuple(sum(map(len, stage)) for stage in stages))
+
+    def _ep(self, tp: int) -> tuple[int, ...]:
+        """Expert parallel sizes, inside a node with TP; DP x CP must be a multiple (the search looks)."""
+        if not self.shape.experts:
+            return (1,)
+        return tuple(ep for ep in _divisors(max(1, self.gpus_per_node // tp)) if self.shape.experts % ep == 0)
+
+    def recomputations(self, layout: TrainingLayout) -> Iterator[TrainingLayout]:
+        """The layout with each amount of recomputation that may be tried, the least first. (With flash attention
+        `selective` saves nothing that is kept, so `auto` goes from none to full.)"""
+        for name in (self.pins.recompute,) if self.pins.recompute else ("none", "full"):
+            yield replace(layout, recompute=RECOMPUTE[name])
+
+    def rollout(self) -> Iterator[RolloutLayout]:
+        """Layouts of one engine."""
+        shape = self.shape
+        for tp in self._sizes(self.pins.rollout_tp, "rollout TP"):
+            kv_ok = shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0
+            ffn = shape.moe_ffn or shape.ffn
+            if shape.heads % tp or not kv_ok:
+                self._reject(f"rollout TP {tp}", f"{shape.heads} heads and {shape.kv_heads} KV heads do not divide")
+            elif ffn % tp or round_up(shape.vocab, VLLM_VOCAB_MULTIPLE) % tp:
+                self._reject(f"rollout TP {tp}", f"the MLP of {ffn} or the vocabulary does not divide")
+            else:
+                yield RolloutLayout(tp=tp, weight_precision=self.pins.rollout_precision,
+                                    max_num_seqs=self.pins.max_num_seqs or 256,
+                                    memory_utilization=self.pins.memory_utilization,
+                                    cuda_graphs=self.pins.cuda_graphs)
+
+    def _training_tp(self) -> Iterator[int]:
+        shape = self.shape
+        for tp in self._sizes(self.pins.tp, "TP"):
+            for what, size in (("heads", shape.heads), ("KV heads", shape.kv_heads),
+                               ("MLP columns", shape.moe_ffn or shape.ffn)):
+                if size % tp:
+                    self._reject(f"TP {tp}", f"it does not divide the {size} {what}")
+                    break
+            else:
+                yield tp
+
+    def _sizes(self, pinned: int | None, what: str) -> Iterator[int]:
+        across = (2 * self.gpus_per_node,) if self.pins.tp_across_nodes and what == "rollout TP" else ()
+        for size in (pinned,) if pinned else (*_divisors(self.gpus_per_node), *across):
+            if self.gpus_per_node % size and not (self.pins.tp_across_nodes and size % self.gpus_per_node == 0):
+                self._reject(f"{what} {size}", f"a node has {self.gpus_per_node} GPUs: TP groups stay inside a node "
+                                               "(placement.tp_across_nodes allows whole nodes)")
+            else:
+                yield size
+
+    def _cp(self, tp: int) -> Iterator[int]:
+        room = max(1, self.gpus_per_node // tp)
+        for cp in (self.pins.cp,) if self.pins.cp else _divisors(room):
+            if room % cp and (tp * cp) % self.gpus_per_node:
+                self._reject(f"TP {tp} CP {cp}", f"blocks of {tp * cp} GPUs fill no whole number of nodes of "
+                                                 f"{self.gpus_per_node}")
+            else:
+                yield cp
+
+    def _pp(self) -> Iterator[int]:
+        for pp in (self.pins.pp,) if self.pins.pp else range(1, min(MAX_PP, self.shape.layers) + 1):
+            if self.pins.pp is None and pp > 1 and self.shape.layers % pp:
+                self._reject(f"PP {pp}", f"it does not divide the {self.shape.layers} layers (pin trainer.pp for uneven "
+                                         "stages)")
+            elif pp > self.shape.layers:
+                self._reject(f"PP {pp}", f"the model has {self.shape.layers} layers")
+            else:
+                yield pp
+
+    def _vpp(self, pp: int) -> Iterator[int]:
+        per_stage, rest = divmod(self.shape.layers, pp)
+        for vpp in (self.pins.vpp,) if self.pins.vpp else _divisors(per_stage):
+            if vpp > 1 and (pp == 1 or rest or per_stage % vpp):
+                self._reject(f"PP {pp} VPP {vpp}", f"PP x VPP does not divide the {self.shape.layers} layers"
+                             if pp > 1 else "VPP interleaves pipeline stages")
+            else:
+                yield vpp
+
+    def _reject(self, what: str, why: str) -> None:
+        self.rejected.setdefault(what, why)
+
+
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(n for n in range(1, number + 1) if number % n == 0)

@@ -1,0 +1,163 @@
+"""The logs of an attempt as one, in the order of time: whose lines, which, and what is added while somebody looks."""
+
+from __future__ import annotations
+
+import heapq
+import re
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from launch.errors import UserError
+from launch.report.diagnose import log_lines
+from launch.report.diagnose.log_lines import Line, Source
+from launch.run.attempts import Attempt
+from launch.run.components import components
+from launch.run.find import read_json
+
+_STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:,\d+)?\s")
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Whose lines; None is everybody's."""
+
+    role: str | None = None
+    rank: int | None = None
+    node: str | None = None
+
+    def takes(self, source: Source) -> bool:
+        return (self.role in (None, source.role, source.name) and self.rank in (None, source.rank)
+                and self.node in (None, source.node))
+
+
+def sources(attempt: Path, *, ray_too: bool = False) -> list[Source]:
+    """Every log of an attempt: its components', the supervisors', the batch script's.
+
+    Args:
+        ray_too: Ray's own logs as well, which were kept of an attempt that failed (many, and mostly noise).
+    """
+    records = {record.name: record for record in components(Attempt(attempt))}
+    found = []
+    for path in sorted(attempt.glob("logs/*.log")):
+        record = records.get(path.stem)
+        node, started = (record.node, record.process.started) if record else ("", None)
+        found.append(Source(path, path.stem, node, started))
+    for path in sorted([*attempt.glob("nodes/*/*.log"), *attempt.glob("nodes/*/logs/*.log")]):
+        node = path.relative_to(attempt / "nodes").parts[0]
+        found.append(Source(path, path.stem, node))
+    if ray_too:
+        kept = [path for suffix in ("log", "out", "err") for path in attempt.glob(f"**/ray/**/*.{suffix}")]
+        known = {each.path for each in found}
+        found += [Source(path, "ray-logs", "") for path in sorted(set(kept) - known)]
+    log = read_json(attempt / "job.json").get("log")
+    if log and Path(log).exists():
+        found.append(Source(Path(log), "job", ""))
+    return found
+
+
+def choose(attempt: Path, wanted: Filter) -> list[Source]:
+    """The logs that a filter takes.
+
+    Raises:
+        UserError: none; says which roles, ranks and nodes there are.
+    """
+    everything = sources(attempt, ray_too=wanted.role == "ray-logs")
+    chosen = [source for source in everything if wanted.takes(source)]
+    if chosen or wanted == Filter():
+        return chosen
+    roles = sorted({source.role for source in everything})
+    ranks = sorted({source.rank for source in everything
+                    if source.rank is not None and wanted.role in (None, source.role, source.name)})
+    nodes = sorted({source.node for source in everything if source.node})
+    raise UserError("no log fits " + " ".join(f"--{name} {value}" for name, value in vars(wanted).items()
+                                              if value is not None), where=str(attempt),
+                    fix=f"roles: {', '.join(roles) or 'none'}; ranks: {_ranges(ranks)}; "
+                        f"nodes: {', '.join(nodes) or 'none'}")
+
+
+def merged(chosen: Iterable[Source], *, tail: bool = False) -> Iterator[Line]:
+    """The lines of several logs by time; lines of one log keep their order."""
+    return heapq.merge(*(log_lines.read(source, tail=tail) for source in chosen), key=lambda line: line.time)
+
+
+def last(chosen: Sequence[Source], count: int) -> list[Line]:
+    """The last `count` lines over all logs."""
+    return list(deque(merged(chosen, tail=True), maxlen=count))
+
+
+def text_of(line: Line, width: int) -> str:
+    """`16:41:41 trainer-3@h100-007  INFO step 37`: the time and the name once, in front."""
+    text = _STAMP.sub("", line.text).removeprefix(f"{line.source.name} ")
+    return f"{datetime.fromtimestamp(line.time):%H:%M:%S} {line.source.label:<{width}}  {text}"
+
+
+def as_json(line: Line) -> dict:
+    return {"time": line.time, "component": line.source.name, "node": line.source.node, "file": str(line.source.path),
+            "line": line.number, "text": line.text}
+
+
+def label_width(chosen: Iterable[Source]) -> int:
+    return min(28, max((len(source.label) for source in chosen), default=0))
+
+
+@dataclass
+class Follower:
+    """What is added to the logs of an attempt from now on; logs that appear later are read from their beginning."""
+
+    attempt: Path
+    wanted: Filter
+    _offsets: dict[Path, int] = field(default_factory=dict)
+    _times: dict[Path, float] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """Leave out what is there already."""
+        for source in self._chosen():
+            if source.path.exists():
+                self._offsets[source.path] = source.path.stat().st_size
+
+    def poll(self) -> list[Line]:
+        """The lines that were completed since the last call, by time."""
+        found: list[Line] = []
+        for source in self._chosen():
+            try:
+                with source.path.open("rb") as file:
+                    file.seek(self._offsets.get(source.path, 0))
+                    whole, newline, _ = file.read().rpartition(b"\n")
+            except FileNotFoundError:
+                continue
+            if not newline:
+                continue
+            self._offsets[source.path] = self._offsets.get(source.path, 0) + len(whole) + 1
+            texts = whole.decode("utf-8", errors="replace").split("\n")
+            start = self._times.get(source.path) or log_lines.first_time(texts, time.time())
+            lines = list(log_lines.stamped(texts, source, datetime.now().year, start, 0))
+            self._times[source.path] = lines[-1].time
+            found += lines
+        return sorted(found, key=lambda line: line.time)
+
+    def _chosen(self) -> list[Source]:
+        return [source for source in sources(self.attempt) if self.wanted.takes(source)]
+
+
+def follow(follower: Follower, every_s: float) -> Iterator[Line]:
+    """Lines as they are added, until the attempt has its outcome and its logs are read to their end."""
+    while True:
+        ended = (follower.attempt / "outcome.json").exists()      # before reading: what was written by then is read
+        lines = follower.poll()
+        yield from lines
+        if ended and not lines:
+            return
+        time.sleep(every_s)  # between two looks at files that others write
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-7` or `0, 2, 5`."""
+    if not numbers:
+        return "none"
+    if list(numbers) == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 1:
+        return f"{numbers[0]}-{numbers[-1]}"
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,281 @@
+"""Where a run is, from what it wrote: stages passed, the current one, checkpoint, time left. Slurm's word is a hint.
+
+    QUEUED > PREFLIGHT 16/16 > RAY 14/16 > LOAD > STEP 37/500 train
+
+`read_status` reads files only; the caller asks Slurm (`launch.slurm.client`) and passes its record in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import yaml
+
+from launch.run.metrics import Row, metric_rows
+from launch.report.diagnose.status_alive import lock_is_held, newest_beat
+from launch.run.find import Found, attempts_of, read_json
+from launch.run.attempt_log import read_history
+from launch.run.outcome import Outcome, read_outcome
+from launch.run.progress import Progress, read_progress, steps_done
+from launch.run.stop import stop_reason, stop_requested
+from launch.slurm.records import JobRecord
+
+SCHEMA_VERSION = 1
+RECENT = 20
+"""Steps that the pace is taken from."""
+SILENT_S = 30.0
+"""A supervisor touches its beat every 2 s; a shared file system may show it late."""
+ENDS = {"finished": "FINISHED", "stopped": "STOPPED", "user_error": "ERROR", "crash": "CRASHED", "hang": "HUNG",
+        "interrupted": "INTERRUPTED", "hardware_fault": "FAULT", "node_failure": "FAULT", "preflight": "UNFIT",
+        "died": "DIED"}
+"""Status of an outcome -> the last station."""
+_CHECKPOINT = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One station of a job: `RAY 14/16`."""
+
+    name: str
+    done: int | None = None
+    of: int | None = None
+    detail: str = ""
+
+    def __str__(self) -> str:
+        count = "" if self.of is None else f" {self.done}/{self.of}"
+        return f"{self.name}{count}{' ' + self.detail if self.detail else ''}"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    step: int
+    age_s: float
+    path: str
+
+
+@dataclass(frozen=True)
+class Status:
+    """All that `megatron-rl status` shows. Times are seconds."""
+
+    run: str
+    state: str
+    """Name of the last stage: QUEUED, PREFLIGHT, RAY, LOAD, STEP, STOPPING, FINISHED, STOPPED, ERROR, CRASHED, HUNG,
+    INTERRUPTED, FAULT (hardware, a node), UNFIT (too few fit nodes), DIED, GONE (no outcome, and nothing lives),
+    ENDED (Slurm says so)."""
+    stages: tuple[Stage, ...]
+    """Stations so far; the last is where the job is, or how it ended."""
+    folder: str | None = None
+    attempt: int | None = None
+    attempts: int = 0
+    job: str | None = None
+    job_state: str | None = None
+    """Slurm's word, where it was asked."""
+    restarts: int = 0
+    partition: str | None = None
+    waiting: str = ""
+    """Why a job that waits is only waiting."""
+    missing: tuple[str, ...] = ()
+    """Nodes that the current stage waits for."""
+    silent: tuple[str, ...] = ()
+    """Nodes whose supervisor has not been heard of lately."""
+    nodes: tuple[str, ...] = ()
+    spares: tuple[str, ...] = ()
+    step: int = 0
+    """Steps that are done."""
+    steps: int | None = None
+    checkpoint: Checkpoint | None = None
+    running_s: float | None = None
+    left_s: float | None = None
+    """Until the time limit."""
+    needed_s: float | None = None
+    """For the steps that are left, at the pace of the last ones."""
+    since_progress_s: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Last row of metrics.jsonl."""
+    outcome: Mapping[str, object] | None = None
+    decision: str = ""
+    """What the launcher decided after the attempt: requeue, fresh job, stop."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will happen by itself."""
+        return not self.waiting and (self.outcome is not None or self.state in ("GONE", "ENDED"))
+
+    def as_json(self) -> dict:
+        return {"schema_version": SCHEMA_VERSION, **asdict(self), "line": " > ".join(map(str, self.stages))}
+
+
+def read_status(found: Found, now: float, record: JobRecord | None = None) -> Status:
+    """The status of a run's attempt, or of a job that has written nothing yet.
+
+    Args:
+        now: seconds since 1970.
+        record: what Slurm says of the job, None if it was not asked or does not know it.
+    """
+    if found.attempt is None:
+        return _only_slurm(found, now, record)
+    folder, job = found.attempt, read_json(found.attempt / "job.json")
+    outcome, progress = read_outcome(folder), read_progress(folder)
+    placement, given = read_json(folder / "placement.json"), tuple(job.get("nodes") or ())
+    nodes = tuple(placement.get("nodes") or given)
+    stages, missing = _stages(folder, given, nodes, bool(placement), progress)
+    steps = _steps(folder)
+    rows = metric_rows(folder / "metrics.jsonl")
+    waiting = _waiting(record, now, first=False) if record and record.state == "PENDING" else ""
+    alive, silent = _alive(found, given, now, record)
+    if outcome is not None:
+        stages.append(Stage(ENDS[outcome.status]))
+    elif waiting or not alive:
+        stages.append(Stage("GONE"))
+    elif stop_requested(folder):
+        stages.append(Stage("STOPPING", detail=stop_reason(folder) or ""))
+    again = outcome is not None and _started_again(folder, record)
+    if waiting or again:
+        stages.append(Stage("QUEUED"))
+    if again:
+        stages.append(Stage("PREFLIGHT", detail="starting"))
+        waiting = "requeued, and started again: the next attempt has written nothing yet"
+    done = outcome.step if outcome else steps_done(progress)
+    ended = outcome is not None or not alive
+    ends = job.get("end_time") or (record.ends if record and record.state == "RUNNING" else None)
+    return Status(
+        run=found.name, folder=str(found.folder), attempt=int(folder.name), attempts=len(attempts_of(found.folder)),
+        state=stages[-1].name, stages=tuple(stages), job=found.job, job_state=record.state if record else None,
+        restarts=record.restarts if record else int(job.get("restart_count") or 0), partition=job.get("partition"),
+        waiting=waiting, missing=() if ended else missing, silent=() if ended else silent, nodes=nodes,
+        spares=tuple(placement.get("spares") or ()), step=done, steps=steps,
+        checkpoint=newest_checkpoint(found.folder, now), running_s=None if ended else _started(folder, now),
+        left_s=None if ended or not ends else ends - now,
+        needed_s=None if ended or steps is None else _needed(rows, steps - done),
+        since_progress_s=None if ended or progress is None else max(0.0, now - progress.at),
+        metrics=rows[-1] if rows else {}, outcome=outcome.model_dump(mode="json") if outcome else None,
+        decision=_decision(found, folder), warnings=_warnings(outcome, rows))
+
+
+def newest_checkpoint(run_folder: Path, now: float) -> Checkpoint | None:
+    """The newest folder of `checkpoints/` that holds complete.json, which is written last."""
+    complete = [(int(match[1]), path) for path in (run_folder / "checkpoints").glob("step-*")
+                if (match := _CHECKPOINT.fullmatch(path.name)) and (path / "complete.json").exists()]
+    if not complete:
+        return None
+    step, path = max(complete)
+    return Checkpoint(step, max(0.0, now - (path / "complete.json").stat().st_mtime), str(path))
+
+
+def _only_slurm(found: Found, now: float, record: JobRecord | None) -> Status:
+    """A job before its leader has started, one that never made an attempt, or a run nobody has started."""
+    if record is None:
+        return Status(run=found.name, folder=str(found.folder) if found.folder else None, job=found.job,
+                      state="GONE" if found.job else "QUEUED", stages=(Stage("QUEUED"),),
+                      waiting="" if found.job else "no attempt has been made yet")
+    waiting = _waiting(record, now, first=record.restarts == 0) if record.state == "PENDING" else ""
+    stages = [Stage("QUEUED")]
+    if record.state in ("RUNNING", "CONFIGURING"):
+        stages.append(Stage("PREFLIGHT", detail="starting"))
+    elif record.state != "PENDING":
+        stages.append(Stage("ENDED", detail=record.state))
+    return Status(run=found.name if found.folder else record.name or found.name, state=stages[-1].name,
+                  folder=str(found.folder) if found.folder else None, stages=tuple(stages), job=record.job_id,
+                  job_state=record.state, restarts=record.restarts, partition=record.partition, nodes=record.nodes,
+                  waiting=waiting, left_s=record.ends - now if record.ends and record.state == "RUNNING" else None)
+
+
+def _stages(folder: Path, given: tuple[str, ...], nodes: tuple[str, ...], placed: bool,
+            progress: Progress | None) -> tuple[list[Stage], tuple[str, ...]]:
+    """(stations so far, nodes that the last one waits for)."""
+    stages, missing = [], ()
+    if given:
+        checked = {node for node in given if (folder / "nodes" / node / "preflight.json").exists()}
+        stages += [Stage("QUEUED"), Stage("PREFLIGHT", len(checked), len(given))]
+        missing = tuple(node for node in given if node not in checked)
+        if placed and _uses_ray(folder):
+            up = [node for node in nodes if (folder / "nodes" / node / "ray.json").exists()]
+            missing = tuple(node for node in nodes if node not in up)
+            stages.append(Stage("RAY", len(up), len(nodes)))
+    else:
+        stages.append(Stage("RAY"))
+    if progress is None:
+        return stages, missing
+    if progress.step == 0:
+        return [*stages, Stage("LOAD", detail=progress.detail)], ()
+    steps = _steps(folder)
+    return [*stages, Stage("LOAD"), Stage("STEP", progress.step, steps, progress.phase)], ()
+
+
+def _alive(found: Found, given: tuple[str, ...], now: float,
+           record: JobRecord | None) -> tuple[bool, tuple[str, ...]]:
+    """(whether something of the attempt lives, nodes not heard of lately)."""
+    if not given:                                   # one machine: its launcher holds the run's lock
+        return lock_is_held(found.folder / ".lock") or bool(record and record.state == "RUNNING"), ()
+    beats = {node: newest_beat(found.attempt / "nodes" / node) for node in given}
+    silent = tuple(node for node, beat in beats.items() if beat is not None and now - beat > SILENT_S)
+    heard = any(beat is not None and now - beat <= SILENT_S for beat in beats.values())
+    starting = now - (found.attempt / "job.json").stat().st_mtime <= SILENT_S
+    if record is not None:
+        return record.state in ("RUNNING", "COMPLETING") or heard, silent
+    return heard or starting, silent
+
+
+def _waiting(record: JobRecord, now: float, *, first: bool) -> str:
+    """Why a pending job is no hang."""
+    if record.reason == "BeginTime" and not first:
+        begins = f" in {record.started - now:.0f} s" if record.started and record.started > now else ""
+        return f"requeued; Slurm starts a requeued job about two minutes after its end{begins}: nothing to do"
+    why = {"Priority": "jobs of higher priority come first", "Resources": "the nodes are in use",
+           "Dependency": "another job of this name, or one it depends on, has to end first",
+           "BeginTime": "its begin time has not come"}
+    why = why.get(record.reason, f"Slurm's reason: {record.reason or 'none'}")
+    return f"waits for its {'first ' if first else ''}start: {why}"
+
+
+def _started_again(folder: Path, record: JobRecord | None) -> bool:
+    """Whether the job runs anew since this attempt's end, and its leader has not made the next attempt yet."""
+    running = record is not None and record.state in ("RUNNING", "CONFIGURING")
+    return running and (record.started or 0.0) > (folder / "outcome.json").stat().st_mtime
+
+
+def _steps(folder: Path) -> int | None:
+    return _run_section(folder).get("steps")
+
+
+def _uses_ray(folder: Path) -> bool:
+    """A rehearsal does if asked to, the workload of tests does not."""
+    run = _run_section(folder)
+    return run["rehearse"] == "ray" if run.get("rehearse") else run.get("workload", "train") == "train"
+
+
+def _run_section(folder: Path) -> dict:
+    path = folder / "config.yaml"
+    return yaml.safe_load(path.read_text(encoding="utf-8"))["run"] if path.exists() else {}
+
+
+def _started(folder: Path, now: float) -> float:
+    """Seconds since the attempt's first file was written."""
+    first = next((folder / name for name in ("job.json", "config.yaml") if (folder / name).exists()), folder)
+    return max(0.0, now - first.stat().st_mtime)
+
+
+def _needed(rows: list[Row], left: int) -> float | None:
+    times = [row["time/step"] for row in rows[-RECENT:] if "time/step" in row]
+    return sum(times) / len(times) * left if times else None
+
+
+def _decision(found: Found, folder: Path) -> str:
+    """What the launcher decided after this attempt: `requeue: a crash after new steps`."""
+    for past in read_history(found.folder):
+        if past.attempt == int(folder.name) and past.decision is not None:
+            after = f"{past.decision} as job {past.successor}" if past.successor else past.decision
+            return f"{after}: {past.why}" if past.why else after
+    return ""
+
+
+def _warnings(outcome: Outcome | None, rows: list[Row]) -> tuple[str, ...]:
+    found = []
+    if rows and any(value != value for value in rows[-1].values()):
+        names = ", ".join(sorted(name for name, value in rows[-1].items() if value != value)[:3])
+        found.append(f"not a number in the last step: {names}")
+    return tuple(found)

@@ -1,0 +1,46 @@
+"""Reads a plan that `megatron-rl plan --out` wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from launch.errors import UserError
+from launch.plan.plan import SCHEMA_VERSION, Plan
+from launch.report.quantities import plain
+
+
+def load_plan(path: str | Path) -> Plan:
+    """The plan in a JSON file.
+
+    Raises:
+        UserError: no such file, not JSON, another schema version, not a plan; names the file and the first field.
+    """
+    name = plain(str(path))
+    again = "write it again: megatron-rl plan CONFIG --out FILE"
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the plan {name}: {error.strerror}", where=name,
+                        fix="give a file that megatron-rl plan CONFIG --out FILE wrote") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name} is not JSON: {plain(str(error))}", where=name, fix=again) from error
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if version is None:
+        raise UserError(f"{name} is not a plan: it has no schema_version", where=name,
+                        fix="give a file that megatron-rl plan CONFIG --out FILE wrote")
+    if version != SCHEMA_VERSION:
+        raise UserError(
+            f"{name} has schema_version {plain(repr(version))}, this program reads {SCHEMA_VERSION}",
+            where=f"{name}: schema_version",
+            fix=f"{again}, with this program",
+        )
+    try:
+        return Plan.model_validate(content)
+    except (ValidationError, RecursionError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": "nested too deeply"}
+        field = plain(".".join(map(str, first["loc"]))) or "the whole file"
+        raise UserError(f"{name} is not a valid plan: {field}: {plain(first['msg'])}",
+                        where=f"{name}: {field}", fix=again) from error

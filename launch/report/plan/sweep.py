@@ -1,0 +1,117 @@
+"""The capacity curve of `megatron-rl plan --sweep nodes=8..64`: prompts an hour over nodes, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from launch.report.plan.overview import VERDICT_STYLES, WIDTH, terminal
+from launch.report.quantities import plain, significant
+from launch.report.svg import ticks
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """The best plan of one cluster size."""
+
+    nodes: int
+    split: str
+    """`20 + 12`; what is printed between nodes and throughput."""
+    prompts_per_hour: float | None
+    """None: no plan fits this many nodes."""
+    gpu_hours: float | None
+    """GPU-hours per 1,000 prompts."""
+    verdict: str
+    """A verdict of `Throughput`, or why no plan fits."""
+
+
+def print_sweep(points: Sequence[SweepPoint], target: float | None, console: Console | None = None, *,
+                remarks: Sequence[str] = ()) -> None:
+    """A row a cluster size, the smallest that reaches the target marked, and the curve under it.
+
+    Args:
+        points: in the order of nodes.
+        target: prompts an hour, or None.
+        remarks: the last lines.
+    """
+    console = console or terminal()
+    smallest = smallest_that_reaches(points, target)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for title, justify in (("", "left"), ("nodes", "right"), ("training + rollout", "left"),
+                           ("predicted\nprompts/h", "right"), ("GPU-hours\nper 1,000", "right"), ("verdict", "left")):
+        table.add_column(title, justify=justify)
+    for point in points:
+        mark = ">" if point is smallest else ""
+        table.add_row(mark, f"{point.nodes}", Text(plain(point.split)), _number(point.prompts_per_hour, 0),
+                      _number(point.gpu_hours, 1), Text(plain(point.verdict), VERDICT_STYLES.get(point.verdict, "")),
+                      style="bold" if mark else None)
+    console.print(table)
+    curve = capacity_curve(points, target, width=min(WIDTH, console.width))
+    if curve and console.encoding.lower().startswith("utf"):
+        console.print()
+        console.print(Text(curve), soft_wrap=True)
+    console.print()
+    console.print(Text(_answer(points, target, smallest)))
+    for remark in remarks:
+        console.print(Text(plain(remark)))
+
+
+def smallest_that_reaches(points: Sequence[SweepPoint], target: float | None) -> SweepPoint | None:
+    """The point with the fewest nodes whose nominal throughput is at least the target."""
+    if target is None:
+        return None
+    return min((each for each in points if reaches(each, target)), key=lambda each: each.nodes, default=None)
+
+
+def reaches(point: SweepPoint, target: float) -> bool:
+    """Whether its nominal throughput is at least the target."""
+    return point.prompts_per_hour is not None and point.prompts_per_hour >= target
+
+
+def capacity_curve(points: Sequence[SweepPoint], target: float | None, *, width: int = 72, height: int = 16) -> str:
+    """Prompts an hour over nodes with the target as a line; "" for fewer than two points."""
+    drawn = [(each.nodes, each.prompts_per_hour) for each in points if each.prompts_per_hour is not None]
+    if len(drawn) < 2:
+        return ""
+    import plotext  # draws into one module-wide figure, hence loaded here and cleared before and after
+
+    nodes, rates = [float(each[0]) for each in drawn], [float(each[1]) for each in drawn]
+    figure = plotext.figure
+    figure.clear()
+    figure.plot_size(width, height)
+    figure.theme("colorless")
+    if target is not None:
+        figure.draw(figure.signal([nodes[0], nodes[-1]], [target, target], marker="-").lines())
+    figure.draw(figure.signal(nodes, rates, marker="braille").lines())
+    figure.draw(figure.signal(nodes, rates, marker="●"))
+    figure.title("prompts/h over nodes, predicted" + ("" if target is None else f"; line: target {target:,.0f}"))
+    most = 1.1 * max([*rates, target or 0])
+    figure.ruler("y").lim(0, most)
+    figure.ruler("y").ticks(ticks(most, 6), [f"{each:,.0f}" for each in ticks(most, 6)])
+    every = max(1, -(-len(drawn) // 10))
+    figure.ruler("x").ticks(nodes[::every], [f"{each:.0f}" for each in nodes[::every]])
+    drawing = plotext.uncolorize(str(figure.build()))
+    figure.clear()
+    return "\n".join(line.rstrip() for line in drawing.splitlines()).rstrip()
+
+
+def _answer(points: Sequence[SweepPoint], target: float | None, smallest: SweepPoint | None) -> str:
+    rated = [each for each in points if each.prompts_per_hour is not None]
+    if not rated:
+        return "no plan fits any of these sizes"
+    if smallest is not None:
+        return (f"smallest cluster that reaches {target:,.0f} prompts/h: {smallest.nodes} nodes "
+                f"({smallest.prompts_per_hour:,.0f} prompts/h predicted)")
+    best = max(rated, key=lambda each: each.prompts_per_hour)
+    most = f"the most is {best.prompts_per_hour:,.0f} prompts/h with {best.nodes} nodes (predicted)"
+    return most if target is None else f"none of these sizes reaches {target:,.0f} prompts/h: {most}"
+
+
+def _number(value: float | None, decimals: int) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.{decimals}f}" if abs(value) >= 1 or not value else significant(value)

@@ -1,0 +1,106 @@
+"""Plan against measured: the table at a run's end and in its report; and what a calibration changed."""
+
+from __future__ import annotations
+
+import textwrap
+from html import escape
+from pathlib import Path
+
+import click
+from pydantic import ValidationError
+
+from launch.planner.calibrate.calibrate import Calibration
+from launch.planner.calibrate.measured import PlanVsMeasured, compare
+from launch.plan.plan import Plan
+from launch.run.metrics import metric_rows
+from launch.report.quantities import seconds, significant
+
+FILE = "plan-vs-measured.json"
+WIDTH = 100
+LABEL = 13
+"""Width of the words at the left of a run's last lines."""
+
+
+def of_attempt(attempt: Path) -> PlanVsMeasured | None:
+    """The comparison of an attempt from what lies in its folder; None where no plan lies that this program reads."""
+    try:
+        plan = Plan.model_validate_json((attempt / "plan.json").read_text(encoding="utf-8"))
+    except (OSError, ValidationError):
+        return None
+    return compare(plan.forecast, metric_rows(attempt / "metrics.jsonl"), plan.no_forecast)
+
+
+def comparison_text(found: PlanVsMeasured) -> str:
+    """A few lines for the end of a run."""
+    label = "plan".ljust(LABEL)
+    if found.steps is None:
+        return "\n".join(_wrapped(f"not compared with what was measured: {found.nothing}", label))
+    measured = f"median of steps {found.steps.first} to {found.steps.last}"
+    lines = [f"{label}predicted before the run, measured in it ({measured})",
+             f"{'':{LABEL}}{'':10}{'predicted':>12}{'range':>22}{'measured':>12}{'measured/predicted':>21}"]
+    for each in found.phases:
+        ends = f"{seconds(each.predicted.low)} to {seconds(each.predicted.high)}"
+        lines.append(f"{'':{LABEL}}{each.name:10}{seconds(each.predicted.seconds):>12}{ends:>22}"
+                     f"{seconds(each.measured.median):>12}{significant(each.ratio):>10}"
+                     f"{'' if each.in_range else ', not in range'}")
+    lines += [f"{'':{LABEL}}{f'tokens of a {each.name}':22}{significant(each.assumed, 4)} assumed, "
+              f"{significant(each.measured, 4)} measured" for each in found.lengths]
+    return "\n".join([*lines, *(line for note in found.notes for line in _wrapped(note))])
+
+
+def _wrapped(text: str, label: str = " " * LABEL) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=label, subsequent_indent=" " * LABEL, break_on_hyphens=False)
+
+
+def comparison_html(found: PlanVsMeasured | None) -> str:
+    """The section of a run's report."""
+    if found is None:
+        return ""
+    head = "<h2>Predicted beside measured</h2>"
+    if found.steps is None:
+        return f'{head}<p class="soft">Not compared: {escape(found.nothing or "")}.</p>'
+    rows = "".join(
+        f'<tr><td>{escape(each.name)}</td><td class="n">{seconds(each.predicted.seconds)}</td>'
+        f'<td class="n">{seconds(each.predicted.low)} to {seconds(each.predicted.high)}</td>'
+        f'<td class="n">{seconds(each.measured.median)}</td>'
+        f'<td class="n">{seconds(each.measured.lowest)} to {seconds(each.measured.highest)}</td>'
+        f'<td class="n">{significant(each.ratio)}</td><td>{"yes" if each.in_range else "no"}</td></tr>'
+        for each in found.phases)
+    lengths = "".join(
+        f'<tr><td>tokens of a {escape(each.name)}</td><td class="n">{significant(each.assumed, 4)}</td>'
+        f'<td class="n">{significant(each.measured, 4)}</td><td class="n">{significant(each.ratio)}</td></tr>'
+        for each in found.lengths)
+    notes = "".join(f"<p>{escape(note)}</p>" for note in found.notes)
+    return (f'{head}<div class="card"><p class="soft">Predicted: by the plan, before the run. Measured: steps '
+            f"{found.steps.first} to {found.steps.last}, without {found.steps.left_out} warm-up steps.</p>"
+            '<table><tr><th>phase</th><th class="n">predicted</th><th class="n">predicted range</th>'
+            '<th class="n">measured median</th><th class="n">measured, all steps</th>'
+            f'<th class="n">measured / predicted</th><th>in the range</th></tr>{rows}</table>'
+            '<table><tr><th>length</th><th class="n">assumed</th><th class="n">measured mean</th>'
+            f'<th class="n">measured / assumed</th></tr>{lengths}</table>{notes}</div>')
+
+
+def print_calibration(found: Calibration) -> None:
+    """What was measured, what the plan of the same runs said before and says now, and what changed for it."""
+    for run in found.runs:
+        click.echo(f"{run.name}: {run.steps} steps, prompts of {significant(run.prompt_tokens, 4)} and responses of "
+                   f"{significant(run.response_tokens, 4)} tokens (measured, and used in the predictions below)")
+    several = len(found.runs) > 1
+    width = max((len(run.name) for run in found.runs), default=0) + 2 if several else 0
+    click.echo(f"\n{'phase':10}{'run' if several else '':{width}}{'measured':>12}{'predicted before':>19}"
+               f"{'predicted now':>16}")
+    for phase in found.phases:
+        for run in phase.runs:
+            click.echo(f"{phase.phase:10}{run.run if several else '':{width}}{seconds(run.measured):>12}"
+                       f"{seconds(run.before):>19}{seconds(run.after):>16}")
+    keys = [change.key for phase in found.phases for change in phase.changes]
+    if keys:
+        width = max(map(len, keys)) + 2
+        click.echo(f"\n{'coefficient':{width}}{'old':>12}{'new':>12}")
+    for phase in found.phases:
+        for change in phase.changes:
+            click.echo(f"{change.key:{width}}{change.old:>12.4g}{change.new:>12.4g}")
+    for phase in found.phases:
+        if phase.note:
+            click.echo("\n".join(textwrap.wrap(f"{phase.phase}: {phase.note}", WIDTH, subsequent_indent="  ")))
+    click.echo(f"written to {found.cluster_file}" if keys else f"{found.cluster_file} is as it was")

@@ -1,0 +1,172 @@
+"""The run directory: `runs/<name>/attempts/<n>/`, one folder an attempt, nothing of an earlier one overwritten.
+
+    runs/<name>/
+        checkpoints/            complete checkpoints, shared by all attempts
+        hf/step-<n>/            the trained weights as a Hugging Face folder
+        weights/step-<n>/       the same of versions on the way (weight_sync.disk)
+        tensorboard/
+        latest -> attempts/<n>
+        attempts/<n>/
+            config.yaml plan.json placement.json environment.json      what the attempt was started with
+            environment/                                                what each process was, secrets masked
+            progress.json metrics.jsonl samples.jsonl warnings.jsonl    what it is doing
+            components/<node>/ logs/ stacks/ errors/                    one file a process
+            stop outcome.json plan-vs-measured.json                     how it ends
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import yaml
+
+from launch.config import auto
+from launch.config.schema import Run, RunConfig
+from launch.errors import UserError
+from launch.plan.plan import Placement, Plan
+from launch.files.shared import patiently
+from launch.files.waiting import wait_for
+
+FRESH_NAMES = 1000
+HELD = (errno.EWOULDBLOCK, errno.EACCES)
+"""What flock says of a lock that somebody else has; EACCES on NFS."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt of a run: where everything lies, and what it was started with."""
+
+    folder: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.folder.name)
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder.parent.parent
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run_folder / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        """Where versions of the weights lie as Hugging Face folders (`weight_sync.disk`)."""
+        return self.run_folder / "weights"
+
+    def exported(self, step: int) -> Path:
+        """Where the weights after `step` lie as a Hugging Face folder, if they were exported."""
+        return self.run_folder / "hf" / f"step-{step:06d}"
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+    @property
+    def mark(self) -> str:
+        """Marks every process of this attempt in its environment (`launch.envvars.JOB_MARK`)."""
+        return str(self.folder.resolve())
+
+    def config(self) -> RunConfig:
+        return RunConfig.model_validate(yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8")))
+
+    def plan(self) -> Plan:
+        return Plan.model_validate_json((self.folder / "plan.json").read_text(encoding="utf-8"))
+
+    def placement(self) -> Placement:
+        return Placement.model_validate_json((self.folder / "placement.json").read_text(encoding="utf-8"))
+
+    def write(self, config: RunConfig, plan: Plan, placement: Placement, environment: dict[str, str]) -> None:
+        """Record what the attempt is started with. `environment` is what may be recorded (`envvars.recordable`)."""
+        assert not auto.open_keys(config), f"the planner left open: {auto.open_keys(config)}"
+        write_atomically(self.folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        write_atomically(self.folder / "plan.json", plan.model_dump_json(indent=2))
+        write_atomically(self.folder / "placement.json", placement.model_dump_json(indent=2))
+        write_atomically(self.folder / "environment.json", json.dumps(environment, indent=2), mode=0o600)
+
+
+class RunFolder:
+    """A run's folder, locked while a launcher works in it: two jobs never write one run."""
+
+    def __init__(self, run: Run, *, wait_s: float = 0.0, say: Callable[[str], None] = print) -> None:
+        """`wait_s`: how long to wait for a lock whose holder is gone, or about to go."""
+        self.folder, self._wait_s, self._say = Path(run.dir) / run.name, wait_s, say
+        self._lock: IO[str] | None = None
+
+    def __enter__(self) -> RunFolder:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.folder / ".lock").open("w", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write the run's folder {self.folder.absolute()}: {error.strerror}",
+                            where="run.dir, run.name", fix="choose a run.dir that you may write") from error
+        try:
+            held = wait_for(lambda: [] if self._locked() else [f"the lock of {self.folder}"], "to be free",
+                            self._wait_s, say=self._say)
+        except OSError as error:
+            self._lock.close()
+            raise UserError(f"the file system of {self.folder.absolute()} takes no lock: {error.strerror}",
+                            where="run.dir", fix="use a run.dir on a file system with flock (Lustre: mounted with -o "
+                                                 "flock; NFS: with its lock service)") from error
+        if held:
+            self._lock.close()
+            raise UserError(f"another job is working in {self.folder}", where="run.name",
+                            fix="wait for it, stop it with `megatron-rl stop`, or use another run.name")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.close()
+
+    def _locked(self) -> bool:
+        try:
+            patiently(lambda: fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB))
+        except OSError as error:
+            if error.errno in HELD:
+                return False
+            raise       # ENOSYS, ENOLCK, EOPNOTSUPP: nobody will ever have it
+        return True
+
+    def new_attempt(self) -> Attempt:
+        """Make the next attempt's folder and point `latest` at it."""
+        attempts = self.folder / "attempts"
+        attempts.mkdir(exist_ok=True)
+        numbers = [int(path.name) for path in attempts.iterdir() if path.name.isdecimal()]
+        folder = attempts / str(max(numbers, default=0) + 1)
+        for name in ("logs", "components", "stacks", "errors"):
+            (folder / name).mkdir(parents=True)
+        link = self.folder / ".latest"
+        link.unlink(missing_ok=True)
+        link.symlink_to(Path("attempts") / folder.name)
+        os.replace(link, self.folder / "latest")
+        return Attempt(folder)
+
+
+def fresh_name(run: Run) -> str:
+    """`run.name` if no such run exists yet, else the first free of name-2, name-3, ..."""
+    for suffix in ["", *(f"-{number}" for number in range(2, FRESH_NAMES))]:
+        if not (Path(run.dir) / (run.name + suffix)).exists():
+            return run.name + suffix
+    raise UserError(f"{run.dir} holds {FRESH_NAMES} runs named {run.name}", where="run.name", fix="choose another name")
+
+
+def write_atomically(path: Path, text: str, mode: int = 0o644, *, durable: bool = False) -> None:
+    """A reader sees the old file or the whole new one; with `durable` also after a crash of this machine."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+
+    def write() -> None:
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(aside, path)
+
+    patiently(write)

@@ -1,0 +1,202 @@
+"""What the leader of a job and its supervisors tell each other: files in the attempt's folder, on the shared file
+system.
+
+    attempts/<n>/
+        job.json                     leader: the job (`launch.slurm.job_facts.JobFacts`)
+        expected.json                leader: what every node is checked against (`launch.health.expected`)
+        leader-beat                  leader: touched while it lives
+        nodes/<node>/hello.json      supervisor: who it is, its address and its block of ports
+        nodes/<node>/preflight.json  supervisor: what it found on its node (`launch.health.check`)
+        nodes/<node>/beat            supervisor: touched while it lives
+        placement.json ...           leader: who runs what; what the supervisors wait for
+        nodes/<node>/lost.json       supervisor: a process of its node died (`launch.run.components.report_lost`)
+        terminated                   supervisors: touched when Slurm sends TERM to the step
+    stacks-wanted                leader: take the stacks of your node
+        nodes/<node>/stacks.json     supervisor: where the processes of its node were (`launch.runtime.hang`)
+        end                          leader: end everything of your node, then yourself
+        nodes/<node>/aftermath.json  supervisor: the checks again, after a failure
+        nodes/<node>/gone            supervisor: its last act
+
+A file is written aside, synced and renamed, by one writer. Whoever waits for one polls with a deadline and can say who
+is missing: a file may become visible on another node seconds later. A node is called what Slurm calls it, never by its
+host name: simulated nodes share a host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from launch.run.attempts import Attempt, write_atomically
+from launch.files.shared import names_in, read_shared
+
+BEAT_EVERY_S = 2.0
+LOOKS_APART_S = 3 * BEAT_EVERY_S
+OWN_SILENCE_S = 3 * BEAT_EVERY_S
+BEHIND_S = 5 * BEAT_EVERY_S
+"""A node whose last beat lies so far before that of the others went first. Slurm takes at least `SlurmdTimeout` to
+notice, usually minutes."""
+JOB, END, STACKS_WANTED, LEADER_BEAT = "job.json", "end", "stacks-wanted", "leader-beat"
+TERMINATED = "terminated"
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A supervisor introduces itself."""
+
+    node: str
+    """As Slurm calls it."""
+    pid: int
+    host: str
+    address: str
+    """Inside the job's network."""
+    interface: str
+    """The interface that the address belongs to."""
+    ports: int
+    """First port of the block that the supervisor holds on its node."""
+    task: int
+    """SLURM_PROCID."""
+    cpus: int
+    """CPUs that it may use."""
+    topology: str
+    """Switches above the node, from the top: `core.spine1.leaf1.h100-001`; "" where Slurm has no topology."""
+    topology_pattern: str
+    at: float
+
+
+@dataclass(frozen=True)
+class NodeFiles:
+    """The files of one node of an attempt."""
+
+    attempt: Attempt
+    node: str
+
+    @property
+    def folder(self) -> Path:
+        return self.attempt.folder / "nodes" / self.node
+
+    @property
+    def beat(self) -> Path:
+        return self.folder / "beat"
+
+    @property
+    def gone(self) -> Path:
+        return self.folder / "gone"
+
+    @property
+    def log(self) -> Path:
+        """Log of the node's supervisor."""
+        return self.attempt.logs / f"supervisor-{self.node}.log"
+
+    def failure(self) -> str | None:
+        """What the supervisor reported as lost, or as its own failure."""
+        report = read_shared(self.folder / "lost.json")
+        return None if report is None else report["message"]
+
+    def write_hello(self, hello: Hello) -> None:
+        write_atomically(self.folder / "hello.json", json.dumps(asdict(hello), indent=1), durable=True)
+
+    def hello(self) -> Hello | None:
+        values = read_shared(self.folder / "hello.json")
+        return None if values is None else Hello(**values)
+
+
+def all_nodes(attempt: Attempt) -> list[NodeFiles]:
+    """Every node that has a folder in this attempt."""
+    return [NodeFiles(attempt, name) for name in names_in(attempt.folder / "nodes")]
+
+
+def stamp(path: Path) -> float | None:
+    """A beat file's time; None while it is not there. Opened, not only looked up: an NFS client then asks its
+    server."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_mtime
+    except FileNotFoundError:
+        return None
+
+
+class Beat:
+    """Touches a file every `BEAT_EVERY_S` from a thread of its own, until `stop`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._ended = path, threading.Event()
+        path.touch()
+        self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(BEAT_EVERY_S):
+            try:
+                self._path.touch()
+            except OSError:  # a full or absent file system: the silence itself tells
+                continue
+
+
+class BeatWatch:
+    """Who has fallen silent. A beat counts when this process sees it move, by this process's clock: clocks of other
+    machines do not matter.
+
+    Only time in which the file system answers counts. A file server that fails over stops everybody for a minute or
+    two; when it is back, nobody has beaten for that long, and nobody is dead. So two looks are never further apart than
+    `LOOKS_APART_S`, and while a file cannot be read, or this process's own beat stands still, time does not pass.
+
+    Args:
+        own: this process's own beat, written through the same file system.
+    """
+
+    def __init__(self, paths: Mapping[str, Path], own: Path | None = None,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._paths, self._own, self._clock = dict(paths), own, clock
+        self.watched_s = 0.0
+        """Time that has passed for the watched."""
+        self._looked = self._own_moved = clock()
+        self._own_at: float | None = None
+        self._seen: dict[str, tuple[float | None, float]] = {name: (None, 0.0) for name in paths}
+
+    def look(self) -> None:
+        """Read every beat."""
+        now = self._clock()
+        since, self._looked = now - self._looked, now
+        try:
+            found = {name: stamp(path) for name, path in self._paths.items()}
+            own = None if self._own is None else stamp(self._own)
+        except OSError:
+            return
+        if own != self._own_at:
+            self._own_at, self._own_moved = own, now
+        if self._own is None or now - self._own_moved <= OWN_SILENCE_S:
+            self.watched_s += min(since, LOOKS_APART_S)
+        for name, at in found.items():
+            if at is not None and at != self._seen[name][0]:
+                self._seen[name] = (at, self.watched_s)
+
+    def silent(self, seconds: float) -> list[str]:
+        """Names whose beat has not moved for so long."""
+        return [name for name, (_, moved) in self._seen.items() if self.watched_s - moved > seconds]
+
+    def not_since(self, moment: float) -> list[str]:
+        """Names whose beat has not moved since `watched_s` was `moment`."""
+        return [name for name, (_, moved) in self._seen.items() if moved <= moment]
+
+    def most(self, names: Collection[str]) -> bool:
+        """Whether these are more than half of several: nodes do not die together, their file system or network does."""
+        return len(names) > 1 and 2 * len(names) > len(self._paths)
+
+
+def vanished(attempt: Attempt, behind_s: float = BEHIND_S) -> list[str]:
+    """Nodes of an attempt that died without a word whose last beat lies this much before the last of all (nodes and
+    leader): they went first. [] if all went together."""
+    stamps = {each.node: at for each in all_nodes(attempt) if (at := stamp(each.beat)) is not None}
+    latest = max([*stamps.values(), stamp(attempt.folder / LEADER_BEAT) or 0.0])
+    gone = [node for node, at in stamps.items() if latest - at > behind_s]
+    return gone if len(gone) < len(stamps) else []

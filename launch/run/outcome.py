@@ -1,0 +1,50 @@
+"""`outcome.json`: how an attempt ended. It is the truth; exit codes and the scheduler's state are hints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from launch.exit_codes import ExitCode
+from launch.run.attempts import write_atomically
+from launch.files.shared import read_shared
+
+FILE = "outcome.json"
+Status = Literal["finished", "stopped", "user_error", "crash", "hang", "interrupted", "hardware_fault", "node_failure",
+                 "preflight", "died"]
+"""`died`: the attempt left no outcome, the next one wrote it. The last four happen in jobs on a cluster."""
+EXIT_CODES: dict[Status, ExitCode] = {
+    "finished": ExitCode.OK, "stopped": ExitCode.OK, "user_error": ExitCode.USER_ERROR, "crash": ExitCode.CRASH,
+    "hang": ExitCode.HANG, "interrupted": ExitCode.INTERRUPTED, "hardware_fault": ExitCode.HARDWARE_FAULT,
+    "node_failure": ExitCode.HARDWARE_FAULT, "preflight": ExitCode.PREFLIGHT, "died": ExitCode.HARDWARE_FAULT}
+
+
+class Outcome(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    status: Status
+    step: int
+    """Steps completed when the attempt ended."""
+    message: str = ""
+    """For people: the reason, and the first error if there is one."""
+    component: str | None = None
+    """The process at fault, such as `trainer-2`."""
+    log: str | None = None
+    """Its log."""
+    nodes: tuple[str, ...] = ()
+    """Nodes at fault, or on which the process at fault ran."""
+
+    @property
+    def exit_code(self) -> ExitCode:
+        return EXIT_CODES[self.status]
+
+
+def write_outcome(attempt_folder: Path, outcome: Outcome) -> None:
+    write_atomically(attempt_folder / FILE, outcome.model_dump_json(indent=2))
+
+
+def read_outcome(attempt_folder: Path) -> Outcome | None:
+    """None while the attempt has not ended, or when it died without a word."""
+    return read_shared(attempt_folder / FILE, Outcome.model_validate_json)

@@ -1,0 +1,193 @@
+"""Measured inference runs beside `planner.rollout_decode`: time per output token at a fixed concurrency, or output
+tokens per second under full load."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from launch.cluster.spec import ClusterSpec
+from launch.coefficients.rollout import RolloutCoefficients
+from launch.plan.layouts import Precision, RolloutLayout
+from launch.planner.workload.lengths import LONGEST, Counted, Lengths, LogNormal
+from launch.planner.memory.rollout import rollout_memory
+from launch.planner.time.decode import Engine, EngineClass, engine_of
+from launch.planner.time.rollout import Demand, synchronous
+from launch.validate.fit import log_error, robust_mean, rounded, search
+from launch.validate.interface import Predicted, measured
+from launch.validate.points import Point
+
+QUANTITIES: Mapping[str, str] = {"tpot_s": "s", "output_tokens_per_s_per_gpu": "tokens/s"}
+
+DATASETS = {"sharegpt": (217, LogNormal(202, 1.0, 1024)), "openorca": (294, LogNormal(290, 0.6, 1024))}
+"""Mean prompt and output lengths of the data sets that benchmarks name instead of lengths. ShareGPT: 217,393 and
+201,847 tokens for 1,000 requests of vLLM's serving benchmark; OpenOrca: the sample of MLPerf Inference, outputs
+cut at 1,024. The shapes are assumptions, and matter only where a run's tail does."""
+FULL_BATCH = {"vllm": 1024, "trtllm": 2048, "vllm_2024": 256}
+"""Sequences at once that an engine takes by default: the running batch under full load, if its cache holds them."""
+MOST_GPUS = 1 << 17
+UTILIZATION = 0.9
+"""Share of the GPU that engines take by default."""
+
+TYPICAL = {"hbm": 0.9, "gemm": 0.6, "decode_gemm_fp8": 0.4, "nvlink": 0.7, "allreduce_s": 7e-6, "layer_s": 4e-5,
+           "vllm_step_s": 1e-3, "vllm_sequence_s": 3e-5, "trtllm_step_s": 5e-4, "vllm2024_step_s": 5e-3,
+           "vllm2024_sequence_s": 5e-5}
+"""Where the search starts, and what it holds on to where the points say nothing (see `HOLD`)."""
+LIMITS = {"hbm": (0.5, 0.97), "gemm": (0.2, 0.9), "decode_gemm_fp8": (0.1, 0.9), "nvlink": (0.2, 1.0),
+          "allreduce_s": (2e-6, 3e-5), "layer_s": (5e-6, 1e-4)}
+HOLD = 0.003
+"""What a coefficient that is e times its typical value adds to the cost; a regime of n points adds sqrt(n) times its
+mean robust error, some 0.005 each at the optimum."""
+
+
+def default() -> RolloutCoefficients:
+    return RolloutCoefficients()
+
+
+def predict(point: Point, coefficients: RolloutCoefficients) -> list[Predicted]:
+    """Time per output token where the requests do not wait for cache space, else output tokens per second."""
+    values = _measured(point)
+    if not values:
+        return []
+    run = _run(point)
+    if isinstance(run, str):
+        return [measured(quantity, value, None, run) for quantity, value in values.items()]
+    predicted = _predictions(run, coefficients)
+    return [measured(quantity, value, predicted[quantity]) for quantity, value in values.items()]
+
+
+def calibrate(points: Sequence[Point], start: RolloutCoefficients) -> RolloutCoefficients:
+    """Fit of `TYPICAL`'s coefficients: mean robust error of each regime, times the root of its points, so that a
+    table of many rows does not drown a table of few."""
+    regimes: dict[str, list[tuple[_Run, str, float]]] = {}
+    for point in points:
+        run = _run(point)
+        if point.calibrates and not isinstance(run, str):
+            regimes.setdefault(point.regime, []).extend((run, *each) for each in _measured(point).items())
+
+    def cost(values: Mapping[str, float]) -> float:
+        coefficients = start.changed(dict(values))
+        fit = sum(len(rows) ** 0.5 * robust_mean([
+            log_error(_predictions(run, coefficients)[quantity], value) for run, quantity, value in rows])
+            for rows in regimes.values())
+        return fit + HOLD * sum(log_error(values[name], TYPICAL[name]) ** 2 for name in values)
+
+    found = search(cost, TYPICAL, bounds=LIMITS, step=0.3, evaluations=900)
+    return start.changed(rounded(found))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A point in the model's terms. Several layouts where the source does not say: the fastest counts."""
+
+    point: Point
+    engine: EngineClass
+    cluster: ClusterSpec
+    layouts: tuple[RolloutLayout, ...]
+    kv_tokens: tuple[int, ...]
+    """Of each layout."""
+    prompt: float
+    lengths: Lengths
+    """Of the outputs."""
+    requests: int | None
+    """Of one replica, sent at once and measured to the last; None: a steady load."""
+    concurrency: int | None
+    """Of one replica; None under full load."""
+
+
+def _measured(point: Point) -> dict[str, float]:
+    """Quantity -> value; a run whose requests wait for cache space counts by its throughput."""
+    tpot = point.number("measured.tpot_s")
+    total, gpus = point.number("measured.output_tokens_per_s_total"), point.num_gpus
+    rate = point.number("measured.output_tokens_per_s_per_gpu")
+    if rate is None and total is not None and gpus:
+        rate = total / gpus
+    if rate is None and (tpot is None or point.flag("queueing")):
+        rate = point.number("derived.output_tokens_per_s_per_gpu")
+    values = {"tpot_s": None if point.flag("queueing") else tpot, "output_tokens_per_s_per_gpu": rate}
+    return {name: value for name, value in values.items() if value is not None and value > 0}
+
+
+def _run(point: Point) -> _Run | str:
+    """The point in the model's terms, or the reason why it cannot be."""
+    if point.model is None or point.gpu is None:
+        return point.model_problem or point.gpu_problem
+    engine = engine_class(point.text("engine.name", ""), str(point.get("engine.version", "")))
+    weights = _precision(point.text("precision.weights", "bf16"))
+    if weights is None:
+        return f"weights in {point.text('precision.weights')} are not modelled"
+    # TensorRT-LLM's FP8 checkpoints quantise the cache too; vLLM keeps it in the model's type unless told
+    usual = "fp8" if engine == "trtllm" and weights == "fp8" else "bf16"
+    kv = _precision(point.text("precision.kv", usual)) or "bf16"
+    prompt, lengths = _lengths(point)
+    if prompt is None or lengths is None:
+        return "prompt and output lengths are not stated"
+    gpus, sizes = point.num_gpus, point.sizes()
+    if not gpus or not 0 < gpus <= MOST_GPUS:
+        return "the number of GPUs is not stated"
+    per_node = max(1, point.integer("hardware.gpus_per_node", 8))
+    nodes = -(-gpus // per_node)
+    cluster = ClusterSpec("measured", tuple(f"node{i}" for i in range(nodes)), per_node, point.gpu, per_node, 50e9,
+                          per_node, 0)
+    limit = point.integer("workload.max_num_seqs") or FULL_BATCH[engine]
+    tps = [sizes["tp"]] if "tp" in sizes else [tp for tp in (1, 2, 4, 8) if tp <= min(gpus, per_node)]
+    pp = sizes.get("pp", 1)
+    layouts = [RolloutLayout(tp=tp, pp=pp, replicas=max(1, gpus // (tp * pp)), weight_precision=weights,
+                             kv_precision=kv, max_num_seqs=limit, memory_utilization=UTILIZATION) for tp in tps]
+    caches = [rollout_memory(point.model, layout, point.gpu).kv_tokens for layout in layouts]
+    held = [(layout, cache) for layout, cache in zip(layouts, caches, strict=True) if cache >= prompt + lengths.mean]
+    if not held:
+        return "the cache does not hold one sequence"
+    concurrency, requests = point.integer("workload.concurrency"), point.integer("workload.num_prompts")
+    if concurrency is not None:
+        concurrency, requests = max(1, round(concurrency / held[0][0].replicas)), None
+    return _Run(point, engine, cluster, tuple(layout for layout, _ in held), tuple(cache for _, cache in held),
+                prompt, lengths, requests, concurrency)
+
+
+def engine_class(name: str, version: str) -> EngineClass:
+    """`trtllm` by name; `vllm_2024` for vLLM to 0.6; anything else as the vLLM of today."""
+    if re.search(r"tensorrt|trt-?llm", name, re.IGNORECASE):
+        return "trtllm"
+    number = re.match(r"v?(\d+)\.(\d+)", version)
+    if "vllm" in name.lower() and number and (int(number[1]), int(number[2])) <= (0, 6):
+        return "vllm_2024"
+    return "vllm"
+
+
+def _precision(name: str | None) -> Precision | None:
+    text = (name or "").lower()
+    if text.startswith(("bf16", "bfloat16", "fp16", "float16", "auto")):
+        return "bf16"
+    return "fp8" if text.startswith("fp8") else "fp32" if text.startswith("fp32") else None
+
+
+def _lengths(point: Point) -> tuple[float | None, Lengths | None]:
+    prompt, output = point.number("workload.input_tokens"), point.number("workload.output_tokens")
+    if prompt and output and 0 < prompt <= LONGEST and 1 <= output <= LONGEST:
+        return prompt, Counted.fixed(round(output))
+    dataset = (point.text("workload.dataset") or "").lower()
+    return next((known for name, known in DATASETS.items() if name in dataset), (None, None))
+
+
+def _predictions(run: _Run, coefficients: RolloutCoefficients) -> dict[str, float]:
+    """Of the layout with the highest throughput."""
+    found = [_of_layout(run, engine_of(run.point.model, layout, run.cluster, coefficients, run.engine), layout, cache)
+             for layout, cache in zip(run.layouts, run.kv_tokens, strict=True)]
+    return max(found, key=lambda each: each["output_tokens_per_s_per_gpu"])
+
+
+def _of_layout(run: _Run, engine: Engine, layout: RolloutLayout, cache: int) -> dict[str, float]:
+    lengths, gpus = run.lengths, layout.tp * layout.pp
+    if run.requests is not None:
+        all_at_once = synchronous(engine, Demand(
+            prompts=max(1, run.requests // layout.replicas), group=1, prompt_tokens=run.prompt, lengths=lengths,
+            replicas=1, max_num_seqs=layout.max_num_seqs, kv_tokens=cache))
+        return {"tpot_s": all_at_once.tpot_s, "output_tokens_per_s_per_gpu": all_at_once.tokens_per_s / gpus}
+    # requests are replaced as they end: between two tokens of one, the others prefill
+    context = lengths.active_context(run.prompt)
+    batch = min(run.concurrency or layout.max_num_seqs, layout.max_num_seqs, max(1.0, cache / context))
+    step_s, prefill_s = engine.step_s(batch, context), engine.prefill_s(run.prompt) / lengths.mean
+    return {"tpot_s": step_s + (batch - 1) * prefill_s,
+            "output_tokens_per_s_per_gpu": batch / (step_s + batch * prefill_s) / gpus}

@@ -1,0 +1,40 @@
+"""Parameter counts of the measured files' models beside `launch.planner.parameters`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from launch.coefficients.base import Coefficients
+from launch.planner.parameters import count
+from launch.validate.interface import Predicted, measured
+from launch.validate.points import Point
+
+QUANTITIES: Mapping[str, str] = {"parameters": ""}
+TYPICAL: Mapping[str, float] = {}
+
+
+@dataclass(frozen=True)
+class NoCoefficients(Coefficients):
+    """Counting needs none."""
+
+    PREFIX = "coefficients.parameters"
+
+
+def predict(point: Point, coefficients: Coefficients) -> list[Predicted]:
+    """The count of a model whose exact number of parameters is given."""
+    published = point.integer("measured.parameters")
+    if published is None:
+        return []
+    if point.model is None:
+        return [measured("parameters", published, None, point.model_problem)]
+    return [measured("parameters", published, count(point.model))]
+
+
+def calibrate(points: Sequence[Point], start: Coefficients) -> Coefficients:
+    """Nothing to calibrate."""
+    return start
+
+
+def default() -> Coefficients:
+    return NoCoefficients()

@@ -1,0 +1,123 @@
+"""Writes the generated tables of docs/config.md, docs/plan.md and docs/slurm.md and the whole of docs/exit-codes.md.
+
+    python -m tools.docs            write the files again
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic_core import PydanticUndefined
+
+from launch import envvars, exit_codes, ports
+from launch.config.keys import Key, all_keys, type_in_words
+from launch.model import builtin as architectures
+from launch.planner.explain import warnings as cautions
+from launch.slurm.profiles import Profile
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def config_page(text: str) -> str:
+    """docs/config.md with its tables written anew."""
+    return _with_tables(text, {"keys": keys_table(), "ports": ports_table(), "environment": environment_table()})
+
+
+def plan_page(text: str) -> str:
+    """docs/plan.md with its tables written anew."""
+    rows = list(cautions.DOCUMENTED.items())
+    return _with_tables(text, {"warnings": _table(("Code", "Meaning"), rows),
+                               "models": ", ".join(f"`{name}`" for name in architectures.BUILTIN)})
+
+
+def slurm_page(text: str) -> str:
+    """docs/slurm.md with its table of a site profile's keys written anew."""
+    rows = [(f"`{key.dotted}`", type_in_words(key.field), _default(key), _text(key)) for key in all_keys(Profile)
+            if key.section is None]
+    return _with_tables(text, {"profile keys": _table(("Key", "Type", "Default", "Meaning"), rows)})
+
+
+def _with_tables(text: str, tables: Mapping[str, str]) -> str:
+    """Every block between `<!-- begin NAME -->` and `<!-- end NAME -->` replaced."""
+    for name, table in tables.items():
+        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+        text, count = pattern.subn(lambda _: f"{begin}\n{table}\n{end}", text)
+        if count != 1:
+            raise ValueError(f"the page needs exactly one block {begin} ... {end}, it has {count}")
+    return text
+
+
+def exit_codes_page() -> str:
+    """docs/exit-codes.md."""
+    rows = [(f"{int(code)}", code.name, meaning) for code, meaning in exit_codes.MEANINGS.items()]
+    table = _table(("Code", "Name", "Meaning"), rows)
+    return f"# Exit codes\n\nGenerated from `launch/exit_codes.py`.\n\n{table}\n"
+
+
+def keys_table() -> str:
+    """One table a top-level section."""
+    parts: list[str] = []
+    rows: list[tuple[str, ...]] = []
+    for key in all_keys():
+        if "." not in key.dotted:
+            parts += _flush(rows)
+            if key.section is not None:
+                parts.append(f"### {key.dotted}\n\n{_text(key)}")
+                continue
+            parts.append(f"### {key.dotted}")
+        elif key.section is not None and "*" not in key.dotted and key.field.annotation is key.section:
+            continue
+        rows.append((f"`{key.dotted}`", type_in_words(key.field), _default(key), _text(key)))
+    return "\n\n".join(parts + _flush(rows))
+
+
+def ports_table() -> str:
+    rows = [(f"+{offset}" + (f" to +{offset + count - 1}" if count > 1 else ""), name, purpose)
+            for name, (offset, count, purpose) in ports.TABLE.items()]
+    return _table(("Port", "Name", "Purpose"), rows)
+
+
+def environment_table() -> str:
+    rows = []
+    for each in envvars.TABLE:
+        roles = "all" if each.roles == envvars.ROLES else ", ".join(each.roles)
+        devices = "" if len(each.devices) == 2 else f" ({each.devices[0].upper()} only)"
+        rows.append((f"`{each.name}`", f"`{each.value}`", roles + devices, each.why))
+    return _table(("Variable", "Value", "Processes", "Why"), rows)
+
+
+def _flush(rows: list[tuple[str, ...]]) -> list[str]:
+    table = [_table(("Key", "Type", "Default", "Meaning"), rows)] if rows else []
+    rows.clear()
+    return table
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _default(key: Key) -> str:
+    default = key.field.default
+    if default is PydanticUndefined:
+        return "required"
+    words = {None: "null", True: "true", False: "false"}
+    return f"`{words[default] if default is None or isinstance(default, bool) else default}`"
+
+
+def _text(key: Key) -> str:
+    return " ".join((key.field.description or "").split())
+
+
+def main() -> None:
+    for name, made in (("config.md", config_page), ("plan.md", plan_page), ("slurm.md", slurm_page)):
+        page = DOCS / name
+        page.write_text(made(page.read_text(encoding="utf-8")), encoding="utf-8")
+    (DOCS / "exit-codes.md").write_text(exit_codes_page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
