@@ -20,8 +20,8 @@ from megatron_rl.sync_bench.members import Members, together
 from megatron_rl.sync_bench.rates import Rates
 from megatron_rl.sync_bench.world import PRELOAD, TORCH_NAMES, World, start_world
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
-from megatron_rl.weight_sync.manifest import SyncManifest, build_manifest
-from megatron_rl.weight_sync.megatron_layout import canonical_tensors
+from megatron_rl.weight_sync.plan.manifest import SyncManifest, build_manifest
+from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.weight_sync.protocol import SyncReport
 
 PLAIN_SECONDS = 1.5

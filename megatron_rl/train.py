@@ -30,7 +30,7 @@ from megatron_rl.monitor.monitor import Monitor
 from megatron_rl.rewards.load import load_rewards
 from megatron_rl.rewards.sample import Score
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.trainer.checkpoint_files import checkpoint_folder
+from megatron_rl.layouts.step_folder import checkpoint_folder
 from megatron_rl.weight_sync.disk import NotWritten
 
 log = logging.getLogger("megatron_rl.train")

@@ -10,7 +10,7 @@ from dataclasses import fields
 from functools import cache
 from typing import NamedTuple
 
-from launch.planner import coefficients as package
+from launch import coefficients as package
 from launch.coefficients.base import ENDS, Coefficients, Range
 
 PREFIX = "coefficients."

@@ -24,7 +24,7 @@ from launch.files.shared import names_in, read_shared
 STACK_SIGNAL = signal.SIGUSR1
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 _WAITS = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
-          "megatron/core/pipeline_parallel/p2p_communication.py", "megatron_rl/weight_sync/transport.py",
+          "megatron/core/pipeline_parallel/p2p_communication.py", "megatron_rl/weight_sync/wire/transport.py",
           "launch/runtime/file_barrier.py")
 """A process with one of these near the top of a stack waits for its peers: a collective, or a point-to-point call,
 whose wait happens in C++ below the caller."""

@@ -15,7 +15,7 @@ from launch.run import faults
 from launch.run.components import component, register_children
 from megatron_rl.data.batch import Group, PolicyBatch, Prompt
 from megatron_rl.driver.component import begin, guarded, settle
-from megatron_rl.weight_sync.disk import Exported, Part
+from megatron_rl.layouts.step_folder import Exported, Part
 
 if TYPE_CHECKING:
     from megatron_rl.rewards.sample import Sample, Score
@@ -41,7 +41,7 @@ class TrainerActor:
         """Join the training world and build this rank's part of the model; returns what all must agree on."""
         from megatron_rl.trainer import parallel
         from megatron_rl.trainer.trainer import MegatronTrainer
-        from megatron_rl.weight_sync.facts import process_facts
+        from megatron_rl.driver.facts import process_facts
 
         address = self.placement.addresses[self.placement.training[0].node]
         parallel.initialise(self.plan, self.rank, address, self.placement.master_port, self.config.run.deadline_s,
@@ -79,7 +79,7 @@ class TrainerActor:
 
     @guarded
     def sync_describe(self) -> Any:
-        from megatron_rl.weight_sync.sender import WeightSender
+        from megatron_rl.weight_sync.ends.sender import WeightSender
 
         placement = self.placement.training[self.rank]
         self.sender = WeightSender(self.plan.training.ranks[self.rank], self.trainer.layout(),

@@ -23,8 +23,8 @@ from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.scheduler import RolloutScheduler
 from megatron_rl.weight_sync.coordinator import Endpoint, SyncCoordinator
 from megatron_rl.weight_sync.disk import VersionsOnDisk, WrittenVersion, write_folder
-from megatron_rl.weight_sync.facts import disagreements, shared_gpus
-from megatron_rl.weight_sync.megatron_layout import canonical_tensors
+from megatron_rl.driver.facts import disagreements, shared_gpus
+from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.weight_sync.protocol import SyncError, SyncReport
 
 log = logging.getLogger(__name__)

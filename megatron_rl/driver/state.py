@@ -12,7 +12,7 @@ from launch.run.attempts import Attempt
 from megatron_rl.data import dataset, template
 from megatron_rl.data.batch import Prompt
 from megatron_rl.data.sampler import PromptSampler
-from megatron_rl.trainer.checkpoint_files import latest_complete
+from megatron_rl.layouts.step_folder import latest_complete
 
 @dataclass
 class RunState:

@@ -12,7 +12,7 @@ from launch.fabric.shards import Flow, Shard, flows
 from launch.model.builtin import from_architecture
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.plan.plan import Placement, Plan
-from megatron_rl.weight_sync.manifest import SyncManifest
+from megatron_rl.weight_sync.plan.manifest import SyncManifest
 
 MIB = 1 << 20
 

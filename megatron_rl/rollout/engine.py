@@ -24,13 +24,13 @@ from megatron_rl.data.batch import Completion, Group, Prompt
 from megatron_rl.rollout.sampling import Sampling, engine_seed, group_seed, instances
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weights import EngineWeights
-from megatron_rl.trainer.checkpoint_files import step_of
-from megatron_rl.weight_sync.copies import Destination
-from megatron_rl.weight_sync.disk_check import refuse_changed
-from megatron_rl.weight_sync.facts import process_facts
-from megatron_rl.weight_sync.megatron_layout import canonical_tensors
+from megatron_rl.layouts.step_folder import step_of
+from megatron_rl.weight_sync.plan.copies import Destination
+from megatron_rl.layouts.disk_check import refuse_changed
+from megatron_rl.driver.facts import process_facts
+from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.weight_sync.protocol import Held, NotServing, SyncPart, TransferReport, vllm_backend
-from megatron_rl.weight_sync.tiles import CanonicalTensor
+from megatron_rl.layouts.tiles import CanonicalTensor
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}
 """Of what travels and of what vLLM computes with."""
@@ -205,7 +205,7 @@ class RolloutEngine:
             max_num_batched_tokens=self._chunk_tokens, enforce_eager=rollout.enforce_eager,
             enable_prefix_caching=rollout.prefix_caching, logprobs_mode="processed_logprobs",
             disable_log_stats=True, enable_log_requests=False,
-            worker_extension_cls="megatron_rl.weight_sync.vllm_plugin.WeightSyncWorker",
+            worker_extension_cls="megatron_rl.weight_sync.ends.vllm_plugin.WeightSyncWorker",
             weight_transfer_config={"backend": vllm_backend(self._config.weight_sync.staging)},
         )
         if cpu:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_rl.weight_sync.vllm_internals import count_tokens, output_handler, pause_scheduler, shut_down
+from megatron_rl.weight_sync.ends.vllm_internals import count_tokens, output_handler, pause_scheduler, shut_down
 
 Answer = TypeVar("Answer")
 

@@ -6,9 +6,9 @@ import time
 
 import torch
 
-from megatron_rl.weight_sync.opening import open_lane
+from megatron_rl.weight_sync.wire.opening import open_lane
 from megatron_rl.weight_sync.protocol import LaneSpec, Link
-from megatron_rl.weight_sync.transport import Deadline, Links
+from megatron_rl.weight_sync.wire.transport import Deadline, Links
 
 SMALL, MANY = 64, 200
 THERE, BACK = 0, 1

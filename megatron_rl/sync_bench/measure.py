@@ -15,7 +15,7 @@ from megatron_rl.sync_bench.rates import Rates
 from megatron_rl.sync_bench.sites import Site
 from megatron_rl.sync_bench.world import LANE, RATES, TORCH_NAMES, World, start_world
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
-from megatron_rl.weight_sync.megatron_layout import canonical_tensors
+from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.weight_sync.protocol import LaneSpec, SyncReport
 
 PROBE_BYTES = 256 << 20

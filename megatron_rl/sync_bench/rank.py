@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from launch.plan.plan import Architecture, TrainingPlan
-from megatron_rl.weight_sync.megatron_layout import megatron_layout
-from megatron_rl.weight_sync.sender import WeightSender
-from megatron_rl.weight_sync.tiles import ParamLayout, Tile, tile_view
+from megatron_rl.layouts.megatron import megatron_layout
+from megatron_rl.weight_sync.ends.sender import WeightSender
+from megatron_rl.layouts.tiles import ParamLayout, Tile, tile_view
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 

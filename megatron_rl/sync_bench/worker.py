@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import torch
 from vllm.config import get_current_vllm_config
 
-from megatron_rl.weight_sync.digest import digest_layouts
+from megatron_rl.layouts.digest import digest_layouts
 from megatron_rl.weight_sync.protocol import Staging
-from megatron_rl.weight_sync.vllm_internals import offline_model
-from megatron_rl.weight_sync.vllm_layout import decode_layout
-from megatron_rl.weight_sync.vllm_plugin import LaneReceiver, ShadowReceiver, WeightSyncWorker
+from megatron_rl.weight_sync.ends.vllm_internals import offline_model
+from megatron_rl.layouts.vllm import decode_layout
+from megatron_rl.weight_sync.ends.vllm_plugin import LaneReceiver, ShadowReceiver, WeightSyncWorker
 
 
 class RolloutWorker(WeightSyncWorker):

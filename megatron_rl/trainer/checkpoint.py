@@ -2,7 +2,7 @@
 
 Tensors (weights, fp32 master weights, Adam's moments) are stored as slices of whole tensors under layout-free keys,
 so that any TP, PP, VPP, CP and DP can read them (`checkpoint_tensors`). All else is JSON (`state.json`) or plain
-tensors (`rng.safetensors`). How a folder becomes visible only when it is complete: `checkpoint_files`.
+tensors (`rng.safetensors`). How a folder becomes visible only when it is complete: `layouts.step_folder`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from launch.errors import UserError
 from launch.plan.plan import RankCoordinates
-from megatron_rl.trainer import checkpoint_files as files
+from megatron_rl.layouts import step_folder as files
 from megatron_rl.trainer import checkpoint_tensors, rng
 from megatron_rl.trainer.optimizer import PolicyOptimizer
 

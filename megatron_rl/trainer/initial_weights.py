@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.trainer.rng import derived_seed
-from megatron_rl.weight_sync.hf_io import check_parameters
-from megatron_rl.weight_sync.tiles import CanonicalTensor, ParamLayout, Tile, tile_view
+from megatron_rl.layouts.hf_read import check_parameters
+from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile, tile_view
 
 
 def draw_canonical(tensor: CanonicalTensor, seed: int, std: float) -> Tensor:

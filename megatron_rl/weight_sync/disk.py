@@ -18,31 +18,21 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from launch.errors import UserError
-from megatron_rl.trainer import checkpoint_files as files
+from megatron_rl.layouts import step_folder as files
+from megatron_rl.layouts.step_folder import Exported, Part
 from megatron_rl.weight_sync.calls import outcomes, raise_failures
 from megatron_rl.weight_sync.protocol import trainer_name
 
 log = logging.getLogger(__name__)
-
-Part = Literal["prepare", "write", "read_back"]
-
 
 class Writer(Protocol):
     """A training rank, as this module sees it (`driver.actors.TrainerActor`)."""
 
     def export(self, folder: str, part: Part) -> Any:
         """Awaitable: `Exported`. What the file system does is told in it, not raised: it ends no run."""
-
-
-@dataclass(frozen=True)
-class Exported:
-    """One rank's answer."""
-
-    digests: Mapping[str, int]
-    error: str | None = None
 
 
 @dataclass(frozen=True)

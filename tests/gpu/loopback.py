@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.weight_sync.digest import digest_layouts
-from megatron_rl.weight_sync.manifest import Edge
-from megatron_rl.weight_sync.vllm_internals import live_model
-from megatron_rl.weight_sync.vllm_plugin import WeightSyncWorker
-from megatron_rl.weight_sync.wire import destination_tiles, unpack_bucket
+from megatron_rl.layouts.digest import digest_layouts
+from megatron_rl.weight_sync.plan.manifest import Edge
+from megatron_rl.weight_sync.ends.vllm_internals import live_model
+from megatron_rl.weight_sync.ends.vllm_plugin import WeightSyncWorker
+from megatron_rl.weight_sync.wire.packing import destination_tiles, unpack_bucket
 
 
 class LoopbackWorker(WeightSyncWorker):

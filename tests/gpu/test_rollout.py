@@ -21,14 +21,14 @@ from launch.plan.plan import Plan
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.stores import tcp_store
-from megatron_rl.weight_sync.coverage import prove_coverage
-from megatron_rl.weight_sync.digest import digest_layouts
-from megatron_rl.weight_sync.hf_io import CheckpointReader, load_layout
-from megatron_rl.weight_sync.manifest import build_manifest
-from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
-from megatron_rl.weight_sync.sender import WeightSender
-from megatron_rl.weight_sync.transport import nccl_group
-from megatron_rl.weight_sync.wire import buffer_bytes, pack_bucket, source_tiles
+from megatron_rl.weight_sync.plan.coverage import prove_coverage
+from megatron_rl.layouts.digest import digest_layouts
+from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
+from megatron_rl.weight_sync.plan.manifest import build_manifest
+from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
+from megatron_rl.weight_sync.ends.sender import WeightSender
+from megatron_rl.weight_sync.wire.transport import nccl_group
+from megatron_rl.weight_sync.wire.packing import buffer_bytes, pack_bucket, source_tiles
 from tests.ranks import free_port
 from tests.rollout.engines import hf_logprobs, hf_model, local_placement, make_prompts, run_config
 from tests.tiny_models import make_tiny

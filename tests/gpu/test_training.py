@@ -11,7 +11,7 @@ import torch
 
 from launch.config.schema import RunConfig
 from megatron_rl.data.batch import PolicyBatch
-from megatron_rl.trainer.checkpoint_files import checkpoint_folder
+from megatron_rl.layouts.step_folder import checkpoint_folder
 from megatron_rl.trainer.trainer import MegatronTrainer
 from tests.gpu.one_gpu import on_gpu
 from tests.ranks import Rank

@@ -16,7 +16,7 @@ import pytest
 
 from launch import ports
 from launch.exit_codes import ExitCode
-from megatron_rl.trainer.checkpoint_files import complete_checkpoints
+from megatron_rl.layouts.step_folder import complete_checkpoints
 from tests.job.runner import launch
 from tests.job.survivors import family
 from tests.tiny_models import make_tiny

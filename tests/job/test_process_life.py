@@ -12,7 +12,7 @@ import pytest
 from launch.exit_codes import ExitCode
 from launch.run.components import components
 from launch.run.stop import stop_requested
-from megatron_rl.trainer.checkpoint_files import complete_checkpoints
+from megatron_rl.layouts.step_folder import complete_checkpoints
 from tests.job.runner import Launched, launch
 from tests.job.survivors import family
 

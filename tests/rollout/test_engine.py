@@ -22,9 +22,9 @@ from megatron_rl.rollout.vllm_engine import EngineDied
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.disk import VersionsOnDisk
-from megatron_rl.weight_sync.megatron_layout import canonical_tensors
+from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.weight_sync.protocol import NotServing
-from megatron_rl.weight_sync.vllm_internals import TESTED_VERSION
+from megatron_rl.weight_sync.ends.vllm_internals import TESTED_VERSION
 from tests.rollout.engines import (
     hf_greedy, hf_logprobs, hf_model, local_placement, make_prompts, run_config, run_plan, running_engine,
 )

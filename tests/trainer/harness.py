@@ -19,9 +19,9 @@ from launch.plan.plan import Plan
 from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.model import build_model
-from megatron_rl.weight_sync.hf_io import CheckpointReader, load_layout
-from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
-from megatron_rl.weight_sync.tiles import ParamLayout, tile_view
+from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
+from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
+from megatron_rl.layouts.tiles import ParamLayout, tile_view
 from tests.ranks import Rank
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from launch.errors import UserError
-from megatron_rl.trainer import checkpoint_files as files
+from megatron_rl.layouts import step_folder as files
 from megatron_rl.trainer import checkpoint_tensors
 from tests.conftest import NO_MOUNT
 from tests.ranks import Rank, RankError, run_ranks

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.data.batch import PolicyBatch
-from megatron_rl.trainer import checkpoint_files as files
+from megatron_rl.layouts import step_folder as files
 from tests.ranks import Rank, run_ranks
 from tests.tiny_models import make_tiny
 from tests.trainer.harness import hugging_face

@@ -41,7 +41,7 @@ class _Worker:
     def __init__(self, a: Architecture, tp: int, rank: int, shadow: bool) -> None:
         import torch
 
-        from megatron_rl.weight_sync.worker import WorkerReceiver
+        from megatron_rl.weight_sync.ends.worker import WorkerReceiver
         from tests.weight_sync.worlds import layouts_from_numbers, numbered, vllm_shards
 
         self.a, self.tp, self.rank = a, tp, rank
@@ -51,7 +51,7 @@ class _Worker:
         self.receiver = WorkerReceiver(self.live, shadow=shadow)
 
     def sync_layout(self, canonical: list, dtype: str) -> dict:
-        from megatron_rl.weight_sync.vllm_layout import encode_layout
+        from megatron_rl.layouts.vllm import encode_layout
 
         return {"layouts": [encode_layout(layout) for layout in self.layouts],
                 "dtypes": dict.fromkeys(self.live, dtype),
@@ -74,7 +74,7 @@ class _Worker:
         return {}
 
     def sync_swap(self, epoch: int) -> dict:
-        from megatron_rl.weight_sync.worker import SwapError
+        from megatron_rl.weight_sync.ends.worker import SwapError
 
         try:
             self.receiver.swap(epoch)
@@ -122,6 +122,6 @@ class _Worker:
         return wrong
 
     def digest(self) -> int:
-        from megatron_rl.weight_sync.digest import digest_layouts
+        from megatron_rl.layouts.digest import digest_layouts
 
         return digest_layouts(self.layouts, self.live)

@@ -120,8 +120,8 @@ def _build(folder: str, tp: int, rank: int, staging: Staging = "in_place", quant
     from vllm.config import get_current_vllm_config
     from vllm.v1.worker.gpu_worker import Worker
 
-    from megatron_rl.weight_sync.vllm_internals import offline_model
-    from megatron_rl.weight_sync.vllm_plugin import LaneReceiver, ShadowReceiver, WeightSyncWorker
+    from megatron_rl.weight_sync.ends.vllm_internals import offline_model
+    from megatron_rl.weight_sync.ends.vllm_plugin import LaneReceiver, ShadowReceiver, WeightSyncWorker
 
     class _Worker(WeightSyncWorker, Worker):
         def __init__(self, model: torch.nn.Module, stack: ExitStack) -> None:
@@ -141,9 +141,9 @@ def _build(folder: str, tp: int, rank: int, staging: Staging = "in_place", quant
         def differences(self, checkpoint: str) -> tuple[int, list[str], int]:
             """Parameters compared; those whose bytes are not what vLLM loads of `checkpoint` itself; and the digest
             of what vLLM loaded, over the traced layout."""
-            from megatron_rl.weight_sync.digest import digest_layouts
-            from megatron_rl.weight_sync.tiles import CanonicalTensor
-            from megatron_rl.weight_sync.vllm_layout import trace_layout
+            from megatron_rl.layouts.digest import digest_layouts
+            from megatron_rl.layouts.tiles import CanonicalTensor
+            from megatron_rl.layouts.vllm import trace_layout
 
             tensors = load_file(Path(checkpoint) / "model.safetensors")
             live = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}

@@ -60,8 +60,8 @@ class _Source:
     def __init__(self, folder: str, training: TrainingPlan, rank: int, dtype: str) -> None:
         import torch
 
-        from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
-        from megatron_rl.weight_sync.sender import WeightSender
+        from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
+        from megatron_rl.weight_sync.ends.sender import WeightSender
 
         self.folder, self.training, self.rank = folder, training, rank
         architecture = from_hf_config(Path(folder))
@@ -77,7 +77,7 @@ class _Source:
 
     def load(self, folder: str) -> None:
         """Take the weights of another checkpoint of the same architecture, as an optimizer step would."""
-        from megatron_rl.weight_sync.hf_io import CheckpointReader, load_layout
+        from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
 
         with CheckpointReader(folder) as reader:
             load_layout(reader, self.canonical, self.layouts, self.parameters)
@@ -98,7 +98,7 @@ class _Source:
     def export(self, folder: str, part: str):
         import torch
 
-        from megatron_rl.weight_sync.hf_export import Exporter, export_part
+        from megatron_rl.layouts.hf_write import Exporter, export_part
 
         exporter = Exporter(folder, self.canonical, torch.float32)
         return export_part(exporter, part, self.folder, from_hf_config(Path(self.folder)), self.training, self.rank,
@@ -111,15 +111,15 @@ class _Source:
 
     def set_fault(self, fault: str | None) -> None:
         """What goes wrong in the next sends: "flip" one bit of the wire, "swap" two rows of it, "stale" epoch."""
-        import megatron_rl.weight_sync.sender as sender_module
-        from megatron_rl.weight_sync import wire
+        import megatron_rl.weight_sync.ends.sender as sender_module
+        from megatron_rl.weight_sync.wire.packing import packing as wire
 
         self.fault = fault
         sender_module.pack_bucket = wire.pack_bucket
 
     def sync_send(self, epoch: int):
-        import megatron_rl.weight_sync.sender as sender_module
-        from megatron_rl.weight_sync import wire
+        import megatron_rl.weight_sync.ends.sender as sender_module
+        from megatron_rl.weight_sync.wire.packing import packing as wire
 
         def faulty(bucket, number, epoch_, parameters, buffer, stream):
             if self.fault == "stale":

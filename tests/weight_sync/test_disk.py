@@ -13,11 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from launch.errors import UserError
-from megatron_rl.trainer import checkpoint_files as files
+from megatron_rl.layouts import step_folder as files
 from megatron_rl.weight_sync.disk import NotWritten, VersionsOnDisk
-from megatron_rl.weight_sync.disk_check import (
-    differences, digests_of_files, main, recorded_digests, refuse_changed, unlike,
-)
+from megatron_rl.layouts.disk_check import differences, digests_of_files, main, recorded_digests, refuse_changed, unlike
 from megatron_rl.weight_sync.protocol import SyncError
 from tests.tiny_models import make_tiny
 from tests.trainer.harness import hugging_face
@@ -122,8 +120,8 @@ def test_a_changed_byte_exchanged_tensors_and_a_missing_file_are_found_afterward
 
 def test_live_parameters_are_compared_by_their_bits(world, tmp_path):
     from launch.model.architecture import from_hf_config
-    from megatron_rl.weight_sync.hf_io import CheckpointReader, load_layout
-    from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
+    from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
+    from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
     from tests.weight_sync.worlds import training_plan
 
     a = from_hf_config(world.model)

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from launch import envvars
 from launch.model.architecture import from_hf_config
 from launch.plan.plan import Architecture
-from megatron_rl.weight_sync.coverage import prove_coverage
-from megatron_rl.weight_sync.digest import add, digest_layouts, digest_tiles
-from megatron_rl.weight_sync.manifest import Destination, build_manifest
-from megatron_rl.weight_sync.megatron_layout import canonical_tensors
-from megatron_rl.weight_sync.vllm_layout import trace_layout, write_padding
+from megatron_rl.weight_sync.plan.coverage import prove_coverage
+from megatron_rl.layouts.digest import add, digest_layouts, digest_tiles
+from megatron_rl.weight_sync.plan.manifest import Destination, build_manifest
+from megatron_rl.layouts.megatron import canonical_tensors
+from megatron_rl.layouts.vllm import trace_layout, write_padding
 from tests.ranks import Rank, run_ranks
 from tests.rollout.engines import run_config
 from tests.tiny_models import make_tiny
@@ -37,7 +37,7 @@ def _trace(rank: Rank, folders: dict[str, str]) -> dict[str, dict[tuple[int, int
     envvars.set_for_this_process(envvars.environment("rollout", "cpu", run_config(Path("unused")), job="tests"))
     from safetensors.torch import load_file
 
-    from megatron_rl.weight_sync.vllm_internals import offline_model
+    from megatron_rl.weight_sync.ends.vllm_internals import offline_model
 
     traced: dict[str, dict[tuple[int, int], tuple]] = {}
     for key, folder in folders.items():

@@ -26,10 +26,10 @@ from megatron_rl.sync_bench.check import check
 from megatron_rl.sync_bench.compare import Lane, edges, found_coefficients
 from megatron_rl.sync_bench.members import Host, MemberError, Members, together
 from megatron_rl.sync_bench.rank import fill
-from megatron_rl.weight_sync.digest import digest_layouts
-from megatron_rl.weight_sync.megatron_layout import megatron_layout
+from megatron_rl.layouts.digest import digest_layouts
+from megatron_rl.layouts.megatron import megatron_layout
 from megatron_rl.weight_sync.protocol import SyncReport
-from megatron_rl.weight_sync.tiles import ParamLayout, Tile, contiguous_stride, tile_view
+from megatron_rl.layouts.tiles import ParamLayout, Tile, contiguous_stride, tile_view
 from tests.fabric.cases import SMALL
 from tests.weight_sync.worlds import architecture, training_plan
 

@@ -7,7 +7,7 @@ import pytest
 from launch.plan.plan import EnginePlacement, Placement, RankPlacement
 from launch.planner.prepare import prepare
 from megatron_rl.driver.sync_plan import announced, differences, sync_plan
-from megatron_rl.weight_sync.manifest import build_manifest
+from megatron_rl.weight_sync.plan.manifest import build_manifest
 from tests.job.runner import CONFIG
 from tests.weight_sync.worlds import destinations, sources
 

@@ -9,8 +9,8 @@ import pytest
 
 from launch.fabric.lanes import Place
 from launch.fabric.seated import Seats, one_card
-from megatron_rl.weight_sync.manifest import SyncManifest
-from megatron_rl.weight_sync.streams import turns
+from megatron_rl.weight_sync.plan.manifest import SyncManifest
+from megatron_rl.weight_sync.plan.streams import turns
 from tests.weight_sync.routed import World, two_checkpoints, world
 
 

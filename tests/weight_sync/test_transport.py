@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_rl.weight_sync.protocol import LaneSpec, Link
-from megatron_rl.weight_sync.opening import open_lane
-from megatron_rl.weight_sync.transport import Deadline, Lane, LinkedLane, Links, TransportError
+from megatron_rl.weight_sync.wire.opening import open_lane
+from megatron_rl.weight_sync.wire.transport import Deadline, Lane, LinkedLane, Links, TransportError
 from tests.ranks import Rank, free_port, run_ranks
 
 RECEIVERS = ("engine 0 worker 0", "engine 0 worker 1")

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from launch.errors import UserError
-from launch.planner.workload.workload import log_normal
+from launch.planner.workload import log_normal
 from launch.planner.workload.lengths_file import read
 
 LONGEST = 10_000_000

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from launch.errors import UserError
-from megatron_rl.weight_sync.megatron_layout import EMBEDDING, HEAD
-from megatron_rl.weight_sync.tiles import CanonicalTensor, ParamLayout, tile_view
+from megatron_rl.layouts.megatron import EMBEDDING, HEAD
+from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, tile_view
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

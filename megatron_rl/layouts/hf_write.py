@@ -8,7 +8,7 @@ tensor is ever whole in memory. Three steps, with a barrier of the caller's betw
     exporter.write(layouts, parameters, owned_tiles(...))   # every rank: digests of what it holds
     exporter.read_back(rank, world)                         # every rank: digests of what lies in the files
 
-All of it lies in a hidden folder beside the final one, until `checkpoint_files.publish` gives it its name. All writing
+All of it lies in a hidden folder beside the final one, until `step_folder.publish` gives it its name. All writing
 ranks must see it.
 """
 
@@ -28,19 +28,19 @@ from torch import Tensor
 
 from launch.errors import UserError
 from launch.plan.plan import Architecture, TrainingPlan
-from megatron_rl.trainer import checkpoint_files
-from megatron_rl.weight_sync.digest import add, digest_tiles
-from megatron_rl.weight_sync.disk import Exported, Part
-from megatron_rl.weight_sync.disk_check import digests_of_files
-from megatron_rl.weight_sync.hf_io import INDEX_FILE, SINGLE_FILE, check_parameters
-from megatron_rl.weight_sync.megatron_layout import Implementation, megatron_layout
-from megatron_rl.weight_sync.tiles import CanonicalTensor, ParamLayout, Tile, contiguous_stride, tile_view
+from megatron_rl.layouts import step_folder
+from megatron_rl.layouts.digest import add, digest_tiles
+from megatron_rl.layouts.step_folder import Exported, Part
+from megatron_rl.layouts.disk_check import digests_of_files
+from megatron_rl.layouts.hf_read import INDEX_FILE, SINGLE_FILE, check_parameters
+from megatron_rl.layouts.megatron import Implementation, megatron_layout
+from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile, contiguous_stride, tile_view
 
 _SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 Digests = dict[str, int]
-"""Canonical tensor -> digest (`weight_sync.digest`) of its elements, or of some of them: parts add up."""
+"""Canonical tensor -> digest (`layouts.digest`) of its elements, or of some of them: parts add up."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Exporter:
         if dtype not in _SAFETENSORS_DTYPE:
             raise ValueError(f"cannot export as {dtype}: one of {list(_SAFETENSORS_DTYPE)}")
         self.folder = Path(folder)
-        self.partial = checkpoint_files.partial_of(self.folder)
+        self.partial = step_folder.partial_of(self.folder)
         self.dtype = dtype
         self.shapes = {tensor.name: tensor.shape for tensor in canonical}
         self.files = shard_files(canonical, dtype, max_shard_bytes)

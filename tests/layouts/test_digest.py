@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.weight_sync import digest as digest_module
-from megatron_rl.weight_sync.digest import MODULUS, OFFSET, add, digest_layouts, digest_tiles
-from megatron_rl.weight_sync.tiles import ParamLayout, Tile, cut
+from megatron_rl.layouts import digest as digest_module
+from megatron_rl.layouts.digest import MODULUS, OFFSET, add, digest_layouts, digest_tiles
+from megatron_rl.layouts.tiles import ParamLayout, Tile, cut
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 ROWS, COLUMNS = 13, 17

@@ -27,7 +27,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megatron_rl.weight_sync.tiles import ParamLayout, Tile, tile_view
+from megatron_rl.layouts.tiles import ParamLayout, Tile, tile_view
 
 MODULUS = 1 << 64
 OFFSET = (1 << 40) + 1

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from launch.errors import UserError
 from launch.model.architecture import from_hf_config
 from launch.plan.plan import Architecture, TrainingPlan
-from megatron_rl.trainer import checkpoint_files
-from megatron_rl.weight_sync.digest import add
-from megatron_rl.weight_sync.hf_export import Exporter, owned_tiles, shard_files
-from megatron_rl.weight_sync.hf_io import CheckpointReader, load_layout
-from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
+from megatron_rl.layouts import step_folder
+from megatron_rl.layouts.digest import add
+from megatron_rl.layouts.hf_write import Exporter, owned_tiles, shard_files
+from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
+from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
 from tests.tiny_models import make_tiny
 from tests.weight_sync.worlds import architecture, megatron_shards, training_plan
 
@@ -200,7 +200,7 @@ def export(folder: Path, out: Path, training: TrainingPlan, dtype, max_shard_byt
         found |= part
     assert held == found and len(found) == len(canonical_tensors(a))
     assert not out.exists(), "an unfinished export must not look like a model"
-    checkpoint_files.publish(out, {})
+    step_folder.publish(out, {})
 
 
 @pytest.mark.parametrize("family, tied, sizes", [

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from launch.config.schema import Trainer
 from launch.model.architecture import from_hf_config
 from launch.plan.plan import Architecture, TrainingPlan
-from megatron_rl.weight_sync.megatron_layout import canonical_tensors, megatron_layout
-from megatron_rl.weight_sync.tiles import Tile, tile_view
+from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
+from megatron_rl.layouts.tiles import Tile, tile_view
 from tests.ranks import Rank, run_ranks
 from tests.tiny_models import make_tiny
 from tests.weight_sync.worlds import PADDING, architecture, megatron_shards, numbered, training_plan

@@ -7,11 +7,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from megatron_rl.weight_sync.tiles import CanonicalTensor, tile_view
-from megatron_rl.weight_sync.vllm_internals import offline_model
-from megatron_rl.weight_sync.vllm_layout import (
-    LayoutError, decode_layout, encode_layout, trace_layout, write_padding,
-)
+from megatron_rl.layouts.tiles import CanonicalTensor, tile_view
+from megatron_rl.weight_sync.ends.vllm_internals import offline_model
+from megatron_rl.layouts.vllm import LayoutError, decode_layout, encode_layout, trace_layout, write_padding
 from tests.rollout.engines import engine_environment
 from tests.tiny_models import FAMILIES, make_tiny
 

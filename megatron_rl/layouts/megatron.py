@@ -19,7 +19,7 @@ from typing import Literal
 
 from launch.model.architecture import tensor_shapes
 from launch.plan.plan import Architecture, TrainingPlan
-from megatron_rl.weight_sync.tiles import CanonicalTensor, ParamLayout, Tile, contiguous_stride
+from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile, contiguous_stride
 
 Implementation = Literal["local", "transformer_engine"]
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from launch.fabric.seated import EngineRank
-from megatron_rl.weight_sync.buckets import Bucket
+from megatron_rl.weight_sync.plan.buckets import Bucket
 
 EdgeKey = tuple[int, int, int]
 """(trainer rank, replica, worker)."""

@@ -16,8 +16,10 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from launch.errors import UserError
 
@@ -26,6 +28,17 @@ log = logging.getLogger(__name__)
 COMPLETE = "complete.json"
 _NAME = re.compile(r"step-(\d{6,})")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+Part = Literal["prepare", "write", "read_back"]
+"""The parts of an export, with a barrier between them (`hf_write`)."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What one rank answers to a part of an export."""
+
+    digests: Mapping[str, int]
+    error: str | None = None
 
 
 def checkpoint_folder(root: Path, step: int) -> Path:

@@ -15,11 +15,9 @@ from functools import cached_property
 from launch.fabric.estimate import Kind
 from launch.fabric.routes import ROOT, Route, build
 from launch.fabric.seated import EngineRank, Seats, apart, seated
-from megatron_rl.weight_sync.buckets import Bucket, pack, part_of
-from megatron_rl.weight_sync.copies import Copies, Destination, Source, intersect_sides
-from megatron_rl.weight_sync.streams import (
-    EdgeKey, Hop, Pair, Stream, digest_of, hash_buckets, route_fingerprint,
-)
+from megatron_rl.weight_sync.plan.buckets import Bucket, pack, part_of
+from megatron_rl.weight_sync.plan.copies import Copies, Destination, Source, intersect_sides
+from megatron_rl.weight_sync.plan.streams import EdgeKey, Hop, Pair, Stream, digest_of, hash_buckets, route_fingerprint
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "Destination", "Edge", "EdgeKey", "Source", "SyncManifest", "build_manifest"]
 

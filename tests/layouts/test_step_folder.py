@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.errors import UserError
-from megatron_rl.trainer import checkpoint_files as files
+from megatron_rl.layouts import step_folder as files
 
 
 def _write(root: Path, step: int) -> Path:

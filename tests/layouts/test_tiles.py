@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.weight_sync.tiles import ParamLayout, Tile, contiguous_stride, cut, intersect, tile_view
+from megatron_rl.layouts.tiles import ParamLayout, Tile, contiguous_stride, cut, intersect, tile_view
 
 SHAPE = (7, 11)
 FULL = torch.arange(77).view(SHAPE)

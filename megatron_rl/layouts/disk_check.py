@@ -1,6 +1,6 @@
 """Weights on disk, read back: digests of the files, and a live engine's parameters against them.
 
-    python -m megatron_rl.weight_sync.disk_check runs/NAME/weights/step-000060
+    python -m megatron_rl.layouts.disk_check runs/NAME/weights/step-000060
 
 reads a folder again and says which tensors are not what the trainer had.
 """
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from launch.errors import UserError
-from megatron_rl.trainer import checkpoint_files
-from megatron_rl.weight_sync.digest import add, digest_tiles
-from megatron_rl.weight_sync.hf_io import CheckpointReader
-from megatron_rl.weight_sync.tiles import ParamLayout, Tile, contiguous_stride, tile_view
+from megatron_rl.layouts import step_folder
+from megatron_rl.layouts.digest import add, digest_tiles
+from megatron_rl.layouts.hf_read import CheckpointReader
+from megatron_rl.layouts.tiles import ParamLayout, Tile, contiguous_stride, tile_view
 
 AT_ONCE = 1 << 24
 """Elements that are read at once."""
@@ -53,12 +53,12 @@ def recorded_digests(folder: Path) -> dict[str, int]:
     Raises:
         UserError: it is not complete, or was not written with digests.
     """
-    if problem := checkpoint_files.incomplete_because(folder):
+    if problem := step_folder.incomplete_because(folder):
         raise UserError(f"these weights are not complete: {problem}", where=str(folder),
                         fix="use an older version; `weight_sync.disk.keep` says how many there are")
-    facts = json.loads((folder / checkpoint_files.COMPLETE).read_text())
+    facts = json.loads((folder / step_folder.COMPLETE).read_text())
     if "digests" not in facts:
-        raise UserError(f"{checkpoint_files.COMPLETE} holds no digests of weights", where=str(folder),
+        raise UserError(f"{step_folder.COMPLETE} holds no digests of weights", where=str(folder),
                         fix="give a folder under runs/NAME/weights or runs/NAME/hf")
     return {name: int(digest, 16) for name, digest in facts["digests"].items()}
 
@@ -116,7 +116,7 @@ def _difference(live: Tensor, stored: Tensor, what: str) -> list[str]:
 def main(arguments: list[str]) -> int:
     """Check one folder; 0: as the trainer had it, 1: not, 2: it cannot be checked."""
     if len(arguments) != 1:
-        print("usage: python -m megatron_rl.weight_sync.disk_check FOLDER", file=sys.stderr)
+        print("usage: python -m megatron_rl.layouts.disk_check FOLDER", file=sys.stderr)
         return 2
     folder = Path(arguments[0])
     try:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_rl.stores import tcp_store
 from megatron_rl.weight_sync.protocol import CONNECT_S, LaneSpec
-from megatron_rl.weight_sync.transport import Deadline, Lane, LinkedLane, Links, TransportError, who
+from megatron_rl.weight_sync.wire.transport import Deadline, Lane, LinkedLane, Links, TransportError, who
 
 ASK_EVERY_S = 1.0
 """How often who waits asks whether to wait no longer."""

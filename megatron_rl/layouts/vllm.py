@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.weight_sync.tiles import CanonicalTensor, ParamLayout, Tile
+from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile
 
 
 class LayoutError(RuntimeError):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from megatron_rl.weight_sync.tiles import Tile, cut
+from megatron_rl.layouts.tiles import Tile, cut
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 """Bytes of an element, by torch's name of the type."""
