@@ -10,13 +10,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launch.planner.explain.forecast import throughput_of
 from launch.plan.forecast import Forecast
-from launch.planner.search.candidate import Candidate, Problem
-from launch.planner.workload.lengths import LogNormal
-from launch.planner.prepare import Prepared, prepare
+from launch.planner.explain.forecast import throughput_of
 from launch.planner.explain.remedies import with_nodes
+from launch.planner.prepare import Prepared, prepare
+from launch.planner.search.candidate import Candidate
+from launch.planner.search.problem import Problem
 from launch.planner.search.search import Search
+from launch.planner.workload.lengths import LogNormal
 from launch.report.plan.explain import explain
 from launch.report.plan.table import print_plan
 

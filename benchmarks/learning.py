@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 from benchmarks.ours import QUIET, train
-from launch.run.metrics import Row, series, smoothed
 from launch.report.run.progress import duration, sparkline
+from launch.run.metrics import Row, series, smoothed
 
 START, GOAL, WINDOW = 0.2, 0.9, 10
 

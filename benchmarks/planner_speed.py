@@ -16,10 +16,10 @@ from pathlib import Path
 from launch.cluster.file import load_cluster
 from launch.cluster.spec import ClusterSpec
 from launch.config.load import LoadedConfig, load_config
+from launch.planner.explain.remedies import with_nodes
 from launch.planner.planning import plan_on_cluster
 from launch.planner.prepare import planning_inputs
 from launch.planner.search.problem import problem_of
-from launch.planner.explain.remedies import with_nodes
 from launch.planner.search.search import Search
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -16,8 +16,8 @@ from pathlib import Path
 from benchmarks.ours import train
 from benchmarks.run import machine
 from launch.report.run.charts import svg_charts
-from launch.run.metrics import Row
 from launch.report.run.terminal import mean_split
+from launch.run.metrics import Row
 
 CONFIG = "configs/135m/grpo.yaml"
 GAIN, SIGNIFICANCE = 0.10, 0.05

@@ -10,13 +10,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile, contiguous_stride, tile_view
 from megatron_rl.stores import tcp_store
 from megatron_rl.sync_bench.rank import TrainerRank
 from megatron_rl.sync_bench.worker import RolloutWorker
 from megatron_rl.weight_sync.plan.manifest import Destination, Edge
-from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile, contiguous_stride, tile_view
-from megatron_rl.weight_sync.wire.transport import Deadline
 from megatron_rl.weight_sync.wire.packing import HEADER_BYTES, buffer_bytes, pack_bucket, unpack_bucket
+from megatron_rl.weight_sync.wire.transport import Deadline
 
 RANK, WORKER = "benchmarks.sync_baselines:GatheringRank", "benchmarks.sync_baselines:BroadcastWorker"
 IN_FLIGHT = 2

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from launch.coefficients.sync import SyncCoefficients
 from launch.config.schema import RunConfig
 from launch.fabric.choose import SyncPrediction, predict
 from launch.fabric.lanes import Fabric, Place
 from launch.fabric.seated import Seats
 from launch.model.architecture import from_hf_config
 from launch.model.builtin import from_architecture
-from launch.planner.build import plan
-from launch.coefficients.sync import SyncCoefficients
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.plan.plan import Plan
+from launch.planner.build import plan
 
 RANKS_A_HOST = 2
 MIB = 1 << 20

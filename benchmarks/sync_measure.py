@@ -12,16 +12,16 @@ from benchmarks import sync_baselines
 from benchmarks.sync_cases import Setup
 from benchmarks.sync_hosts import Network, Traffic, wait_for_quiet
 from benchmarks.sync_probe import CpuSpare, Verdict, plain_rates, small_bucket
-from launch.fabric.choose import SyncPrediction
 from launch.coefficients.sync import SyncCoefficients
+from launch.fabric.choose import SyncPrediction
 from launch.planner.seats.local import place_cpu
 from launch.ports import FIRST, Ports
+from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.sync_bench.members import Members, together
 from megatron_rl.sync_bench.rates import Rates
 from megatron_rl.sync_bench.world import PRELOAD, TORCH_NAMES, World, start_world
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.plan.manifest import SyncManifest, build_manifest
-from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.weight_sync.protocol import SyncReport
 
 PLAIN_SECONDS = 1.5

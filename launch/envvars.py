@@ -11,9 +11,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from launch.config.schema import RunConfig
+if TYPE_CHECKING:
+    from launch.config.schema import RunConfig
 
 Role = Literal["driver", "trainer", "rollout", "reward"]
 Device = Literal["cpu", "gpu"]

@@ -134,7 +134,7 @@ def over_cores(function: Callable[[Item], Result], items: Sequence[Item]) -> lis
     cores = min(len(os.sched_getaffinity(0)), len(items))
     if cores <= 1:
         return [function(item) for item in items]
-    from concurrent.futures import ProcessPoolExecutor      # multiprocessing: nobody else pays for its import
+    from concurrent.futures import ProcessPoolExecutor  # multiprocessing: nobody else pays for its import
     with ProcessPoolExecutor(cores) as pool:
         return list(pool.map(function, items))
 

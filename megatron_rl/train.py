@@ -26,11 +26,11 @@ from megatron_rl.driver.clock import StepClock
 from megatron_rl.driver.cluster import death_reason
 from megatron_rl.driver.job import Job
 from megatron_rl.driver.state import RunState, newest_checkpoint, refuse_old_export
+from megatron_rl.layouts.step_folder import checkpoint_folder
 from megatron_rl.monitor.monitor import Monitor
 from megatron_rl.rewards.load import load_rewards
 from megatron_rl.rewards.sample import Score
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.layouts.step_folder import checkpoint_folder
 from megatron_rl.weight_sync.disk import NotWritten
 
 log = logging.getLogger("megatron_rl.train")

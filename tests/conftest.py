@@ -20,7 +20,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)     # before any fixture starts a daemon
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("slurm"):
-        from tests.slurm_cluster import missing_programs    # it needs pytest's markers, which are read after this file
+        from tests.slurm_cluster import missing_programs  # it needs pytest's markers, which are read after this file
 
         if missing := missing_programs():
             if os.environ.get("CI"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.report.diagnose.doctor_table import GROUPS, PAGE
+from launch.report.diagnose.doctor import GROUPS, PAGE
 
 BEGIN, END = "<!-- begin rows -->", "<!-- end rows -->"
 

@@ -18,8 +18,8 @@ def command(run: str, folder: str, attempt: int | None, as_json: bool) -> None:
     """
     import json
 
-    from launch.report.diagnose.doctor_text import doctor_text
     from launch.report.diagnose.ask_slurm import diagnosis_of
+    from launch.report.diagnose.doctor_text import doctor_text
 
     diagnosis = diagnosis_of(run, folder, attempt)
     click.echo(json.dumps(diagnosis.as_json()) if as_json else doctor_text(diagnosis))

@@ -28,9 +28,8 @@ def command(run: str, folder: str, attempt: int | None, role: str | None, rank: 
     """
     import json
 
-    from launch.report.diagnose import logs
-    from launch.report.diagnose import logs_first_error
-    from launch.report.diagnose.logs_find import attempt_of
+    from launch.report.diagnose import logs, logs_first_error
+    from launch.report.diagnose.logs import attempt_of
 
     path = attempt_of(run, folder, attempt)
     wanted = logs.Filter(role, rank, node)

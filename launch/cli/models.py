@@ -32,8 +32,8 @@ def get(name: str, out: str | None) -> int:
 @click.argument("folder", type=click.Path(), metavar="FOLDER")
 def check(folder: str) -> None:
     """Check that FOLDER is a complete model that can be trained: config, tokenizer, every tensor."""
-    from launch.model.folder import check_model_folder
     from launch.model.architecture import parameter_count
+    from launch.model.folder import check_model_folder
 
     architecture = check_model_folder(folder, where=folder)
     click.echo(f"{folder}: {architecture.family}, {architecture.layers} layers, "

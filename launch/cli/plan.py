@@ -10,7 +10,6 @@ import click
 
 from launch.cli import options
 
-
 CLUSTER = ("--cluster", "--from-slurm", "--partition", "--nodelist", "--gpu")
 MAIN = {
     "--diff": ("compares two plans that were written", ()),

@@ -17,10 +17,10 @@ def command(run: str, folder: str, out: str | None) -> None:
     RUN is a run's name, or the path of its folder. The report is one file with everything in it; it can be written
     while the run goes on.
     """
-    from launch.run.metrics import attempt_dirs, read_history
     from launch.report.run.html import write_report
     from launch.report.run.measured import comparison_text, of_attempt
     from launch.report.run.terminal import closing_summary
+    from launch.run.metrics import attempt_dirs, read_history
 
     run_dir = Path(run) if Path(run).is_dir() else Path(folder) / run
     attempts = attempt_dirs(run_dir)

@@ -22,8 +22,8 @@ def command(run: str, folder: str, watch: bool, as_json: bool) -> None:
     import json
     import time
 
-    from launch.report.diagnose.status_text import state_line, status_text
     from launch.report.diagnose.ask_slurm import Hints, status_of
+    from launch.report.diagnose.status_text import state_line, status_text
 
     hints, said = Hints(ASK_SLURM_EVERY_S), None
     while True:

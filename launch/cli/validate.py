@@ -24,7 +24,8 @@ def command(directory: str | None, kind: str | None, no_leave_out: bool, as_json
     from launch.errors import UserError
     from launch.validate.interface import KINDS
     from launch.validate.points import load
-    from launch.validate.report import as_json as document, evaluate
+    from launch.validate.report import as_json as document
+    from launch.validate.report import evaluate
     from launch.validate.score import DEVELOPMENT, module
     from launch.validate.table import print_report
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launch.cluster import gpus, hostlist, schema, topology
+from launch.cluster import gpus, hostlist, schema, tree
 from launch.cluster.known_coefficients import PREFIX, faults
 from launch.cluster.spec import ClusterSpec, Gpu, Switch
 from launch.config import typed_file, yaml_file
@@ -161,7 +161,7 @@ class _Builder:
             switches.append(Switch(entry.name, below, names or ()))
         if not self.problems.errors:
             index_of = {entry.name: index for index, entry in enumerate(entries)}
-            for name, what, fix in topology.faults(switches, nodes):
+            for name, what, fix in tree.faults(switches, nodes):
                 path = ("network", "switches") + ((index_of[name],) if name else ())
                 self.problems.add(what, where=self.where(*path), fix=fix)
         return tuple(switches)

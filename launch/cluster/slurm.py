@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from launch import envvars, processes
-from launch.cluster import gpus, hostlist, inventory, slurm_text, topology
+from launch.cluster import gpus, hostlist, inventory, slurm_text
 from launch.cluster.file import GBIT
 from launch.cluster.inventory import NodeFacts
 from launch.cluster.slurm_text import SHOW_NODES, SHOW_TOPOLOGY, Node
 from launch.cluster.spec import ClusterSpec, Gpu, Switch
+from launch.cluster.tree import faults, restrict
 from launch.errors import UserError
 
 TIMEOUT_S = 60.0
@@ -100,10 +101,10 @@ def assemble(found: Survey, switches: Sequence[Switch], *, gpu: str | None = Non
     """A `ClusterSpec` of the surveyed nodes. Pure."""
     kind, per_node, nodes, left_out = _one_kind(found, gpu, base)
     names = tuple(node.name for node in nodes)
-    tree = topology.restrict(switches, set(names))
-    faults = topology.faults(tree, names)
-    if faults:
-        raise UserError("Slurm's topology does not fit its nodes: " + "; ".join(what for _, what, _ in faults[:3]),
+    tree = restrict(switches, set(names))
+    misfits = faults(tree, names)
+    if misfits:
+        raise UserError("Slurm's topology does not fit its nodes: " + "; ".join(what for _, what, _ in misfits[:3]),
                         where=SHOW_TOPOLOGY,
                         fix="correct topology.conf; or plan for a part with --nodelist or --partition")
     memory = min(node.memory_bytes for node in nodes)

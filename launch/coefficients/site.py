@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from launch.plan.book import Book
 from launch.coefficients.collectives import CollectiveCoefficients
 from launch.coefficients.memory import MemoryCoefficients
 from launch.coefficients.reliability import ReliabilityCoefficients
@@ -13,6 +12,7 @@ from launch.coefficients.rl import RlCoefficients
 from launch.coefficients.rollout import RolloutCoefficients
 from launch.coefficients.sync import SyncCoefficients
 from launch.coefficients.training import TrainingCoefficients
+from launch.plan.book import Book
 
 
 @dataclass(frozen=True)

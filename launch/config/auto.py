@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from launch.config.arithmetic import round_up, sequence_multiple
-from launch.config.schema import RunConfig, Section
+from launch.config.schema import RunConfig, Section, Trainer
 
 LOCAL: dict[str, Any] = {
     "trainer.tp": 1, "trainer.pp": 1, "trainer.vpp": 1, "trainer.cp": 1, "trainer.dp": 1,
@@ -53,3 +52,20 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 def _with_value(section: Section, path: Sequence[str], new: Any) -> Any:
     name, *rest = path
     return section.model_copy(update={name: _with_value(getattr(section, name), rest, new) if rest else new})
+
+
+def can_share_prompts(trainer: Trainer, device: Literal["cpu", "gpu"]) -> bool:
+    """Whether a micro-batch may hold a prompt once for several completions: the attention must know documents with a
+    common beginning, and each prediction must be free to choose its row of the logits (`trainer.share_prompts`)."""
+    return device == "cpu" and trainer.cp == 1 and not trainer.sequence_parallel
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+def sequence_multiple(tp: int, cp: int, sequence_parallel: bool) -> int:
+    """What each sequence's length is padded to a multiple of: 2 CP for the zig-zag split over CP > 1 ranks, times TP
+    when sequence parallelism splits each of those parts over TP."""
+    return (2 * cp if cp > 1 else 1) * (tp if sequence_parallel else 1)

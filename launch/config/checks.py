@@ -10,12 +10,11 @@ import math
 from collections.abc import Iterable
 from typing import Literal
 
-from launch.config.arithmetic import round_up, sequence_multiple
+from launch.config.auto import can_share_prompts, round_up, sequence_multiple
 from launch.config.load import LoadedConfig
 from launch.config.problems import Problems
 from launch.config.schema import RunConfig
-from launch.planner.build import can_share_prompts
-from launch.plan.plan import Architecture
+from launch.model.architecture import Architecture
 
 VLLM_VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this before it divides by TP."""

@@ -13,7 +13,6 @@ from launch.config import keys
 from launch.config.problems import Problems
 from launch.config.yaml_file import Path, parse_value
 
-
 _INDEX = re.compile(r"[0-9]{1,6}")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import sqrt
 
 from launch.cluster.spec import ClusterSpec
+from launch.coefficients.sync import DEFAULT, SyncCoefficients
 from launch.fabric.bounds import Bounds, bounds
 from launch.fabric.communicators import Communicators, communicators
 from launch.fabric.estimate import DEFAULT_BUCKET, KINDS, RECEIVING, SENDING, Kind, Loads, loads, times
@@ -14,10 +15,9 @@ from launch.fabric.lanes import Fabric, Traffic, fabric_of, traffic
 from launch.fabric.record import write
 from launch.fabric.routes import Route, build
 from launch.fabric.simulate import Simulation, simulate
-from launch.plan.book import NO_BOOK, Book
-from launch.coefficients.sync import DEFAULT, SyncCoefficients
-from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout
 from launch.model.shape import ModelShape
+from launch.plan.book import NO_BOOK, Book
+from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout
 
 TIE = 0.01
 """Relative difference of expected times below which the simpler route is taken."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
+from launch.coefficients.sync import SyncCoefficients
 from launch.fabric.lanes import Place
 from launch.fabric.routes import ROOT, Route
-from launch.coefficients.sync import SyncCoefficients
 
 
 class Communicators(NamedTuple):

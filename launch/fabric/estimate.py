@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from math import ceil, sqrt
 from typing import Literal, NamedTuple
 
+from launch.coefficients.sync import SyncCoefficients
 from launch.fabric.lanes import Demand, NodeKind, Traffic
 from launch.fabric.shards import Shard
-from launch.coefficients.sync import SyncCoefficients
 
 Kind = Literal["direct", "chain", "tree"]
 KINDS: tuple[Kind, ...] = ("direct", "chain", "tree")

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from launch.cluster.spec import ClusterSpec
 from launch.fabric.gpu_order import engine_gpu_order
 from launch.fabric.shards import Flow, Shard, Worker, flows, share
-from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.model.shape import ModelShape
+from launch.plan.layouts import RolloutLayout, TrainingLayout
 
 
 class Place(NamedTuple):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from launch.plan.book import Book
 from launch.coefficients.sync import SyncCoefficients
-from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.model.shape import ModelShape
+from launch.plan.book import Book
+from launch.plan.layouts import RolloutLayout, TrainingLayout
 
 if TYPE_CHECKING:
     from launch.fabric.choose import RouteCost, SyncPrediction

@@ -12,11 +12,9 @@ from collections import defaultdict
 from functools import lru_cache
 from typing import NamedTuple
 
-from launch.config.arithmetic import round_up
-from launch.planner.build import VOCAB_MULTIPLE
-from launch.plan.layouts import RolloutLayout, TrainingLayout
-from launch.planner.parameters import stage_layers
-from launch.model.shape import ModelShape
+from launch.config.auto import round_up
+from launch.model.shape import VOCAB_MULTIPLE, ModelShape
+from launch.plan.layouts import RolloutLayout, TrainingLayout, stage_layers
 
 ENGINE_VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this (`vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE`)."""

@@ -18,9 +18,9 @@ from collections import defaultdict
 from math import ceil
 from typing import NamedTuple
 
+from launch.coefficients.sync import SyncCoefficients
 from launch.fabric.estimate import MINOR
 from launch.fabric.routes import ROOT, Edge, Route
-from launch.coefficients.sync import SyncCoefficients
 
 Port = tuple
 """(sort, node, NIC or GPU): "out", "in" of a NIC, "nvout", "nvin" of a GPU."""

@@ -83,3 +83,18 @@ def names_in(folder: Path, suffix: str = "") -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(name for name in found if name.endswith(suffix) and not name.startswith("."))
+
+
+def write_atomically(path: Path, text: str, mode: int = 0o644, *, durable: bool = False) -> None:
+    """A reader sees the old file or the whole new one; with `durable` also after a crash of this machine."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+
+    def write() -> None:
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(aside, path)
+
+    patiently(write)

@@ -19,8 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.run.attempts import write_atomically
-from launch.files.shared import patiently, read_shared
+from launch.files.shared import patiently, read_shared, write_atomically
 
 FOLDER = "canary"
 """In the attempt's folder."""

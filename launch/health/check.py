@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from launch.run.attempts import write_atomically
-from launch.files.shared import read_shared
+from launch.files.shared import read_shared, write_atomically
 
 SCHEMA_VERSION = 1
 REPORT = "preflight.json"

@@ -14,26 +14,26 @@ from typing import Any, Literal
 from launch import envvars, processes
 from launch.cluster import hostlist
 from launch.cluster.file import load_cluster
-from launch.cluster.interfaces import job_address
 from launch.cluster.spec import ClusterSpec
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
+from launch.files.shared import seen
+from launch.files.waiting import wait_until
 from launch.health import fabric, fabric_run, rails
 from launch.health.check import SCHEMA_VERSION, Check, checks_to_json, write_report
 from launch.health.expected import Expected, expected_of
 from launch.health.gather import TIMEOUT_S, gather_reports
-from launch.health.ledger import FILE as LEDGER, Ledger
+from launch.health.ledger import FILE as LEDGER
+from launch.health.ledger import Ledger
 from launch.health.login import check_login
-from launch.health.machine import machine_of
 from launch.health.node import NodeContext, check_node
+from launch.health.simulated import machine_of
 from launch.health.verdict import Verdict, judge
 from launch.planner.here import is_here
 from launch.planner.prepare import Prepared
 from launch.ports import allocate
 from launch.run.attempts import Attempt
-from launch.run.node_files import END, Hello, NodeFiles
-from launch.files.shared import seen
-from launch.files.waiting import wait_until
+from launch.run.node_files import END, NodeFiles, greeting
 from launch.slurm import step as slurm_step
 from launch.slurm.container import folders_of
 from launch.slurm.profiles import Profile, load_profile
@@ -92,12 +92,10 @@ def agent(folder: str) -> None:
     attempt, node = Attempt(Path(folder)), _node()
     files = NodeFiles(attempt, node)
     files.folder.mkdir(parents=True, exist_ok=True)
-    task = int(envvars.get("SLURM_PROCID", "0"))
-    ports = allocate(task)
+    ports = allocate(int(envvars.get("SLURM_PROCID", "0")))
     try:
-        where = job_address(envvars.get(envvars.INTERFACE))
-        files.write_hello(Hello(node, os.getpid(), socket.gethostname(), where.address, where.interface, ports.base,
-                                task, len(os.sched_getaffinity(0)), "", "", time.time()))
+        where = greeting(node, ports)
+        files.write_hello(where)
         checks = check_node(NodeContext(node, Expected.read(attempt.folder), attempt.folder, address=where.address))
         write_report(files.folder, node, checks)
         end = attempt.folder / END

@@ -9,7 +9,7 @@ from pathlib import Path
 from launch import envvars
 from launch.cluster.spec import ClusterSpec
 from launch.config.schema import RunConfig
-from launch.run.attempts import write_atomically
+from launch.files.shared import write_atomically
 from launch.slurm.profiles import Profile
 
 FILE = "expected.json"

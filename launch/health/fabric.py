@@ -16,9 +16,8 @@ from typing import Literal
 
 from launch import envvars
 from launch.cluster.spec import ClusterSpec
+from launch.files.shared import read_shared, write_atomically
 from launch.health.check import Check, critical, ok, warning
-from launch.run.attempts import write_atomically
-from launch.files.shared import read_shared
 
 FOLDER, TASK, RESULT = "fabric", "task.json", "result.json"
 SCHEMA_VERSION = 1

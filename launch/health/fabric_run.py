@@ -8,13 +8,13 @@ from pathlib import Path
 from launch import envvars, processes
 from launch.cluster.spec import ClusterSpec
 from launch.errors import UserError
+from launch.files.waiting import wait_until
 from launch.health import fabric
 from launch.health.check import Check
 from launch.health.expected import Expected
 from launch.ports import Ports
 from launch.run.attempts import Attempt
 from launch.run.node_files import Hello
-from launch.files.waiting import wait_until
 
 GRACE_S = 30.0
 """Beyond the measurement's own deadline: processes start, files appear."""

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from launch.files.waiting import wait_for
 from launch.health import canary
 from launch.health.check import Check, critical, read_report
-from launch.files.waiting import wait_for
 
 TIMEOUT_S = 180.0
 

@@ -17,9 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launch.errors import UserError
-from launch.run.attempts import write_atomically
 from launch.files.lock import held
-from launch.files.shared import read_shared
+from launch.files.shared import read_shared, write_atomically
 from launch.files.waiting import listed
 
 SCHEMA_VERSION = 1

@@ -11,10 +11,10 @@ from typing import Literal, TypeVar
 from launch import envvars
 from launch.config.load import LoadedConfig, load_config
 from launch.config.locate import check_data_files, model_folder
-from launch.model.folder import check_model_folder
 from launch.errors import UserError
 from launch.health.check import Check, critical, ok, warning
 from launch.health.checks import versions
+from launch.model.folder import check_model_folder
 from launch.planner.prepare import Prepared, prepare
 
 SLOW_WRITE_S = 1.0

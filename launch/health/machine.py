@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from launch import envvars
 from launch.health.nvml import GpuReport, read_gpus
 
 INFINIBAND, PCI = Path("/sys/class/infiniband"), Path("/sys/bus/pci/devices")
@@ -86,19 +85,6 @@ class RealMachine:
 
     def cpus(self) -> int:
         return len(os.sched_getaffinity(0))
-
-
-def machine_of(node: str) -> Machine:
-    """The simulated machine that MEGATRON_RL_SIMULATED_GPUS names for this node, else this machine.
-
-    Raises:
-        UserError: the file of the simulation cannot be used.
-    """
-    file = envvars.get(envvars.SIMULATED_GPUS)
-    if not file:
-        return RealMachine()
-    from launch.health.simulated import load
-    return load(file, node)
 
 
 def _nic(device: Path) -> Nic:

@@ -12,7 +12,8 @@ from launch.health import canary
 from launch.health.check import Check, warning
 from launch.health.checks import clock, cpus, environment, gpus, interface, limits, model, nics, scratch, versions
 from launch.health.expected import Expected
-from launch.health.machine import Machine, machine_of
+from launch.health.machine import Machine
+from launch.health.simulated import machine_of
 
 
 @dataclass(frozen=True)

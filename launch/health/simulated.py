@@ -26,8 +26,9 @@ from typing import Any
 
 import yaml
 
+from launch import envvars
 from launch.errors import UserError
-from launch.health.machine import Limit, Nic, PciPath, RealMachine
+from launch.health.machine import Limit, Machine, Nic, PciPath, RealMachine
 from launch.health.nvml import GpuProcess, GpuReport, GpuState
 
 _NODE_KEYS = ("driver", "cuda", "count", "gpu", "gpus", "missing", "error", "nics", "limits", "cpus")
@@ -121,3 +122,15 @@ def _known(values: Any, keys: tuple[str, ...], file: str | Path, where: str) -> 
     if unknown:
         raise UserError(f"{where} of the simulated hardware holds the unknown key {unknown[0]!r}", where=str(file),
                         fix=f"known: {', '.join(keys)}")
+
+
+def machine_of(node: str) -> Machine:
+    """The simulated machine that MEGATRON_RL_SIMULATED_GPUS names for this node, else this machine.
+
+    Raises:
+        UserError: the file of the simulation cannot be used.
+    """
+    file = envvars.get(envvars.SIMULATED_GPUS)
+    if not file:
+        return RealMachine()
+    return load(file, node)

@@ -11,8 +11,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict
+
 from launch.errors import UserError
-from launch.plan.plan import Architecture
 
 FAMILIES: dict[str, Literal["llama", "qwen2", "qwen3"]] = {
     "LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
@@ -249,3 +250,35 @@ def _rope(fields: _Fields) -> dict[str, Any]:
     for name in ROPE_TYPES[kind]:
         result[name] = rope.integer(name) if name.startswith("original") else rope.number(name)
     return dict(sorted(result.items()))
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class Architecture(Frozen):
+    """What planning, Megatron and the layouts need to know of a Hugging Face config; built by
+    `launch.model.architecture.from_hf_config`."""
+
+    family: Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
+    """`qwen3_moe` can be planned; the trainer runs dense models."""
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    norm_eps: float
+    max_positions: int
+    initializer_range: float
+    rope: dict
+    """Hugging Face's `rope_parameters`: rope_type, rope_theta and what the type needs."""
+    experts: int = 0
+    """Routed experts of every layer; 0: a dense model."""
+    experts_per_token: int = 0
+    moe_ffn: int = 0
+    """Width of one expert."""

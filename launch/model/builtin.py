@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launch.errors import UserError
-from launch.model.architecture import from_hf_dict, read_hf_config
-from launch.plan.plan import Architecture
+from launch.model.architecture import Architecture, from_hf_dict, read_hf_config
 from launch.model.shape import ModelShape
 
 LLAMA3_ROPE = {"rope_type": "default", "rope_theta": 500_000.0}

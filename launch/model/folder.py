@@ -8,8 +8,7 @@ import struct
 from pathlib import Path
 
 from launch.errors import UserError
-from launch.model.architecture import from_hf_config, tensor_shapes
-from launch.plan.plan import Architecture
+from launch.model.architecture import Architecture, from_hf_config, tensor_shapes
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+VOCAB_MULTIPLE = 128
+"""Megatron's `make_vocab_size_divisible_by`: the padded vocabulary is a multiple of this times TP."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:

@@ -4,7 +4,10 @@ later (`place`)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
+
+from launch.model.shape import ModelShape
 
 Precision = Literal["bf16", "fp8", "fp32"]
 
@@ -81,3 +84,23 @@ class TrainingWork:
     """Of each DP rank."""
     longest: int
     """Tokens of the longest sequence."""
+
+
+@lru_cache(maxsize=1024)
+def even_layers(layers: int, pp: int, vpp: int = 1) -> tuple[int, ...]:
+    """Layers of each stage where a run does not say: equal; else embedding and head counted as a layer each, where
+    that makes all chunks equal (Megatron's `account_for_embedding_in_pipeline_split`: 126 layers on PP 8); else what
+    is left over goes to the middle stages, then to the first."""
+    if layers % pp == 0:
+        return (layers // pp,) * pp
+    if pp > 1 and (layers + 2) % (pp * vpp) == 0:
+        each = (layers + 2) // pp
+        return (each - 1, *(each,) * (pp - 2), each - 1)
+    base, left = divmod(layers, pp)
+    takers = [*range(1, pp - 1), 0, pp - 1][:left]
+    return tuple(base + (stage in takers) for stage in range(pp))
+
+
+def stage_layers(shape: ModelShape, layout: TrainingLayout) -> tuple[int, ...]:
+    """Layers of each pipeline stage."""
+    return layout.layers_of_stage or even_layers(shape.layers, layout.pp, layout.vpp)

@@ -9,43 +9,10 @@ from __future__ import annotations
 import hashlib
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
+from launch.model.architecture import Architecture, Frozen
 from launch.plan.forecast import Forecast
 
 SCHEMA_VERSION = 2
-
-
-class Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
-
-
-class Architecture(Frozen):
-    """What planning, Megatron and the layouts need to know of a Hugging Face config; built by
-    `launch.model.architecture.from_hf_config`."""
-
-    family: Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
-    """`qwen3_moe` can be planned; the trainer runs dense models."""
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    tied_embeddings: bool
-    qkv_bias: bool
-    qk_norm: bool
-    norm_eps: float
-    max_positions: int
-    initializer_range: float
-    rope: dict
-    """Hugging Face's `rope_parameters`: rope_type, rope_theta and what the type needs."""
-    experts: int = 0
-    """Routed experts of every layer; 0: a dense model."""
-    experts_per_token: int = 0
-    moe_ffn: int = 0
-    """Width of one expert."""
 
 
 class RankCoordinates(Frozen):

@@ -9,13 +9,12 @@ import hashlib
 from typing import Literal
 
 from launch.config import auto
-from launch.config.arithmetic import round_up, sequence_multiple
-from launch.config.schema import RunConfig, Trainer
+from launch.config.auto import can_share_prompts, round_up, sequence_multiple
+from launch.config.schema import RunConfig
 from launch.errors import UserError
-from launch.plan.plan import (Architecture, BatchPlan, EnginePlan, Plan, RankCoordinates, RolloutPlan, TrainingPlan)
-
-VOCAB_MULTIPLE = 128
-"""Megatron's `make_vocab_size_divisible_by`: the padded vocabulary is a multiple of this times TP."""
+from launch.model.architecture import Architecture
+from launch.model.shape import VOCAB_MULTIPLE
+from launch.plan.plan import BatchPlan, EnginePlan, Plan, RankCoordinates, RolloutPlan, TrainingPlan
 
 
 def plan(config: RunConfig, architecture: Architecture, device: Literal["cpu", "gpu"]) -> Plan:
@@ -90,7 +89,3 @@ def _layer_counts(layers: int, pp: int) -> list[int]:
     return [base + (stage in takers) for stage in range(pp)]
 
 
-def can_share_prompts(trainer: Trainer, device: Literal["cpu", "gpu"]) -> bool:
-    """Whether a micro-batch may hold a prompt once for several completions: the attention must know documents with a
-    common beginning, and each prediction must be free to choose its row of the logits (`trainer.share_prompts`)."""
-    return device == "cpu" and trainer.cp == 1 and not trainer.sequence_parallel

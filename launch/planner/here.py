@@ -10,17 +10,17 @@ from typing import Literal
 
 from launch.cluster import gpus, inventory, local
 from launch.cluster.spec import ClusterSpec, Gpu
+from launch.coefficients import cpu
 from launch.config.load import LoadedConfig
 from launch.config.schema import RunConfig
-from launch.planner.explain.forecast import forecast
-from launch.coefficients import cpu
-from launch.plan.forecast import Forecast
-from launch.planner.search.candidate import Candidate, Mode, candidate, rollout_option, training_option
-from launch.plan.layouts import RolloutLayout, TrainingLayout
-from launch.planner.memory.rollout import kv_bytes_per_token
-from launch.plan.plan import Plan
-from launch.planner.search.problem import problem_of
 from launch.model.shape import ModelShape
+from launch.plan.forecast import Forecast
+from launch.plan.layouts import RolloutLayout, TrainingLayout
+from launch.plan.plan import Plan
+from launch.planner.explain.forecast import forecast
+from launch.planner.memory.rollout import kv_bytes_per_token
+from launch.planner.search.candidate import Candidate, candidate, rollout_option, training_option
+from launch.planner.search.problem import Mode, problem_of
 from launch.planner.search.space import RECOMPUTE
 
 GIB = 1 << 30

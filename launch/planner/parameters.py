@@ -11,11 +11,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from launch.config.auto import round_up
+from launch.model.shape import VOCAB_MULTIPLE, ModelShape
 from launch.plan.book import NO_BOOK, Book
-from launch.config.arithmetic import round_up
-from launch.planner.build import VOCAB_MULTIPLE
-from launch.plan.layouts import TrainingLayout
-from launch.model.shape import ModelShape
+from launch.plan.layouts import TrainingLayout, stage_layers
 
 FlopsConvention = Literal["noncausal", "causal", "no_attention", "lora_no_attention", "causal_lora",
                           "noncausal_with_full_recompute"]
@@ -153,26 +152,6 @@ def flops_per_token(shape: ModelShape, attention_length: float, causal: bool = T
         book.computed("parameters.flops_per_token", value, "FLOP", "6 M + 6 L A l (training, causal, no recompute)",
                       ("parameters.matrices", *_keys("layers", "heads", "head_dim"), "work.attention_length"))
     return value
-
-
-@lru_cache(maxsize=1024)
-def even_layers(layers: int, pp: int, vpp: int = 1) -> tuple[int, ...]:
-    """Layers of each stage where a run does not say: equal; else embedding and head counted as a layer each, where
-    that makes all chunks equal (Megatron's `account_for_embedding_in_pipeline_split`: 126 layers on PP 8); else what
-    is left over goes to the middle stages, then to the first."""
-    if layers % pp == 0:
-        return (layers // pp,) * pp
-    if pp > 1 and (layers + 2) % (pp * vpp) == 0:
-        each = (layers + 2) // pp
-        return (each - 1, *(each,) * (pp - 2), each - 1)
-    base, left = divmod(layers, pp)
-    takers = [*range(1, pp - 1), 0, pp - 1][:left]
-    return tuple(base + (stage in takers) for stage in range(pp))
-
-
-def stage_layers(shape: ModelShape, layout: TrainingLayout) -> tuple[int, ...]:
-    """Layers of each pipeline stage."""
-    return layout.layers_of_stage or even_layers(shape.layers, layout.pp, layout.vpp)
 
 
 def padded_vocab(shape: ModelShape, tp: int) -> int:

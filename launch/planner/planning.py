@@ -11,16 +11,17 @@ from launch.config.checks import check
 from launch.config.load import LoadedConfig
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
-from launch.planner.explain.forecast import forecast
-from launch.planner.build import plan
-from launch.planner.search.candidate import Candidate, Problem
-from launch.planner.search.pins import check_pins
-from launch.planner.seats.cluster import Seating, place
-from launch.plan.plan import Architecture, Plan
-from launch.planner.search.problem import chosen_values, modes, problem_of
-from launch.planner.explain.remedies import remedies
-from launch.planner.search.search import Search
+from launch.model.architecture import Architecture
 from launch.model.shape import ModelShape
+from launch.plan.plan import Plan
+from launch.planner.build import plan
+from launch.planner.explain.forecast import forecast
+from launch.planner.explain.remedies import remedies
+from launch.planner.search.candidate import Candidate
+from launch.planner.search.pins import check_pins
+from launch.planner.search.problem import Problem, chosen_values, modes, problem_of
+from launch.planner.search.search import Search
+from launch.planner.seats.cluster import Seating, place
 
 
 @dataclass(frozen=True)

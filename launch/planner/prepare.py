@@ -13,16 +13,16 @@ from launch.cluster.spec import ClusterSpec
 from launch.config import auto, locate
 from launch.config.checks import check, check_runnable
 from launch.config.load import LoadedConfig, load_config
-from launch.model.folder import check_model_folder
 from launch.errors import UserError
-from launch.model.architecture import from_hf_config
+from launch.model.architecture import Architecture, from_hf_config
 from launch.model.builtin import architecture_for_planning, from_architecture, from_builtin, known
+from launch.model.folder import check_model_folder
+from launch.model.shape import ModelShape
+from launch.plan.plan import Plan
 from launch.planner.build import plan
 from launch.planner.here import is_here, local_forecast, pinned_candidate, this_machine
-from launch.planner.search.candidate import Candidate
-from launch.plan.plan import Architecture, Plan
 from launch.planner.planning import Planned, plan_on_cluster
-from launch.model.shape import ModelShape
+from launch.planner.search.candidate import Candidate
 from launch.planner.workload.workload import workload_of
 
 

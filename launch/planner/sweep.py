@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from launch.cluster.spec import ClusterSpec
 from launch.errors import UserError
 from launch.planner.explain.forecast import throughput_of
-from launch.planner.search.pins import check_pins
-from launch.planner.prepare import Inputs
-from launch.planner.search.problem import modes, problem_of
 from launch.planner.explain.remedies import with_nodes
+from launch.planner.prepare import Inputs
+from launch.planner.search.pins import check_pins
+from launch.planner.search.problem import modes, problem_of
 from launch.planner.search.search import Search
-from launch.report.plan.sweep import SweepPoint, reaches, smallest_that_reaches
 
 MOST_POINTS = 64
 """Sizes that are planned before those around the target."""
@@ -116,3 +117,30 @@ def _point(searches: list[Search], nodes: int) -> SweepPoint:
 
 def _none(nodes: int) -> SweepPoint:
     return SweepPoint(nodes=nodes, split="", prompts_per_hour=None, gpu_hours=None, verdict="no plan fits")
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """The best plan of one cluster size."""
+
+    nodes: int
+    split: str
+    """`20 + 12`; what is printed between nodes and throughput."""
+    prompts_per_hour: float | None
+    """None: no plan fits this many nodes."""
+    gpu_hours: float | None
+    """GPU-hours per 1,000 prompts."""
+    verdict: str
+    """A verdict of `Throughput`, or why no plan fits."""
+
+
+def smallest_that_reaches(points: Sequence[SweepPoint], target: float | None) -> SweepPoint | None:
+    """The point with the fewest nodes whose nominal throughput is at least the target."""
+    if target is None:
+        return None
+    return min((each for each in points if reaches(each, target)), key=lambda each: each.nodes, default=None)
+
+
+def reaches(point: SweepPoint, target: float) -> bool:
+    """Whether its nominal throughput is at least the target."""
+    return point.prompts_per_hour is not None and point.prompts_per_hour >= target

@@ -30,9 +30,9 @@ import yaml
 from launch.config import auto
 from launch.config.schema import Run, RunConfig
 from launch.errors import UserError
-from launch.plan.plan import Placement, Plan
-from launch.files.shared import patiently
+from launch.files.shared import patiently, write_atomically
 from launch.files.waiting import wait_for
+from launch.plan.plan import Placement, Plan
 
 FRESH_NAMES = 1000
 HELD = (errno.EWOULDBLOCK, errno.EACCES)
@@ -157,16 +157,3 @@ def fresh_name(run: Run) -> str:
     raise UserError(f"{run.dir} holds {FRESH_NAMES} runs named {run.name}", where="run.name", fix="choose another name")
 
 
-def write_atomically(path: Path, text: str, mode: int = 0o644, *, durable: bool = False) -> None:
-    """A reader sees the old file or the whole new one; with `durable` also after a crash of this machine."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-
-    def write() -> None:
-        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
-            file.write(text)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(aside, path)
-
-    patiently(write)

@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 
 from launch import shared_memory
-from launch.run.attempts import Attempt, write_atomically
-from launch.files.shared import names_in, patiently, read_shared, seen
+from launch.files.shared import names_in, patiently, read_shared, seen, write_atomically
 from launch.files.waiting import wait_for
+from launch.run.attempts import Attempt
 
 NO_NODE = "-"
 """Folder of a component that was started outside a job."""

@@ -26,14 +26,18 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launch.run.attempts import Attempt, write_atomically
-from launch.files.shared import names_in, read_shared
+from launch import envvars
+from launch.cluster.interfaces import job_address
+from launch.files.shared import names_in, read_shared, write_atomically
+from launch.ports import Ports
+from launch.run.attempts import Attempt
 
 BEAT_EVERY_S = 2.0
 LOOKS_APART_S = 3 * BEAT_EVERY_S
@@ -200,3 +204,13 @@ def vanished(attempt: Attempt, behind_s: float = BEHIND_S) -> list[str]:
     latest = max([*stamps.values(), stamp(attempt.folder / LEADER_BEAT) or 0.0])
     gone = [node for node, at in stamps.items() if latest - at > behind_s]
     return gone if len(gone) < len(stamps) else []
+
+
+def greeting(node: str, ports: Ports) -> Hello:
+    """Of this process, which holds `ports` on the node that Slurm calls `node`."""
+    where = job_address(envvars.get(envvars.INTERFACE))
+    return Hello(
+        node=node, pid=os.getpid(), host=socket.gethostname(), address=where.address, interface=where.interface,
+        ports=ports.base, task=int(envvars.get("SLURM_PROCID", "0")), cpus=len(os.sched_getaffinity(0)),
+        topology=envvars.get("SLURM_TOPOLOGY_ADDR", ""),
+        topology_pattern=envvars.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""), at=time.time())

@@ -8,8 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from launch.exit_codes import ExitCode
-from launch.run.attempts import write_atomically
-from launch.files.shared import read_shared
+from launch.files.shared import read_shared, write_atomically
 
 FILE = "outcome.json"
 Status = Literal["finished", "stopped", "user_error", "crash", "hang", "interrupted", "hardware_fault", "node_failure",

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launch.config.schema import RunConfig
-from launch.run.attempts import write_atomically
-from launch.files.shared import read_shared
+from launch.files.shared import read_shared, write_atomically
 
 FILE = "progress.json"
 AFTER_THE_STEP = ("eval", "save", "export", "end")

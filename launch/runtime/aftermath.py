@@ -11,16 +11,17 @@ from pathlib import Path
 from launch.config.load import LoadedConfig, load_config
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
+from launch.files.shared import write_atomically
 from launch.health.check import Check, checks_from_json
 from launch.health.ledger import Ledger
 from launch.health.verdict import judge
-from launch.run.attempts import Attempt, write_atomically
-from launch.runtime.decide import CRASHES, Decision, decide
-from launch.run.find import attempts_of, read_json
 from launch.run.attempt_log import PastAttempt, append, read_history
+from launch.run.attempts import Attempt
+from launch.run.find import attempts_of, read_json
 from launch.run.node_files import JOB, all_nodes
 from launch.run.outcome import Outcome
 from launch.run.stop import stop_reason, stopping_for_s
+from launch.runtime.decide import CRASHES, Decision, decide
 from launch.slurm.client import Slurm
 from launch.slurm.job_facts import JobFacts
 from launch.slurm.records import JobRecord

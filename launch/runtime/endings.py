@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.config.schema import RunConfig
-from launch.runtime import hang
 from launch.run import progress as progress_file
 from launch.run.attempts import Attempt
 from launch.run.components import Failure
 from launch.run.outcome import Outcome, Status, read_outcome
+from launch.runtime import hang
 from launch.slurm.srun_log import LOST, failed_nodes, refused
 
 MOST_AT_FAULT = 0.5

@@ -11,8 +11,8 @@ from launch.config.schema import RunConfig
 from launch.health import fabric_run, rails
 from launch.health.check import Check, worst
 from launch.health.expected import Expected
-from launch.run.attempts import Attempt
 from launch.run.attempt_log import PastAttempt
+from launch.run.attempts import Attempt
 from launch.run.node_files import Hello
 from launch.slurm.profiles import Profile
 

@@ -17,9 +17,9 @@ import psutil
 
 from launch import processes
 from launch.errors import UserError
-from launch.run.attempts import Attempt, write_atomically
+from launch.files.shared import names_in, read_shared, write_atomically
+from launch.run.attempts import Attempt
 from launch.run.components import ComponentRecord, components
-from launch.files.shared import names_in, read_shared
 
 STACK_SIGNAL = signal.SIGUSR1
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')

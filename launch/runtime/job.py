@@ -11,13 +11,14 @@ from collections.abc import Sequence
 
 from launch.config.load import load_config
 from launch.exit_codes import ExitCode
-from launch.health.ledger import FILE as LEDGER, Ledger
+from launch.files.waiting import listed
+from launch.health.ledger import FILE as LEDGER
+from launch.health.ledger import Ledger
+from launch.run.attempt_log import chain, close_open_attempts
 from launch.run.attempts import RunFolder
 from launch.runtime.decide import may_start
-from launch.run.attempt_log import chain, close_open_attempts
 from launch.runtime.leader import Leader, say
 from launch.runtime.stop_clock import Signals
-from launch.files.waiting import listed
 from launch.slurm import job_facts
 from launch.slurm.client import Slurm
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from launch.cluster.file import load_cluster
 from launch.cluster.spec import ClusterSpec, Switch
+from launch.cluster.tree import natural_order
 from launch.config.load import LoadedConfig
 from launch.errors import UserError
 from launch.fabric.lanes import leaf_of_nodes
-from launch.planner.seats.local import place_cpu
-from launch.planner.seats.cluster import bind, place
 from launch.plan.plan import Placement
 from launch.planner.prepare import Prepared, prepare
-from launch.cluster.tree import natural_order
+from launch.planner.seats.cluster import bind, place
+from launch.planner.seats.local import place_cpu
 from launch.ports import Ports
 from launch.run.node_files import Hello
 from launch.runtime.replan import for_fewer, layouts

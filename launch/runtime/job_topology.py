@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from launch.cluster import topology
 from launch.cluster.spec import Switch
-from launch.cluster.topology_address import FLAT, path_of, switches_of
+from launch.cluster.tree import FLAT, faults, path_of, restrict, switches_of
 from launch.errors import UserError
 from launch.run.node_files import Hello
 from launch.slurm.client import Slurm
@@ -22,9 +21,9 @@ def switches_of_job(hellos: Mapping[str, Hello], nodes: Sequence[str], slurm: Sl
     if not silent or len(nodes) == 1:
         return ()       # Slurm has no topology plug-in, and all nodes say so
     try:
-        found = topology.restrict(slurm.topology(), set(nodes))
-        faults = [what for _, what, _ in topology.faults(found, list(nodes))]
-        why = faults[0] if faults else "" if found else "Slurm knows no switches"
+        found = restrict(slurm.topology(), set(nodes))
+        misfits = [what for _, what, _ in faults(found, list(nodes))]
+        why = misfits[0] if misfits else "" if found else "Slurm knows no switches"
     except UserError as error:
         found, why = (), error.what
     if not why:

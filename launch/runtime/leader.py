@@ -16,6 +16,8 @@ from launch.cluster.file import load_cluster
 from launch.config.load import LoadedConfig
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
+from launch.files.shared import seen, write_atomically
+from launch.files.waiting import listed, wait_for
 from launch.health import canary, rails
 from launch.health.check import Check, critical
 from launch.health.expected import expected_of
@@ -25,25 +27,22 @@ from launch.health.verdict import Verdict, judge, record
 from launch.plan.plan import Placement
 from launch.processes import Child, start
 from launch.report.run.progress import make_progress
-from launch.runtime import endings
 from launch.run import node_files
-from launch.runtime.aftermath import Aftermath
-from launch.run.attempts import Attempt, write_atomically
-from launch.runtime.fabric_tier import with_fabric
-from launch.run.components import record_error
 from launch.run.attempt_log import PastAttempt, record_of
-from launch.runtime.job_plan import JobPlan, place_job, plan_job
-from launch.runtime.job_topology import switches_of_job
+from launch.run.attempts import Attempt
+from launch.run.components import record_error
 from launch.run.node_files import Beat, Hello, NodeFiles
 from launch.run.outcome import Outcome, write_outcome
-from launch.files.shared import seen
+from launch.run.stop import stop_requested
+from launch.runtime import endings
+from launch.runtime.aftermath import Aftermath
+from launch.runtime.fabric_tier import with_fabric
+from launch.runtime.job_plan import JobPlan, place_job, plan_job
+from launch.runtime.job_topology import switches_of_job
 from launch.runtime.start_deadline import greeting_s, with_start_deadline
 from launch.runtime.stop_clock import JobIsOver, Signals, StopClock
-from launch.run.stop import stop_requested
 from launch.runtime.summary import print_end
-from launch.runtime.view import View
-from launch.files.waiting import listed, wait_for
-from launch.runtime.watch import Watch
+from launch.runtime.watch import View, Watch
 from launch.runtime.workloads.train import TOKEN_FILE
 from launch.slurm.client import Slurm
 from launch.slurm.container import folders_of

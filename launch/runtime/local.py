@@ -17,18 +17,18 @@ from types import FrameType
 from launch import envvars, processes
 from launch.cluster import local
 from launch.config.schema import RunConfig
-from launch.planner.seats.local import LOCAL_NODE, LOOPBACK, place_local
 from launch.planner.prepare import Prepared
+from launch.planner.seats.local import LOCAL_NODE, LOOPBACK, place_local
 from launch.ports import Ports, allocate
 from launch.report.run.progress import Progress, make_progress
-from launch.runtime import endings, hang, teardown
 from launch.run import components
 from launch.run import progress as progress_file
 from launch.run.attempts import Attempt, RunFolder
 from launch.run.outcome import Outcome, read_outcome, write_outcome
-from launch.runtime.ray_node import ADDRESS_VARIABLE, RaySession, loopback_variables, start_head
 from launch.run.stop import STOP_FILE, stop_requested
-from launch.runtime.view import View
+from launch.runtime import endings, hang, teardown
+from launch.runtime.ray_node import ADDRESS_VARIABLE, RaySession, loopback_variables, start_head
+from launch.runtime.watch import View
 
 LOOK_EVERY_S = 0.25
 DRIVER_GRACE_S = 5.0

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from launch import envvars
+from launch.files.shared import write_atomically
 from launch.plan.plan import Placement, Plan
-from launch.report.run import rehearsal as table
 from launch.report.lines import few
-from launch.run.attempts import Attempt, write_atomically
+from launch.report.run import rehearsal as table
+from launch.run.attempts import Attempt
 from launch.run.outcome import Outcome
 from launch.runtime.places import Place, places, variables
 

@@ -11,13 +11,13 @@ from launch.config.checks import check
 from launch.config.load import LoadedConfig
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
-from launch.planner.explain.forecast import forecast
-from launch.planner.build import plan
-from launch.planner.here import pinned_candidate
 from launch.plan.layouts import RolloutLayout, TrainingLayout
-from launch.planner.seats.cluster import nodes_needed
+from launch.planner.build import plan
+from launch.planner.explain.forecast import forecast
+from launch.planner.here import pinned_candidate
 from launch.planner.planning import Planned, sources_of
 from launch.planner.prepare import Prepared
+from launch.planner.seats.cluster import nodes_needed
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType
 
 from launch import early_signals
-from launch.run.metrics import metric_rows
-from launch.run.attempts import Attempt
-from launch.runtime.deadline import Deadline, margin_s
-from launch.run.node_files import TERMINATED, stamp
 from launch.files.shared import seen
+from launch.run.attempts import Attempt
+from launch.run.metrics import metric_rows
+from launch.run.node_files import TERMINATED, stamp
 from launch.run.stop import Reason, ask_to_stop, stop_requested
 from launch.slurm.client import Slurm
 from launch.slurm.clock import ahead_s
@@ -21,6 +21,9 @@ from launch.slurm.job_facts import JobFacts
 from launch.slurm.margin import PORTABLE_S
 from launch.slurm.records import JobRecord
 from launch.slurm.refusals import SlurmError
+
+RESERVE_S = 60.0
+"""For processes to end, files to be seen, and Slurm to be asked."""
 
 EARLY_S = 120.0
 """A signal of Slurm's may come this much before its time."""
@@ -153,3 +156,31 @@ class StopClock:
         self.end_time = None if record.ends is None else record.ends - ahead_s(record, asked, time.time())
         self._preempted = record.fields.get("PreemptTime", "None") not in ("None", "Unknown")
         return record
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """When to stop."""
+
+    end_time: float | None
+    """Unix time at which the time limit ends the job; None without a limit."""
+    margin_s: float
+
+    def left_s(self, now: float) -> float | None:
+        """Seconds until the job has to begin to end; negative when that has passed, None without a limit."""
+        return None if self.end_time is None else self.end_time - self.margin_s - now
+
+    def due(self, now: float) -> bool:
+        left = self.left_s(now)
+        return left is not None and left <= 0
+
+
+def margin_s(planned_s: float, steps_s: Sequence[float], checkpoints_s: Sequence[float]) -> float:
+    """The margin to keep: the planned one, or what this job's own slowest step and checkpoint ask for, if that is more.
+    Half as much again for a checkpoint: all jobs of a cluster may write at the same hour.
+
+    Args:
+        planned_s: `launch.slurm.margin.stop_margin`.
+        steps_s, checkpoints_s: seconds of each so far.
+    """
+    return max(planned_s, max(steps_s, default=0.0) + 1.5 * max(checkpoints_s, default=0.0) + RESERVE_S)

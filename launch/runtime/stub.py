@@ -18,14 +18,15 @@ from pathlib import Path
 
 from launch import envvars
 from launch.errors import UserError
+from launch.files.shared import write_atomically
 from launch.run import faults
-from launch.run.attempts import Attempt, write_atomically
+from launch.run.attempts import Attempt
 from launch.run.components import record_error, register
-from launch.runtime.file_barrier import arrive, meet
-from launch.runtime.hang import STACK_SIGNAL, stack_file
 from launch.run.outcome import Outcome, write_outcome
 from launch.run.progress import write_progress
 from launch.run.stop import stop_requested
+from launch.runtime.file_barrier import arrive, meet
+from launch.runtime.hang import STACK_SIGNAL, stack_file
 
 STEP_VARIABLE, HOLD_VARIABLE = "MEGATRON_RL_STUB_STEP_S", "MEGATRON_RL_STUB_HOLD"
 MEETING = "stub"

@@ -6,11 +6,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from launch.run.metrics import attempt_dirs, read_history
+from launch.files.shared import write_atomically
 from launch.report.run.html import write_report
 from launch.report.run.measured import FILE, comparison_text, of_attempt
 from launch.report.run.terminal import closing_summary
-from launch.run.attempts import Attempt, write_atomically
+from launch.run.attempts import Attempt
+from launch.run.metrics import attempt_dirs, read_history
 from launch.run.outcome import Outcome
 
 LOG_TAIL_LINES = 15

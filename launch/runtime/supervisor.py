@@ -22,23 +22,23 @@ from types import FrameType
 
 from launch import envvars
 from launch.errors import UserError
+from launch.files.shared import names_in, read_shared, seen, write_atomically
+from launch.files.waiting import LOOK_EVERY_S, listed, wait_until
 from launch.health import fabric, fabric_run
 from launch.health.check import checks_to_json, write_report
-from launch.health.expected import FILE as EXPECTED, Expected
-from launch.health.node import NodeContext as CheckContext, check_node
+from launch.health.expected import FILE as EXPECTED
+from launch.health.expected import Expected
+from launch.health.node import NodeContext as CheckContext
+from launch.health.node import check_node
 from launch.ports import Ports, allocate
-from launch.runtime import caches, hang, teardown
-from launch.run import components
-from launch.run import node_files
+from launch.run import components, node_files
 from launch.run import progress as progress_file
-from launch.run.attempts import Attempt, write_atomically
+from launch.run.attempts import Attempt
 from launch.run.components import Failure, NodeComponents
-from launch.runtime.greeting import greeting
-from launch.run.node_files import Beat, NodeFiles
+from launch.run.node_files import Beat, NodeFiles, greeting
 from launch.run.outcome import read_outcome
-from launch.files.shared import names_in, read_shared, seen
 from launch.run.stop import ask_to_stop
-from launch.files.waiting import LOOK_EVERY_S, listed, wait_until
+from launch.runtime import caches, hang, teardown
 from launch.runtime.workloads.context import Running
 
 WITHOUT_LEADER_S = 120.0
@@ -298,3 +298,5 @@ def _blocked(number: signal.Signals) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+

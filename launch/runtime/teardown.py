@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from launch import processes
-from launch import shared_memory
+from launch import processes, shared_memory
 from launch.run.attempts import Attempt
 from launch.run.components import components
 from launch.run.find import attempts_of

@@ -6,21 +6,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 from launch.config.schema import RunConfig
+from launch.files.shared import seen
+from launch.files.waiting import listed, wait_for
 from launch.plan.plan import Placement
 from launch.processes import Child
-from launch.runtime import endings, hang
-from launch.run import components
-from launch.run import node_files
+from launch.report.run.progress import Progress
+from launch.run import components, node_files
 from launch.run import progress as progress_file
 from launch.run.attempts import Attempt
+from launch.run.metrics import JsonlTail, MetricsTail
 from launch.run.node_files import BeatWatch, NodeFiles
 from launch.run.outcome import Outcome, read_outcome
-from launch.files.shared import seen
 from launch.run.stop import stop_requested
-from launch.runtime.view import View
-from launch.files.waiting import listed, wait_for
+from launch.runtime import endings, hang
 
 LOOK_EVERY_S = 0.5
 DRIVER_GRACE_S = 5.0
@@ -163,3 +164,24 @@ class Watch:
 
     def _nodes_of(self, names: Collection[str | None]) -> list[str]:
         return sorted({record.node for record in components.components(self.attempt) if record.name in names})
+
+
+class View:
+    """Shows phases, steps and warnings as they appear."""
+
+    def __init__(self, folder: Path, display: Progress) -> None:
+        self._folder, self._display, self._said = folder, display, ""
+        self._metrics, self._warnings = MetricsTail(folder / "metrics.jsonl"), JsonlTail(folder / "warnings.jsonl")
+
+    def update(self) -> None:
+        """Show what is new."""
+        progress = progress_file.read_progress(self._folder)
+        if progress and (progress.step == 0 or progress.phase in progress_file.AFTER_THE_STEP):
+            text = f"{progress.phase}: {progress.detail}"
+            if text != self._said:
+                self._display.phase(text)
+            self._said = text
+        for row in self._metrics.poll():
+            self._display.step(int(row["step"]), row)
+        for warning in self._warnings.poll():
+            self._display.message(f"warning {warning['code']}: {warning['message']}")

@@ -19,8 +19,17 @@ from launch.cluster import slurm_text
 from launch.cluster.slurm_text import Node
 from launch.cluster.spec import Switch
 from launch.errors import UserError
-from launch.slurm.records import (QUEUE_FORMAT, Account, Estimate, JobRecord, Queued, estimate_of, job_records, names_of,
-                                  queued)
+from launch.slurm.records import (
+    QUEUE_FORMAT,
+    Account,
+    Estimate,
+    JobRecord,
+    Queued,
+    estimate_of,
+    job_records,
+    names_of,
+    queued,
+)
 from launch.slurm.refusals import SlurmError, explain
 
 TIMEOUT_S = 60.0

@@ -12,8 +12,8 @@ from pathlib import Path
 import launch
 from launch.config.load import load_config
 from launch.errors import UserError
+from launch.files.shared import write_atomically
 from launch.planner.prepare import Prepared, prepare
-from launch.run.attempts import write_atomically
 from launch.slurm.client import Slurm
 from launch.slurm.margin import explained, stop_margin
 from launch.slurm.profiles import Profile, load_profile

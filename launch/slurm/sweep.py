@@ -25,7 +25,7 @@ from launch.config.load import load_config
 from launch.config.schema import RunConfig
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
-from launch.run.attempts import write_atomically
+from launch.files.shared import write_atomically
 from launch.run.outcome import Outcome
 from launch.slurm import client, submit
 from launch.slurm.client import Slurm

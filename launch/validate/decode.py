@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.rollout import RolloutCoefficients
 from launch.plan.layouts import Precision, RolloutLayout
-from launch.planner.workload.lengths import LONGEST, Counted, Lengths, LogNormal
 from launch.planner.memory.rollout import rollout_memory
 from launch.planner.time.decode import Engine, EngineClass, engine_of
 from launch.planner.time.rollout import Demand, synchronous
+from launch.planner.workload.lengths import LONGEST, Counted, Lengths, LogNormal
 from launch.validate.fit import log_error, robust_mean, rounded, search
 from launch.validate.interface import Predicted, measured
 from launch.validate.points import Point

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launch.cluster.gpus import H100
-from launch.planner.memory.activations import TrainerEngine
 from launch.coefficients.memory import MemoryCoefficients
-from launch.plan.layouts import RolloutLayout, TrainingLayout
-from launch.planner.memory.training import MANY, StageMemory, TrainingMemory, training_memory
-from launch.planner.memory.rollout import colocated_memory, rollout_memory
 from launch.model.shape import ModelShape
+from launch.plan.layouts import RolloutLayout, TrainingLayout
+from launch.planner.memory.activations import TrainerEngine
+from launch.planner.memory.rollout import colocated_memory, rollout_memory
+from launch.planner.memory.training import MANY, StageMemory, TrainingMemory, training_memory
 from launch.validate.fit import log_error, robust_mean, rounded, search
 from launch.validate.interface import Predicted, measured
 from launch.validate.points import Point

@@ -9,7 +9,17 @@ from typing import Any
 from launch.validate.checks import Check, run_checks
 from launch.validate.interface import KINDS, KindModule
 from launch.validate.points import Point
-from launch.validate.score import (LeftOut, Row, Score, development_points, kind_scores, leave_one_out, module, predict, regime_scores)
+from launch.validate.score import (
+    LeftOut,
+    Row,
+    Score,
+    development_points,
+    kind_scores,
+    leave_one_out,
+    module,
+    predict,
+    regime_scores,
+)
 
 SCHEMA_VERSION = 1
 

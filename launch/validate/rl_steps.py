@@ -7,18 +7,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launch.cluster.spec import ClusterSpec
-from launch.errors import UserError
 from launch.coefficients.rl import RlCoefficients
 from launch.coefficients.training import TrainingCoefficients
+from launch.errors import UserError
 from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout, TrainingWork
-from launch.planner.workload.lengths import Lengths, LogNormal
-from launch.planner.memory.training import training_memory
 from launch.planner.memory.rollout import rollout_memory
+from launch.planner.memory.training import training_memory
 from launch.planner.parameters import count, tensor_count
-from launch.planner.time.step import (Phases, StepMode, imbalance, refit_seconds, rollout_seconds, step_seconds, training_passes)
 from launch.planner.time.decode import engine_of
 from launch.planner.time.rollout import Demand, asynchronous, synchronous
+from launch.planner.time.step import (
+    Phases,
+    StepMode,
+    imbalance,
+    refit_seconds,
+    rollout_seconds,
+    step_seconds,
+    training_passes,
+)
 from launch.planner.time.training import logprob_time, training_time
+from launch.planner.workload.lengths import Lengths, LogNormal
 from launch.validate.decode import MOST_GPUS
 from launch.validate.fit import log_error, robust_mean, rounded, search
 from launch.validate.interface import Predicted, measured

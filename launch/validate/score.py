@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from launch.errors import UserError
 from launch.coefficients.base import Coefficients
+from launch.errors import UserError
+from launch.processes import over_cores
 from launch.validate.fit import median
 from launch.validate.interface import KINDS, VERDICTS, KindModule, Predicted
 from launch.validate.points import Point, load
-from launch.processes import over_cores
 
 DEVELOPMENT = Path(__file__).resolve().parents[2] / "benchmarks" / "measured"
 """The points on which the shipped coefficients are calibrated."""

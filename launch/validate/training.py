@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.training import TrainingCoefficients
+from launch.model.shape import ModelShape
 from launch.plan.layouts import TrainingLayout, TrainingWork
 from launch.planner.parameters import flops_per_token
-from launch.model.shape import ModelShape
 from launch.planner.time.training import TrainingTime, training_time
 from launch.validate.fit import log_error, robust_mean, rounded, search
 from launch.validate.interface import Predicted, measured

@@ -39,9 +39,9 @@ class TrainerActor:
     @guarded
     def start(self) -> dict[str, Any]:
         """Join the training world and build this rank's part of the model; returns what all must agree on."""
+        from megatron_rl.facts import process_facts
         from megatron_rl.trainer import parallel
         from megatron_rl.trainer.trainer import MegatronTrainer
-        from megatron_rl.driver.facts import process_facts
 
         address = self.placement.addresses[self.placement.training[0].node]
         parallel.initialise(self.plan, self.rank, address, self.placement.master_port, self.config.run.deadline_s,

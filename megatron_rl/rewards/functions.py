@@ -14,7 +14,6 @@ from pydantic import Field
 
 from megatron_rl.rewards.numbers import last_number, marked_number, parse_number
 
-
 LONGEST_BOX = 500
 """Characters of a boxed answer that are still read: parsing time grows fast with nested brackets."""
 

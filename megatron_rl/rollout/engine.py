@@ -21,16 +21,16 @@ from launch.errors import UserError
 from launch.plan.plan import Placement, Plan
 from megatron_rl.data import template
 from megatron_rl.data.batch import Completion, Group, Prompt
+from megatron_rl.facts import process_facts
+from megatron_rl.layouts.disk_check import refuse_changed
+from megatron_rl.layouts.megatron import canonical_tensors
+from megatron_rl.layouts.step_folder import step_of
+from megatron_rl.layouts.tiles import CanonicalTensor
 from megatron_rl.rollout.sampling import Sampling, engine_seed, group_seed, instances
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weights import EngineWeights
-from megatron_rl.layouts.step_folder import step_of
 from megatron_rl.weight_sync.plan.copies import Destination
-from megatron_rl.layouts.disk_check import refuse_changed
-from megatron_rl.driver.facts import process_facts
-from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.weight_sync.protocol import Held, NotServing, SyncPart, TransferReport, vllm_backend
-from megatron_rl.layouts.tiles import CanonicalTensor
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}
 """Of what travels and of what vLLM computes with."""

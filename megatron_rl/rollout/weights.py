@@ -10,13 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from megatron_rl.layouts.tiles import CanonicalTensor
+from megatron_rl.layouts.vllm import decode_layout
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.weight_sync.plan.copies import Destination
 from megatron_rl.weight_sync.protocol import (
-    EngineState, Held, NotServing, Staging, SyncError, SyncPart, TransferReport, engine_name,
+    EngineState,
+    Held,
+    NotServing,
+    Staging,
+    SyncError,
+    SyncPart,
+    TransferReport,
+    engine_name,
 )
-from megatron_rl.layouts.tiles import CanonicalTensor
-from megatron_rl.layouts.vllm import decode_layout
 
 InFlight = Literal["keep", "drain", "abort"]
 LOOK_EVERY_S = 0.02

@@ -15,7 +15,7 @@ from multiprocessing.connection import Client
 
 from launch import envvars
 from launch.ports import allocate
-from launch.runtime.greeting import greeting
+from launch.run.node_files import greeting
 from megatron_rl.sync_bench.members import Host, await_ends, serve
 
 KEY = "MEGATRON_RL_SYNC_BENCH_KEY"

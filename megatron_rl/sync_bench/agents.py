@@ -16,8 +16,8 @@ from typing import Any
 
 from launch import processes
 from launch.cluster.interfaces import job_address
-from launch.run.node_files import Hello
 from launch.files.waiting import listed, wait_for
+from launch.run.node_files import Hello
 from megatron_rl.sync_bench.agent import KEY
 from megatron_rl.sync_bench.members import GRACE_S, Host, Member, MemberError
 

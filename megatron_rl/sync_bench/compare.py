@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from launch.coefficients.sync import SyncCoefficients
 from launch.fabric.choose import SyncPrediction
 from launch.fabric.routes import Route
 from launch.fabric.seated import EngineRank, Seats
-from launch.coefficients.sync import SyncCoefficients
 from megatron_rl.weight_sync.protocol import SyncReport, engine_name, trainer_name
 
 

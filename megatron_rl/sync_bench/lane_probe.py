@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from megatron_rl.weight_sync.wire.opening import open_lane
 from megatron_rl.weight_sync.protocol import LaneSpec, Link
+from megatron_rl.weight_sync.wire.opening import open_lane
 from megatron_rl.weight_sync.wire.transport import Deadline, Links
 
 SMALL, MANY = 64, 200

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from launch.fabric.simulate import arrivals
 from launch.coefficients.sync import SyncCoefficients
+from launch.fabric.simulate import arrivals
 from launch.planner.prepare import Prepared
+from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.sync_bench.compare import EdgeTime, Lane, Part, edges, found_coefficients, parts, pauses
 from megatron_rl.sync_bench.lane_probe import LINKS
 from megatron_rl.sync_bench.members import together
@@ -15,7 +16,6 @@ from megatron_rl.sync_bench.rates import Rates
 from megatron_rl.sync_bench.sites import Site
 from megatron_rl.sync_bench.world import LANE, RATES, TORCH_NAMES, World, start_world
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
-from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.weight_sync.protocol import LaneSpec, SyncReport
 
 PROBE_BYTES = 256 << 20

@@ -19,10 +19,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from megatron_rl.sync_bench.agents import Agents
+from typing import Any, Protocol, TypeVar
 
 Result = TypeVar("Result")
 CLONE_NEWNET = 0x40000000
@@ -45,6 +42,15 @@ class Host:
     """Of the interface that its members listen on."""
     namespace: str | None = None
     """Network namespace, by its name under `NAMESPACES`; None: the one of this process."""
+
+
+class Agents(Protocol):
+    """What starts members on other machines (`agents.Agents`)."""
+
+    hellos: Mapping[str, Any]
+
+    def start(self, name: str, host: Host, kind: str, args: tuple, variables: Mapping[str, str]) -> Member:
+        """A member on the node that `host` is named after."""
 
 
 class Member:

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from launch.plan.plan import Architecture, TrainingPlan
+from launch.model.architecture import Architecture
+from launch.plan.plan import TrainingPlan
 from megatron_rl.layouts.megatron import megatron_layout
-from megatron_rl.weight_sync.ends.sender import WeightSender
 from megatron_rl.layouts.tiles import ParamLayout, Tile, tile_view
+from megatron_rl.weight_sync.ends.sender import WeightSender
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 

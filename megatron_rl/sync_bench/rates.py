@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_rl.sync_bench.rank import fill
-from megatron_rl.weight_sync.plan.buckets import Bucket, Copy
 from megatron_rl.layouts.digest import digest_tiles
 from megatron_rl.layouts.tiles import ParamLayout, Tile, contiguous_stride
+from megatron_rl.sync_bench.rank import fill
+from megatron_rl.weight_sync.plan.buckets import Bucket, Copy
 from megatron_rl.weight_sync.wire.packing import HEADER_BYTES, pack_bucket, unpack_bucket
 
 ROWS, COLUMNS = 4096, 4096

@@ -11,15 +11,15 @@ from pathlib import Path
 
 from launch.cluster import local
 from launch.cluster.file import load_cluster
+from launch.coefficients.sync import SyncCoefficients
 from launch.fabric.choose import SyncPrediction
 from launch.fabric.estimate import Kind
 from launch.fabric.lanes import Place, engine_gpus
 from launch.fabric.seated import Seats
-from launch.coefficients.sync import SyncCoefficients
-from launch.planner.search.candidate import Candidate
-from launch.planner.seats.local import place_local
 from launch.plan.plan import Placement
 from launch.planner.prepare import Prepared
+from launch.planner.search.candidate import Candidate
+from launch.planner.seats.local import place_local
 from launch.ports import allocate
 from launch.runtime.job_plan import job_plan, place_job
 from launch.runtime.job_topology import switches_of_job

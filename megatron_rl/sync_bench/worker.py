@@ -10,10 +10,10 @@ import torch
 from vllm.config import get_current_vllm_config
 
 from megatron_rl.layouts.digest import digest_layouts
-from megatron_rl.weight_sync.protocol import Staging
-from megatron_rl.weight_sync.ends.vllm_internals import offline_model
 from megatron_rl.layouts.vllm import decode_layout
+from megatron_rl.weight_sync.ends.vllm_internals import offline_model
 from megatron_rl.weight_sync.ends.vllm_plugin import LaneReceiver, ShadowReceiver, WeightSyncWorker
+from megatron_rl.weight_sync.protocol import Staging
 
 
 class RolloutWorker(WeightSyncWorker):

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from megatron_rl.trainer.rng import derived_seed
 from megatron_rl.layouts.hf_read import check_parameters
 from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile, tile_view
+from megatron_rl.trainer.rng import derived_seed
 
 
 def draw_canonical(tensor: CanonicalTensor, seed: int, std: float) -> Tensor:

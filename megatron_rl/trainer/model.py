@@ -18,7 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 
 from launch.config.schema import Trainer
-from launch.plan.plan import Architecture, TrainingPlan
+from launch.model.architecture import Architecture
+from launch.plan.plan import TrainingPlan
 from megatron_rl.trainer import cpu
 from megatron_rl.trainer.packed_attention import PackedAttention, PackedRotary, RMSNorm
 from megatron_rl.trainer.rope import inverse_frequencies

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from launch.errors import UserError
-from launch.model.architecture import ROPE_TYPES
-from launch.plan.plan import Architecture
+from launch.model.architecture import ROPE_TYPES, Architecture
 
 
 def inverse_frequencies(architecture: Architecture) -> torch.Tensor:

@@ -21,20 +21,19 @@ from launch.config.schema import RunConfig
 from launch.plan.plan import Plan
 from megatron_rl.algorithms.objective import token_objective
 from megatron_rl.data.batch import PolicyBatch
+from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
+from megatron_rl.layouts.hf_write import Exporter, export_part
+from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
+from megatron_rl.layouts.step_folder import Exported, Part, changed_since
+from megatron_rl.layouts.tiles import ParamLayout
 from megatron_rl.trainer import cpu, rng
 from megatron_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
-from megatron_rl.layouts.step_folder import changed_since
 from megatron_rl.trainer.initial_weights import draw_layout
 from megatron_rl.trainer.model import DTYPES, build_model
 from megatron_rl.trainer.optimizer import PolicyOptimizer, StepResult, learning_rate
 from megatron_rl.trainer.parallel import device_of_rank
 from megatron_rl.trainer.reference import ReferenceModel
 from megatron_rl.trainer.step import run_logprobs, run_step, schedule_of
-from megatron_rl.layouts.step_folder import Exported, Part
-from megatron_rl.layouts.hf_write import Exporter, export_part
-from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
-from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
-from megatron_rl.layouts.tiles import ParamLayout
 
 
 class MegatronTrainer:

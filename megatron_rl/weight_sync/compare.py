@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from megatron_rl.weight_sync.plan.manifest import SyncManifest
-from megatron_rl.weight_sync.protocol import (
-    Held, SyncError, TransferReport, engine_name, member_name, trainer_name,
-)
 from megatron_rl.weight_sync.plan.streams import EdgeKey, Stream
+from megatron_rl.weight_sync.protocol import (
+    Held,
+    SyncError,
+    TransferReport,
+    engine_name,
+    member_name,
+    trainer_name,
+)
 
 
 def compare_digests(edges: Collection[EdgeKey], sent: Sequence[TransferReport],

@@ -15,18 +15,29 @@ from dataclasses import dataclass, replace
 
 from launch.fabric.estimate import Kind
 from launch.fabric.seated import Seats
-from megatron_rl.weight_sync.wire.abort import AbortLine
+from megatron_rl.layouts.tiles import CanonicalTensor
 from megatron_rl.weight_sync.calls import answers, outcomes, raise_failures
 from megatron_rl.weight_sync.compare import compare_digests, compare_held
 from megatron_rl.weight_sync.plan.copies import Destination, Source
 from megatron_rl.weight_sync.plan.coverage import prove_coverage
 from megatron_rl.weight_sync.plan.manifest import SyncManifest, build_manifest
-from megatron_rl.weight_sync.protocol import (
-    CONNECT_S, Backend, EngineHandle, LaneSpec, Link, SyncError, SyncPart, SyncReport, TrainerHandle, TransferReport,
-    engine_name, member_name, trainer_name,
-)
 from megatron_rl.weight_sync.plan.streams import Pair, Stream
-from megatron_rl.layouts.tiles import CanonicalTensor
+from megatron_rl.weight_sync.protocol import (
+    CONNECT_S,
+    Backend,
+    EngineHandle,
+    LaneSpec,
+    Link,
+    SyncError,
+    SyncPart,
+    SyncReport,
+    TrainerHandle,
+    TransferReport,
+    engine_name,
+    member_name,
+    trainer_name,
+)
+from megatron_rl.weight_sync.wire.abort import AbortLine
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from launch.errors import UserError
 from megatron_rl.layouts import step_folder as files
-from megatron_rl.layouts.step_folder import Exported, Part
+from megatron_rl.layouts.step_folder import Part
 from megatron_rl.weight_sync.calls import outcomes, raise_failures
 from megatron_rl.weight_sync.protocol import trainer_name
 

@@ -29,9 +29,9 @@ from enum import Enum
 from typing import Literal, NamedTuple, Protocol
 
 from launch.fabric.seated import EngineRank
+from megatron_rl.layouts.tiles import CanonicalTensor
 from megatron_rl.weight_sync.plan.copies import Destination, Source
 from megatron_rl.weight_sync.plan.streams import EdgeKey, Stream
-from megatron_rl.layouts.tiles import CanonicalTensor
 
 Backend = Literal["gloo", "nccl"]
 Staging = Literal["in_place", "shadow"]

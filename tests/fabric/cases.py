@@ -11,8 +11,8 @@ from launch.cluster.spec import ClusterSpec, Gpu
 from launch.fabric.lanes import Fabric, Traffic, engine_gpus, holders, traffic
 from launch.fabric.routes import ROOT, Route
 from launch.fabric.shards import Worker, flows
-from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.model.shape import ModelShape
+from launch.plan.layouts import RolloutLayout, TrainingLayout
 
 LLAMA_70B = ModelShape("llama3-70b", 80, 8192, 28672, 64, 8, 128, 128256, tied=False)
 SMALL = ModelShape("small", layers=8, hidden=48, ffn=176, heads=16, kv_heads=4, head_dim=8, vocab=1001, tied=False,

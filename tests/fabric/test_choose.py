@@ -6,13 +6,13 @@ from dataclasses import fields, replace
 
 import pytest
 
+from launch.coefficients.sync import DEFAULT
 from launch.fabric.bounds import bounds
 from launch.fabric.choose import fastest, predict
 from launch.fabric.lanes import fabric_of, traffic
-from launch.plan.book import Book
-from launch.coefficients.sync import DEFAULT
-from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.model.shape import ModelShape
+from launch.plan.book import Book
+from launch.plan.layouts import RolloutLayout, TrainingLayout
 from tests.fabric.cases import FABRIC, LLAMA_70B, cluster
 
 REFERENCE = TrainingLayout(tp=8, pp=4, dp=4), RolloutLayout(tp=8, replicas=16)

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch.coefficients.sync import DEFAULT
 from launch.fabric.estimate import KINDS
 from launch.fabric.lanes import traffic
 from launch.fabric.paths import Branch, trees
 from launch.fabric.routes import build
 from launch.fabric.simulate import arrivals, simulate
-from launch.coefficients.sync import DEFAULT
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from tests.fabric.cases import FABRIC, LLAMA_70B, traffics
 

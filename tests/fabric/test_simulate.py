@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch.coefficients.sync import DEFAULT
 from launch.fabric import simulate as simulator
 from launch.fabric.bounds import bounds
 from launch.fabric.estimate import KINDS, times
 from launch.fabric.lanes import traffic
 from launch.fabric.routes import build
 from launch.fabric.simulate import simulate
-from launch.coefficients.sync import DEFAULT
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from tests.fabric.cases import FABRIC, LLAMA_70B, Case, traffics
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.layouts.digest import digest_layouts
-from megatron_rl.weight_sync.plan.manifest import Edge
 from megatron_rl.weight_sync.ends.vllm_internals import live_model
 from megatron_rl.weight_sync.ends.vllm_plugin import WeightSyncWorker
+from megatron_rl.weight_sync.plan.manifest import Edge
 from megatron_rl.weight_sync.wire.packing import destination_tiles, unpack_bucket
 
 

@@ -16,19 +16,19 @@ import torch
 from launch import envvars
 from launch.config.schema import RunConfig
 from launch.model.architecture import from_hf_config
-from launch.planner.build import plan
 from launch.plan.plan import Plan
+from launch.planner.build import plan
+from megatron_rl.layouts.digest import digest_layouts
+from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
+from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.stores import tcp_store
-from megatron_rl.weight_sync.plan.coverage import prove_coverage
-from megatron_rl.layouts.digest import digest_layouts
-from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
-from megatron_rl.weight_sync.plan.manifest import build_manifest
-from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
 from megatron_rl.weight_sync.ends.sender import WeightSender
-from megatron_rl.weight_sync.wire.transport import nccl_group
+from megatron_rl.weight_sync.plan.coverage import prove_coverage
+from megatron_rl.weight_sync.plan.manifest import build_manifest
 from megatron_rl.weight_sync.wire.packing import buffer_bytes, pack_bucket, source_tiles
+from megatron_rl.weight_sync.wire.transport import nccl_group
 from tests.ranks import free_port
 from tests.rollout.engines import hf_logprobs, hf_model, local_placement, make_prompts, run_config
 from tests.tiny_models import make_tiny

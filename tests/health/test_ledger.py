@@ -9,14 +9,15 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from launch import envvars, processes
 from launch.errors import UserError
+from launch.files.waiting import wait_until
 from launch.health.check import critical
 from launch.health.ledger import EXPIRY_S, MAX_WITHOUT_SIZE, Entry, Ledger
 from launch.health.verdict import judge, record
-from launch.files.waiting import wait_until
 
 DAY = 24 * 3600.0
 

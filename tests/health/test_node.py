@@ -16,9 +16,9 @@ from launch.health import node as node_module
 from launch.health.check import checks_from_json, checks_to_json
 from launch.health.checks import gpus
 from launch.health.expected import Expected
-from launch.health.machine import RealMachine, machine_of
+from launch.health.machine import RealMachine
 from launch.health.node import NodeContext, Subject, check_node
-from launch.health.simulated import load
+from launch.health.simulated import load, machine_of
 from tests.health.conftest import ENVIRONMENT, H100X8, bad, named
 
 GIB = 1024 ** 3

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from launch.health import canary, gather
 from launch.health.check import Check, ok, read_report, write_report

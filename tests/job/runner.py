@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 
 from launch.processes import marked
-from launch.run.metrics import metric_rows
 from launch.run.attempts import Attempt
 from launch.run.components import ComponentRecord, components
+from launch.run.metrics import metric_rows
 from launch.run.outcome import Outcome, read_outcome
 
 CONFIG = "configs/tiny/grpo.yaml"

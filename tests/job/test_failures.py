@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from launch.exit_codes import ExitCode
-from launch.runtime.hang import stack_file
 from launch.run.progress import read_progress
+from launch.runtime.hang import stack_file
 from tests.job.runner import launch
 
 SMALL = ("run.steps=1000", "trainer.tp=1", "trainer.pp=2")

@@ -13,8 +13,8 @@ from launch import envvars
 from launch.planner.calibrate.calibrate import calibrate
 from launch.planner.prepare import prepare
 from launch.run.stop import STOP_FILE
-from megatron_rl.layouts.step_folder import complete_checkpoints
 from megatron_rl.layouts.disk_check import recorded_digests
+from megatron_rl.layouts.step_folder import complete_checkpoints
 from tests.job.runner import CONFIG, Launched, evaluation, launch, listening_addresses, stop
 
 STEPS = 24

@@ -29,7 +29,7 @@ def test_published_parameter_counts(name):
 @pytest.mark.parametrize("file", sorted(HF_CONFIGS.glob("*.json")), ids=lambda file: file.stem)
 def test_against_transformers(file):
     import torch
-    from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     content = json.loads(file.read_text())
     mine = from_hf_dict(content)

@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 import pytest
 
-from launch.cli.main import CONTEXT, VERBS, cli as root
+from launch.cli.main import CONTEXT, VERBS
+from launch.cli.main import cli as root
 from launch.exit_codes import MEANINGS, ExitCode
 
 ROOT = Path(__file__).parents[2]

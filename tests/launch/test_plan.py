@@ -8,14 +8,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from launch.config.auto import round_up, sequence_multiple
 from launch.config.checks import check
 from launch.config.load import load_config
 from launch.errors import UserError
 from launch.model.architecture import from_hf_dict
-from launch.config.arithmetic import round_up, sequence_multiple
+from launch.plan.plan import Placement, Plan
 from launch.planner.build import layers_of_stage, plan, rank_coordinates
 from launch.planner.seats.local import place_local
-from launch.plan.plan import Placement, Plan
 from launch.ports import Ports
 from tests.launch.conftest import HF_CONFIGS
 

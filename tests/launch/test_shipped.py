@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tools import docs
 from launch.config.checks import check
 from launch.config.keys import all_keys
 from launch.config.load import load_config
@@ -17,6 +16,7 @@ from launch.planner.build import plan
 from launch.planner.seats.local import place_local
 from launch.ports import Ports
 from tests.launch.conftest import HF_CONFIGS
+from tools import docs
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(file for file in (ROOT / "configs").rglob("*.yaml")

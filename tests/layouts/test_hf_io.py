@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.errors import UserError
-from launch.model.architecture import from_hf_config
-from launch.plan.plan import Architecture, TrainingPlan
+from launch.model.architecture import Architecture, from_hf_config
+from launch.plan.plan import TrainingPlan
 from megatron_rl.layouts import step_folder
 from megatron_rl.layouts.digest import add
-from megatron_rl.layouts.hf_write import Exporter, owned_tiles, shard_files
 from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
+from megatron_rl.layouts.hf_write import Exporter, owned_tiles, shard_files
 from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
 from tests.tiny_models import make_tiny
 from tests.weight_sync.worlds import architecture, megatron_shards, training_plan

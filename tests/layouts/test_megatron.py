@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from launch.config.schema import Trainer
-from launch.model.architecture import from_hf_config
-from launch.plan.plan import Architecture, TrainingPlan
+from launch.model.architecture import Architecture, from_hf_config
+from launch.plan.plan import TrainingPlan
 from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
 from megatron_rl.layouts.tiles import Tile, tile_view
 from tests.ranks import Rank, run_ranks

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from megatron_rl.layouts.tiles import CanonicalTensor, tile_view
-from megatron_rl.weight_sync.ends.vllm_internals import offline_model
 from megatron_rl.layouts.vllm import LayoutError, decode_layout, encode_layout, trace_layout, write_padding
+from megatron_rl.weight_sync.ends.vllm_internals import offline_model
 from tests.rollout.engines import engine_environment
 from tests.tiny_models import FAMILIES, make_tiny
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from launch.model.folder import check_model_folder, read_safetensors_header
 from launch.errors import UserError
 from launch.model.architecture import from_hf_config, tensor_shapes
+from launch.model.folder import check_model_folder, read_safetensors_header
 from tests.tiny_models import FAMILIES, make_tiny
 
 

@@ -10,9 +10,9 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 from launch.cli.models import command
-from launch.model.folder import check_model_folder
 from launch.errors import UserError
 from launch.model.architecture import parameter_count
+from launch.model.folder import check_model_folder
 from megatron_rl.data.template import PromptTemplate, load_tokenizer, stop_token_ids
 from megatron_rl.models import smollm2
 from megatron_rl.models.__main__ import main

@@ -8,15 +8,16 @@ from pathlib import Path
 
 from launch.cluster.file import load_cluster
 from launch.cluster.spec import ClusterSpec
+from launch.coefficients.site import SiteCoefficients
 from launch.config.load import LoadedConfig, load_config
 from launch.model.builtin import from_architecture, from_builtin
-from launch.coefficients.site import SiteCoefficients
-from launch.planner.search.candidate import Candidate, Mode, Problem
-from launch.planner.workload.lengths import LogNormal
-from launch.planner.explain.remedies import with_nodes
-from launch.planner.search.search import Search
 from launch.model.shape import ModelShape
+from launch.planner.explain.remedies import with_nodes
+from launch.planner.search.candidate import Candidate
+from launch.planner.search.problem import Mode, Problem
+from launch.planner.search.search import Search
 from launch.planner.search.space import Pins
+from launch.planner.workload.lengths import LogNormal
 from launch.planner.workload.workload import Workload
 
 ROOT = Path(__file__).parents[2]

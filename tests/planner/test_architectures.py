@@ -9,7 +9,7 @@ import pytest
 
 from launch.errors import UserError
 from launch.model.architecture import from_hf_config, from_hf_dict, parameter_count
-from launch.model.builtin import (BUILTIN, builtin, from_architecture, from_builtin, known, architecture_for_planning)
+from launch.model.builtin import BUILTIN, architecture_for_planning, builtin, from_architecture, from_builtin, known
 from launch.planner.parameters import count
 from launch.validate.score import development_points
 from tests.launch.conftest import HF_CONFIGS

@@ -9,13 +9,14 @@ from functools import lru_cache
 
 import pytest
 
-from launch.plan.book import Book
 from launch.coefficients.site import SiteCoefficients
-from launch.planner.explain.evaluate import evaluate
-from launch.planner.search.candidate import Candidate, Mode, Problem
+from launch.plan.book import Book
 from launch.plan.layouts import TrainingLayout
-from launch.planner.workload.lengths import LogNormal
+from launch.planner.explain.evaluate import evaluate
+from launch.planner.search.candidate import Candidate
+from launch.planner.search.problem import Mode, Problem
 from launch.planner.search.space import Pins
+from launch.planner.workload.lengths import LogNormal
 from tests.planner.problems import best, builtin, problem, workload
 
 LONG = workload(prompt_tokens=300, lengths=LogNormal(1024, 0.9, 4096))

@@ -13,12 +13,12 @@ import yaml
 from launch.cli.main import main
 from launch.cluster.calibration import with_coefficients
 from launch.cluster.file import load_cluster
+from launch.coefficients.site import SiteCoefficients
 from launch.config.load import load_config
 from launch.errors import UserError
 from launch.model.builtin import from_architecture
 from launch.planner.calibrate.calibrate import Calibration, calibrate, phase_seconds
 from launch.planner.calibrate.run import length_words
-from launch.coefficients.site import SiteCoefficients
 from launch.planner.here import pinned_candidate, this_machine
 from launch.planner.planning import plan_on_cluster
 from launch.planner.prepare import planning_inputs, prepare

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from launch.plan.forecast import DiskForecast
+from launch.planner.explain.evaluate import evaluate
 from launch.planner.explain.forecast import forecast
 from launch.planner.explain.warnings import MAX_HOST, cautions
-from launch.planner.explain.evaluate import evaluate
-from launch.plan.forecast import DiskForecast
-from launch.planner.search.candidate import Candidate
-from launch.planner.workload.lengths import LogNormal
 from launch.planner.parameters import count
+from launch.planner.search.candidate import Candidate
 from launch.planner.search.space import Pins
+from launch.planner.workload.lengths import LogNormal
 from tests.planner.problems import best, builtin, h100, problem, workload
 
 

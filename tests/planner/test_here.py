@@ -12,8 +12,8 @@ from launch.config.load import load_config
 from launch.errors import UserError
 from launch.model.builtin import from_builtin
 from launch.planner.build import plan
-from launch.planner.here import this_machine
 from launch.planner.calibrate.measured import compare
+from launch.planner.here import this_machine
 from launch.planner.prepare import prepare
 from tests.planner.problems import CONFIGS
 

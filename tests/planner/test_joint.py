@@ -9,14 +9,15 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from launch.planner.explain.forecast import forecast, throughput_of
 from launch.plan.forecast import Forecast
-from launch.planner.search.candidate import Candidate, Problem, candidate, rollout_option, training_option
-from launch.planner.workload.lengths import LogNormal
+from launch.planner.explain.forecast import forecast, throughput_of
 from launch.planner.parameters import tensor_count
-from launch.planner.time.step import refit_seconds
+from launch.planner.search.candidate import Candidate, candidate, rollout_option, training_option
+from launch.planner.search.problem import Problem
 from launch.planner.search.search import Search
 from launch.planner.search.space import Pins
+from launch.planner.time.step import refit_seconds
+from launch.planner.workload.lengths import LogNormal
 from tests.planner.problems import SMALL, best, builtin, problem, workload
 
 LLAMA_8B, LLAMA_70B = builtin("llama3-8b"), builtin("llama3-70b")

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.cluster import gpus
-from launch.planner.memory.activations import in_flight, layer_activations
-from launch.model.builtin import builtin
-from launch.plan.book import Book
 from launch.coefficients.memory import MemoryCoefficients
-from launch.planner.explain.givens import write_gpu, write_model, write_rollout, write_trainer
-from launch.plan.layouts import RolloutLayout, TrainingLayout
-from launch.planner.memory.training import lora_parameters, training_memory
-from launch.planner.memory.rollout import colocated_memory, kv_bytes_per_token, rollout_memory, weights_on_rank
-from launch.planner.parameters import count, stage_parameters
+from launch.model.builtin import builtin
 from launch.model.shape import ModelShape
+from launch.plan.book import Book
+from launch.plan.layouts import RolloutLayout, TrainingLayout
+from launch.planner.explain.givens import write_gpu, write_model, write_rollout, write_trainer
+from launch.planner.memory.activations import in_flight, layer_activations
+from launch.planner.memory.rollout import colocated_memory, kv_bytes_per_token, rollout_memory, weights_on_rank
+from launch.planner.memory.training import lora_parameters, training_memory
+from launch.planner.parameters import count, stage_parameters
 from launch.validate import memory as validation
 from launch.validate.score import development_points
 

@@ -6,13 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.model.architecture import parameter_count
+from launch.model.architecture import Architecture, parameter_count
 from launch.model.builtin import builtin, from_architecture, from_builtin
-from launch.plan.layouts import TrainingLayout
-from launch.planner.parameters import (active_parameters, count, even_layers, flops_per_token, layer,
-                                       matrix_parameters, padded_vocab, stage_parameters)
-from launch.plan.plan import Architecture
 from launch.model.shape import ModelShape
+from launch.plan.layouts import TrainingLayout, even_layers
+from launch.planner.parameters import (
+    active_parameters,
+    count,
+    flops_per_token,
+    layer,
+    matrix_parameters,
+    padded_vocab,
+    stage_parameters,
+)
 from launch.validate import parameters as validation
 from launch.validate.score import development_points
 

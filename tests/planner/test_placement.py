@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from launch.cluster.gpus import H100
 from launch.cluster.spec import ClusterSpec, Switch
+from launch.cluster.tree import natural_order, topology
 from launch.errors import UserError
 from launch.fabric.gpu_order import engine_gpu_order
-from launch.planner.build import rank_coordinates
 from launch.plan.layouts import RolloutLayout, TrainingLayout
+from launch.planner.build import rank_coordinates
 from launch.planner.seats.cluster import Seating, bind, place
-from launch.cluster.tree import natural_order, topology
 from launch.ports import Ports
 
 

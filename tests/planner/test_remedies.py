@@ -10,9 +10,9 @@ from launch.cluster.file import load_cluster
 from launch.config.load import load_config
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
+from launch.planner.explain.remedies import MOST, with_nodes
 from launch.planner.planning import Planned, plan_on_cluster
 from launch.planner.prepare import planning_inputs
-from launch.planner.explain.remedies import MOST, with_nodes
 from tests.planner.problems import CONFIGS, h100
 
 SEVENTY = CONFIGS / "70b" / "grpo.yaml"

@@ -7,11 +7,19 @@ from dataclasses import fields, replace
 
 import pytest
 
-from launch.plan.book import Book
 from launch.coefficients.rl import RlCoefficients
-from launch.planner.workload.lengths import Counted, LogNormal
+from launch.plan.book import Book
 from launch.planner.parameters import tensor_count
-from launch.planner.time.step import (Phases, imbalance, refit_seconds, rollout_seconds, step_seconds, training_passes, write_imbalance)
+from launch.planner.time.step import (
+    Phases,
+    imbalance,
+    refit_seconds,
+    rollout_seconds,
+    step_seconds,
+    training_passes,
+    write_imbalance,
+)
+from launch.planner.workload.lengths import Counted, LogNormal
 from launch.validate import rl_steps as validation
 from launch.validate.fit import median
 from launch.validate.score import development_points

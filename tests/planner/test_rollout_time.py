@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from launch.plan.book import Book
 from launch.plan.layouts import RolloutLayout
-from launch.planner.workload.lengths import Counted, Lengths, LogNormal
 from launch.planner.time.decode import Engine, engine_of
 from launch.planner.time.rollout import Demand, asynchronous, minimum_staleness, needed_in_flight, slots, synchronous
+from launch.planner.workload.lengths import Counted, Lengths, LogNormal
 from tests.planner.engines import H100, LLAMA_70B, given_book
 
 LAYOUT = RolloutLayout(tp=8, replicas=4)

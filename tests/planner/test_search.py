@@ -7,8 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from launch.planner.search.candidate import (Candidate, Mode, Problem, TrainingOption, candidate, rollout_option, sequence_limits, training_memory_of, training_option)
 from launch.plan.layouts import RolloutLayout, TrainingLayout
+from launch.planner.search.candidate import (
+    Candidate,
+    TrainingOption,
+    candidate,
+    rollout_option,
+    sequence_limits,
+    training_memory_of,
+    training_option,
+)
+from launch.planner.search.problem import Mode, Problem
 from launch.planner.search.search import Search
 from launch.planner.search.space import Pins
 from launch.planner.workload.workload import training_work

@@ -11,8 +11,7 @@ from launch.config.load import load_config
 from launch.errors import UserError
 from launch.planner.planning import plan_on_cluster
 from launch.planner.prepare import planning_inputs
-from launch.planner.sweep import MOST_POINTS, parse, remarks, sweep
-from launch.report.plan.sweep import smallest_that_reaches
+from launch.planner.sweep import MOST_POINTS, parse, remarks, smallest_that_reaches, sweep
 from tests.planner.problems import CONFIGS, h100
 
 

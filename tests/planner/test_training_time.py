@@ -10,13 +10,13 @@ import pytest
 
 from launch.cluster import gpus
 from launch.cluster.spec import ClusterSpec
-from launch.plan.book import Book
 from launch.coefficients.collectives import CollectiveCoefficients
 from launch.coefficients.training import TrainingCoefficients
-from launch.planner.explain.givens import write_gpu, write_model, write_trainer
-from launch.plan.layouts import TrainingLayout, TrainingWork
-from launch.planner.parameters import flops_per_token, matrix_parameters
 from launch.model.shape import ModelShape
+from launch.plan.book import Book
+from launch.plan.layouts import TrainingLayout, TrainingWork
+from launch.planner.explain.givens import write_gpu, write_model, write_trainer
+from launch.planner.parameters import flops_per_token, matrix_parameters
 from launch.planner.time.training import TrainingTime, logprob_time, training_time
 from launch.validate import training as validation
 from launch.validate.fit import median

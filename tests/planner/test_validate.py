@@ -18,17 +18,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from launch.cli.main import main
-from launch.errors import UserError
 from launch.coefficients.base import Coefficients, coefficient
+from launch.errors import UserError
 from launch.validate import score as scoring
 from launch.validate.checks import run_checks
 from launch.validate.fit import median, robust_mean, search
 from launch.validate.interface import KINDS, VERDICTS, Predicted, measured
-from tools.validation_page import PAGE
 from launch.validate.points import FILE_KINDS, Point, load
 from launch.validate.report import evaluate
 from launch.validate.score import DEVELOPMENT, TARGETS, Target, kind_scores, leave_one_out, predict, score
 from launch.validate.table import figure, markdown
+from tools.validation_page import PAGE
 
 ROOT = Path(__file__).parents[2]
 

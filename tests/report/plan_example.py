@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
+from launch.config.auto import round_up
+from launch.model.architecture import Architecture
 from launch.plan.book import Book
-from launch.config.arithmetic import round_up
+from launch.plan.forecast import (
+    Alternative,
+    Choice,
+    ClusterFacts,
+    DiskForecast,
+    Forecast,
+    MemoryOf,
+    NodeSplit,
+    Number,
+    Pareto,
+    Phase,
+    Reliability,
+    RolloutForecast,
+    Staleness,
+    SyncEdge,
+    SyncForecast,
+    SyncRoute,
+    Throughput,
+    Warned,
+)
+from launch.plan.plan import (
+    BatchPlan,
+    EnginePlacement,
+    EnginePlan,
+    Placement,
+    Plan,
+    RankPlacement,
+    RolloutPlan,
+    TrainingPlan,
+)
 from launch.planner.build import layers_of_stage, rank_coordinates
-from launch.plan.forecast import (Alternative, Choice, ClusterFacts, DiskForecast, Forecast, MemoryOf, NodeSplit, Number, Pareto, Phase, Reliability, RolloutForecast, Staleness, SyncEdge, SyncForecast, SyncRoute, Throughput, Warned)
-from launch.plan.plan import (Architecture, BatchPlan, EnginePlacement, EnginePlan, Placement, Plan, RankPlacement, RolloutPlan, TrainingPlan)
 
 LLAMA_70B = Architecture(
     family="llama",

@@ -15,16 +15,15 @@ from launch.cli.main import main
 from launch.exit_codes import ExitCode
 from launch.health.ledger import Ledger
 from launch.report.diagnose import doctor
-from launch.report.diagnose.doctor import diagnose, exit_meaning, slurm_line
-from tools.doctor_page import page
-from launch.report.diagnose.doctor_table import BY_CODE, TABLE
+from launch.report.diagnose.doctor import BY_CODE, TABLE, diagnose, exit_meaning, slurm_line
 from launch.report.diagnose.doctor_text import doctor_text
+from launch.run.attempt_log import append, read_history, record_of
 from launch.run.attempts import Attempt
 from launch.run.find import Found, find_run
-from launch.run.attempt_log import append, read_history, record_of
 from launch.run.outcome import Outcome
 from launch.slurm.records import job_records
 from tests.report.attempts import NOW, Made, stamp
+from tools.doctor_page import page
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = Path(__file__).parent / "samples"

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from launch.errors import UserError
-from launch.planner.seats.local import place_local
 from launch.plan.plan import EnginePlan, RolloutPlan
+from launch.planner.seats.local import place_local
 from launch.ports import Ports
 from launch.report import svg
 from launch.report.plan import map as plan_map

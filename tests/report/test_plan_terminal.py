@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from launch.planner.sweep import SweepPoint, smallest_that_reaches
 from launch.report.plan import bars as plan_bars
 from launch.report.plan.overview import print_overview
-from launch.report.plan.sweep import SweepPoint, capacity_curve, print_sweep, smallest_that_reaches
+from launch.report.plan.sweep import capacity_curve, print_sweep
 from launch.report.plan.table import print_plan
 from launch.report.quantities import change, exact, human, seconds
 from tests.report.plan_example import example_plan

@@ -6,9 +6,9 @@ from statistics import fmean
 import pytest
 from rich.console import Console
 
-from launch.run.metrics import read_history
 from launch.report.run.progress import LineProgress, LiveProgress, Silent, duration, make_progress, shares, split_bar
 from launch.report.run.terminal import closing_summary, mean_split, reward_curve
+from launch.run.metrics import read_history
 from tests.report.synthetic import row, write_run
 
 

@@ -8,8 +8,7 @@ import json
 import pytest
 
 from launch.errors import UserError
-from launch.report.diagnose.status import read_status
-from launch.report.diagnose.status_alive import lock_is_held
+from launch.report.diagnose.status import lock_is_held, read_status
 from launch.report.diagnose.status_text import state_line, status_text
 from launch.run.find import find_run
 from launch.slurm.records import job_records

@@ -15,8 +15,8 @@ import torch
 from launch import envvars
 from launch.config.schema import RunConfig
 from launch.model.architecture import from_hf_config
-from launch.planner.build import plan
 from launch.plan.plan import EnginePlacement, Placement, Plan, RankPlacement
+from launch.planner.build import plan
 from megatron_rl.data.batch import Completion, Prompt
 from megatron_rl.rollout.engine import RolloutEngine
 

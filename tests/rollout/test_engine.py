@@ -17,16 +17,23 @@ from tokenizers import Tokenizer
 from launch.errors import UserError
 from launch.model.architecture import from_hf_config
 from megatron_rl.data.template import PromptTemplate, load_tokenizer
+from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.rollout.engine import RolloutEngine
-from megatron_rl.rollout.vllm_engine import EngineDied
 from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.rollout.vllm_engine import EngineDied
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.disk import VersionsOnDisk
-from megatron_rl.layouts.megatron import canonical_tensors
-from megatron_rl.weight_sync.protocol import NotServing
 from megatron_rl.weight_sync.ends.vllm_internals import TESTED_VERSION
+from megatron_rl.weight_sync.protocol import NotServing
 from tests.rollout.engines import (
-    hf_greedy, hf_logprobs, hf_model, local_placement, make_prompts, run_config, run_plan, running_engine,
+    hf_greedy,
+    hf_logprobs,
+    hf_model,
+    local_placement,
+    make_prompts,
+    run_config,
+    run_plan,
+    running_engine,
 )
 from tests.tiny_models import make_tiny
 from tests.weight_sync.sources import endpoints, source_ranks

@@ -7,13 +7,19 @@ import asyncio
 import pytest
 
 from launch.model.architecture import from_hf_config
+from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
-from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.weight_sync.protocol import NotServing, SyncError
 from tests.rollout.engines import (
-    assert_goes_on_with_the_new_weights, hf_greedy, hf_model, make_prompts, run_config, run_plan, running_engine,
+    assert_goes_on_with_the_new_weights,
+    hf_greedy,
+    hf_model,
+    make_prompts,
+    run_config,
+    run_plan,
+    running_engine,
 )
 from tests.tiny_models import make_tiny
 from tests.weight_sync.sources import endpoints, source_ranks

@@ -13,13 +13,13 @@ from pathlib import Path
 from launch import envvars, processes
 from launch.health.expected import expected_of
 from launch.health.gather import gather_reports
-from launch.planner.seats.local import place_cpu
 from launch.plan.plan import Placement
 from launch.planner.prepare import prepare
+from launch.planner.seats.local import place_cpu
 from launch.ports import Ports
-from launch.run.metrics import metric_rows
 from launch.run import node_files
 from launch.run.attempts import Attempt, RunFolder
+from launch.run.metrics import metric_rows
 from launch.run.node_files import Beat, NodeFiles
 from launch.runtime.ray_node import ADDRESS_VARIABLE
 from launch.runtime.workloads.train import TOKEN_FILE, ray_address

@@ -16,13 +16,13 @@ from launch.errors import UserError
 from launch.exit_codes import ExitCode
 from launch.health.check import checks_to_json, critical, ok
 from launch.health.ledger import Ledger
-from launch.runtime import aftermath
-from launch.runtime.aftermath import Aftermath
-from launch.run.attempts import Attempt, RunFolder
 from launch.run.attempt_log import PastAttempt, append, read_history, record_of
+from launch.run.attempts import Attempt, RunFolder
 from launch.run.node_files import JOB as JOB_FILE
 from launch.run.outcome import Outcome
 from launch.run.stop import ask_to_stop
+from launch.runtime import aftermath
+from launch.runtime.aftermath import Aftermath
 from launch.slurm.job_facts import combine
 from launch.slurm.records import JobRecord, Queued, job_records
 from launch.slurm.refusals import SlurmError

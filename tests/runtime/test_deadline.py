@@ -9,12 +9,11 @@ import time
 
 import pytest
 
-from launch.runtime import stop_clock
 from launch.run.attempts import Attempt
-from launch.runtime.deadline import Deadline, margin_s
 from launch.run.node_files import TERMINATED
-from launch.runtime.stop_clock import JobIsOver, Signals, StopClock
 from launch.run.stop import ask_to_stop, stop_reason, stop_requested
+from launch.runtime import stop_clock
+from launch.runtime.stop_clock import Deadline, JobIsOver, Signals, StopClock, margin_s
 from launch.slurm.clock import ahead_s
 from launch.slurm.job_facts import combine
 from launch.slurm.records import job_records

@@ -5,13 +5,14 @@ from __future__ import annotations
 import typing
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from launch.exit_codes import ExitCode
-from launch.runtime.decide import CRASHES_IN_A_ROW, FAULTS_WITHOUT_PROGRESS, decide, may_start
 from launch.run.attempt_log import PastAttempt, chain
 from launch.run.outcome import Status
 from launch.run.stop import Reason
+from launch.runtime.decide import CRASHES_IN_A_ROW, FAULTS_WITHOUT_PROGRESS, decide, may_start
 
 STATUSES = typing.get_args(Status)
 

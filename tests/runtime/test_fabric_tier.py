@@ -12,10 +12,10 @@ from launch.health import fabric
 from launch.health.check import Check, critical, ok, worst
 from launch.health.expected import Expected
 from launch.health.verdict import judge
-from launch.run.attempts import Attempt
-from launch.runtime.fabric_tier import wanted, with_fabric
 from launch.run.attempt_log import PastAttempt
+from launch.run.attempts import Attempt
 from launch.run.node_files import Hello
+from launch.runtime.fabric_tier import wanted, with_fabric
 from launch.slurm.profiles import Profile
 from tests.launch.conftest import run_yaml  # noqa: F401 (fixture)
 

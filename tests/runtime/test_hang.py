@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from launch.runtime import hang
 from launch.run.attempts import Attempt
 from launch.run.components import components
+from launch.runtime import hang
 from launch.runtime.hang import SETTLED_LOOKS, Stack, absent, explain, judge, take_stacks, whole
 
 RAY_IDLE = '''Current thread 0x00007f5b3fc63b80 (most recent call first):

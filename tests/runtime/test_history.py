@@ -10,13 +10,13 @@ import pytest
 
 from launch.config.schema import Run
 from launch.files import waiting
-from launch.slurm.same_job import output_of_next
-from launch.run.attempts import Attempt, RunFolder
 from launch.run.attempt_log import FILE, append, close_open_attempts, read_history, record_of
+from launch.run.attempts import Attempt, RunFolder
 from launch.run.node_files import LEADER_BEAT, BeatWatch, NodeFiles, vanished
 from launch.run.outcome import Outcome, read_outcome, write_outcome
 from launch.run.progress import write_progress
 from launch.run.stop import ask_to_stop, stop_reason
+from launch.slurm.same_job import output_of_next
 
 
 @pytest.fixture

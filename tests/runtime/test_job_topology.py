@@ -8,8 +8,8 @@ import pytest
 
 from launch.cluster import slurm_text
 from launch.cluster.spec import Switch
-from launch.runtime.job_topology import switches_of_job
 from launch.run.node_files import Hello
+from launch.runtime.job_topology import switches_of_job
 from launch.slurm.refusals import SlurmError
 
 TREE = """\

@@ -13,14 +13,14 @@ import pytest
 from launch.config.load import load_config
 from launch.config.schema import Run
 from launch.health.ledger import Ledger
-from launch.runtime.aftermath import Aftermath
+from launch.run.attempt_log import read_history
 from launch.run.attempts import RunFolder
 from launch.run.components import errors
-from launch.run.attempt_log import read_history
-from launch.runtime.leader import Leader
 from launch.run.node_files import NodeFiles
 from launch.run.outcome import read_outcome
 from launch.run.progress import write_progress
+from launch.runtime.aftermath import Aftermath
+from launch.runtime.leader import Leader
 from launch.runtime.stop_clock import JobIsOver, Signals
 from launch.slurm.job_facts import combine
 from launch.slurm.records import job_records

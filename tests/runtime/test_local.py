@@ -9,14 +9,14 @@ import pytest
 
 from launch import processes
 from launch.exit_codes import ExitCode
-from launch.planner.seats.local import LOCAL_NODE, place_local
 from launch.planner.prepare import prepare
+from launch.planner.seats.local import LOCAL_NODE, place_local
 from launch.ports import Ports
 from launch.report.run.progress import make_progress
-from launch.runtime import local
 from launch.run import progress as progress_file
 from launch.run.attempts import RunFolder
 from launch.run.components import record_error
+from launch.runtime import local
 from launch.runtime.local import LocalJob
 from tests.runtime.played_job import CONFIG
 from tests.slurm_cluster import REPOSITORY

@@ -16,8 +16,14 @@ from launch.config.load import load_config
 from launch.errors import UserError
 from launch.ports import Ports
 from launch.runtime import ray_node
-from launch.runtime.ray_node import (RaySession, head_command, loopback_variables, object_store_bytes, raylet_command,
-                                     sweep)
+from launch.runtime.ray_node import (
+    RaySession,
+    head_command,
+    loopback_variables,
+    object_store_bytes,
+    raylet_command,
+    sweep,
+)
 from tests.launch.conftest import run_yaml  # noqa: F401 (fixture)
 
 

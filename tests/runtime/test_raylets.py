@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from launch.errors import UserError
-from launch.planner.seats.local import place_cpu
 from launch.planner.prepare import prepare
+from launch.planner.seats.local import place_cpu
 from launch.ports import BLOCK, Ports
 from launch.processes import marked
 from launch.run.components import components

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from launch.cluster.topology_address import path_of, switches_of
+from launch.cluster.tree import path_of, switches_of
 from launch.config.load import load_config
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
 from launch.planner.seats.cluster import nodes_needed
-from launch.runtime.job_plan import JobPlan, place_job, plan_job
 from launch.run.node_files import Hello
+from launch.runtime.job_plan import JobPlan, place_job, plan_job
 from launch.runtime.replan import for_fewer, layouts, sizes_for
 from launch.slurm.job_facts import JobFacts, combine
 from launch.slurm.records import job_records

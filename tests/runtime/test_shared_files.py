@@ -16,21 +16,20 @@ import pytest
 
 from launch.config.schema import Run
 from launch.errors import UserError
+from launch.files import shared as shared_files
+from launch.files.shared import names_in, patiently, read_shared, seen, write_atomically
+from launch.files.waiting import wait_until
 from launch.health import canary
 from launch.health.check import read_report, write_report
 from launch.health.fabric import Result, Task
 from launch.plan.plan import Placement
-from launch.run import components
-from launch.run import node_files
-from launch.files import shared as shared_files
-from launch.run.attempts import Attempt, RunFolder, write_atomically
+from launch.run import components, node_files
+from launch.run.attempts import Attempt, RunFolder
 from launch.run.components import ComponentRecord, Pid
 from launch.run.node_files import NodeFiles
 from launch.run.outcome import Outcome, read_outcome, write_outcome
 from launch.run.progress import write_progress
-from launch.files.shared import names_in, patiently, read_shared, seen
 from launch.runtime.supervisor import Supervisor
-from launch.files.waiting import wait_until
 from launch.runtime.watch import Watch
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from launch.config.load import load_config
 from launch.plan.plan import Placement
-from launch.runtime import supervisor, watch
 from launch.run import node_files
 from launch.run.attempts import Attempt
 from launch.run.node_files import BeatWatch, NodeFiles
 from launch.run.progress import Progress, write_progress
+from launch.runtime import supervisor, watch
 from launch.runtime.supervisor import Ended, Supervisor
 
 

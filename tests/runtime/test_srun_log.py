@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from launch.config.schema import Run
-from launch.runtime import endings
 from launch.run.attempts import RunFolder
+from launch.runtime import endings
 from launch.slurm.srun_log import failed_nodes
 
 LAUNCH = """\

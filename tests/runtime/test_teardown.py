@@ -12,10 +12,10 @@ import pytest
 
 from launch import envvars, processes
 from launch.config.schema import Run
-from launch.run.attempts import RunFolder
-from launch.shared_memory import SHM
-from launch.runtime.teardown import end_all, sweep
 from launch.files.waiting import wait_until
+from launch.run.attempts import RunFolder
+from launch.runtime.teardown import end_all, sweep
+from launch.shared_memory import SHM
 
 MAKER = """
 import os, sys, threading

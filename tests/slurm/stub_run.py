@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from launch import envvars, processes
-from launch.run.attempts import Attempt, write_atomically
-from launch.run.components import component
+from launch.files.shared import write_atomically
 from launch.run.attempt_log import PastAttempt, read_history
+from launch.run.attempts import Attempt
+from launch.run.components import component
 from launch.run.outcome import Outcome, read_outcome
 from launch.run.progress import read_progress, steps_done
 from launch.runtime.stub import HOLD_VARIABLE, STEP_VARIABLE

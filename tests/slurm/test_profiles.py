@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from tools.docs import slurm_page
 from launch.config.keys import all_keys
 from launch.errors import UserError
 from launch.slurm.profiles import IN_THE_SCRIPT, Profile, load_profile, parse_profile
 from launch.slurm.step import step, step_environment
 from tests.slurm_cluster import REPOSITORY
+from tools.docs import slurm_page
 
 SHIPPED = sorted((REPOSITORY / "slurm/profiles").glob("*.yaml"))
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from launch.processes import marked
-from launch.run.metrics import metric_rows
+from launch.run.attempt_log import read_history
 from launch.run.attempts import Attempt
 from launch.run.components import components
+from launch.run.metrics import metric_rows
 from launch.run.node_files import NodeFiles
-from launch.run.attempt_log import read_history
 from launch.run.outcome import read_outcome
 from launch.run.stop import stop_reason, stop_requested
 from megatron_rl.layouts.step_folder import complete_checkpoints

@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 
 from launch import envvars
-from launch.planner.seats.cluster import bind
 from launch.plan.plan import Placement, Plan
 from launch.planner.prepare import prepare
+from launch.planner.seats.cluster import bind
 from launch.ports import Ports
 from launch.report.run import rehearsal as table
 from launch.run import faults

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from launch.errors import UserError
-from launch.planner import prepare as preparing
 from launch.plan.forecast import DiskForecast
+from launch.planner import prepare as preparing
 from launch.planner.prepare import prepare
 from launch.slurm.margin import PORTABLE_S, needed, stop_margin
 from launch.slurm.profiles import Profile, parse_profile

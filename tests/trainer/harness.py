@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM
 
 from launch.config.schema import RunConfig
 from launch.model.architecture import from_hf_config
-from launch.planner.build import plan as build_plan
 from launch.plan.plan import Plan
+from launch.planner.build import plan as build_plan
 from megatron_rl.data.batch import PolicyBatch
-from megatron_rl.trainer import parallel
-from megatron_rl.trainer.model import build_model
 from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
 from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
 from megatron_rl.layouts.tiles import ParamLayout, tile_view
+from megatron_rl.trainer import parallel
+from megatron_rl.trainer.model import build_model
 from tests.ranks import Rank
 
 

@@ -12,10 +12,10 @@ from megatron.core import parallel_state
 
 from launch.config.schema import RunConfig
 from megatron_rl.data.batch import PolicyBatch
-from megatron_rl.trainer import parallel
-from megatron_rl.trainer.trainer import MegatronTrainer
 from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.layouts.tiles import tile_view
+from megatron_rl.trainer import parallel
+from megatron_rl.trainer.trainer import MegatronTrainer
 from tests.ranks import Rank
 from tests.trainer.harness import gather_gradients, make_batch, make_plan, run_config
 

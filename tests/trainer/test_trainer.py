@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.driver import step_metrics
+from megatron_rl.layouts.tiles import CanonicalTensor
 from megatron_rl.monitor.metrics import lookup
 from megatron_rl.trainer.initial_weights import draw_canonical
-from megatron_rl.layouts.tiles import CanonicalTensor
 from tests.ranks import Rank, run_ranks
 from tests.tiny_models import make_tiny
 from tests.trainer.runs import assert_same_bits, batches, config_of, start, whole_model, worst_difference

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from launch.plan.plan import Architecture
+from launch.model.architecture import Architecture
 from megatron_rl.weight_sync.protocol import Staging
 from tests.weight_sync.members import processes_of
 from tests.weight_sync.receivers import ReceivingEngine

@@ -11,10 +11,10 @@ from pathlib import Path
 from launch.fabric.estimate import Kind
 from launch.fabric.seated import Seats
 from launch.model.architecture import from_hf_config
-from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.layouts.digest import add
 from megatron_rl.layouts.hf_read import CheckpointReader
 from megatron_rl.layouts.megatron import canonical_tensors
+from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.protocol import EngineState, Staging
 from tests.tiny_models import make_tiny
 from tests.weight_sync.plain import plain_engines

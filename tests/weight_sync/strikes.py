@@ -15,10 +15,9 @@ def strike(fault: Fault, number: int = 0, until: str = "", reached: str = "") ->
     others at sending it: `flip` a bit of it, `drop` it, send it twice, label it with the `late` epoch before, `delay`
     it by half a second, `hold` it until a file exists. `die in the swap` after the shadow was copied; `tear` it: one
     element of what is live differs then."""
-    from megatron_rl.weight_sync.ends import receiver
-    from megatron_rl.weight_sync.ends import sender
-    from megatron_rl.weight_sync.wire.packing import transport
+    from megatron_rl.weight_sync.ends import receiver, sender
     from megatron_rl.weight_sync.wire.packing import packing as wire
+    from megatron_rl.weight_sync.wire.packing import transport
 
     lane = transport.LinkedLane
     send = getattr(lane, "true_send", lane.send)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.weight_sync.protocol import SyncPart
 from megatron_rl.weight_sync.wire import abort
 from megatron_rl.weight_sync.wire.abort import AbortLine, AbortListener
-from megatron_rl.weight_sync.protocol import SyncPart
 
 
 @pytest.fixture

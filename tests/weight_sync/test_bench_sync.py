@@ -21,8 +21,8 @@ from benchmarks.sync_table import aims, table
 from launch.coefficients.sync import SyncCoefficients
 from megatron_rl.sync_bench.rates import Rates
 from megatron_rl.weight_sync.plan.manifest import SyncManifest
-from megatron_rl.weight_sync.protocol import SyncReport
 from megatron_rl.weight_sync.plan.streams import Hop, Stream
+from megatron_rl.weight_sync.protocol import SyncReport
 from tests.rollout.engines import engine_environment
 
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from launch.errors import UserError
 from megatron_rl.layouts import step_folder as files
-from megatron_rl.weight_sync.disk import NotWritten, VersionsOnDisk
 from megatron_rl.layouts.disk_check import differences, digests_of_files, main, recorded_digests, refuse_changed, unlike
+from megatron_rl.weight_sync.disk import NotWritten, VersionsOnDisk
 from megatron_rl.weight_sync.protocol import SyncError
 from tests.tiny_models import make_tiny
 from tests.trainer.harness import hugging_face

@@ -11,14 +11,20 @@ from pathlib import Path
 import pytest
 
 from launch.model.architecture import from_hf_config
+from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.vllm_engine import EngineDied
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
-from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.weight_sync.protocol import NotServing
 from tests.rollout.engines import (
-    engine_environment, hf_greedy, hf_model, local_placement, make_prompts, run_config, run_plan,
+    engine_environment,
+    hf_greedy,
+    hf_model,
+    local_placement,
+    make_prompts,
+    run_config,
+    run_plan,
 )
 from tests.weight_sync.routed import two_checkpoints
 from tests.weight_sync.sources import endpoints, source_ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.driver.facts import disagreements, process_facts
+from megatron_rl.facts import disagreements, process_facts
 
 
 def test_only_what_must_agree_is_reported(monkeypatch):

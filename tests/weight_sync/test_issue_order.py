@@ -10,13 +10,13 @@ from math import ceil
 import pytest
 
 from launch import envvars
+from launch.coefficients.sync import DEFAULT
 from launch.fabric.communicators import communicators
 from launch.fabric.estimate import KINDS, RECEIVING, SENDING
 from launch.fabric.routes import ROOT, Route
-from launch.coefficients.sync import DEFAULT
 from launch.planner.prepare import prepare
-from megatron_rl.weight_sync.plan.buckets import Bucket
 from megatron_rl.weight_sync.ends.receiver import at_once
+from megatron_rl.weight_sync.plan.buckets import Bucket
 from megatron_rl.weight_sync.plan.streams import Hop, Pair, Stream, schedule, turns
 
 PLANS = ("70b/grpo", "70b/grpo_wide_rollout", "70b/grpo_lora", "7b/grpo")

@@ -13,14 +13,23 @@ from hypothesis import strategies as st
 
 from launch.errors import UserError
 from launch.fabric.estimate import KINDS
-from megatron_rl.weight_sync.plan.buckets import ITEM_BYTES, Copy, pack, part_of
-from megatron_rl.weight_sync.plan.coverage import prove_coverage
 from megatron_rl.layouts.digest import add, digest_layouts, digest_tiles
-from megatron_rl.weight_sync.plan.copies import Destination
-from megatron_rl.weight_sync.plan.manifest import SyncManifest, build_manifest
 from megatron_rl.layouts.tiles import ParamLayout, Tile, tile_view
-from tests.weight_sync.worlds import (PADDING, architecture, destinations, execute, megatron_shards, numbered,
-                                      sources, training_plan, vllm_shards)
+from megatron_rl.weight_sync.plan.buckets import ITEM_BYTES, Copy, pack, part_of
+from megatron_rl.weight_sync.plan.copies import Destination
+from megatron_rl.weight_sync.plan.coverage import prove_coverage
+from megatron_rl.weight_sync.plan.manifest import SyncManifest, build_manifest
+from tests.weight_sync.worlds import (
+    PADDING,
+    architecture,
+    destinations,
+    execute,
+    megatron_shards,
+    numbered,
+    sources,
+    training_plan,
+    vllm_shards,
+)
 
 
 @st.composite

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from launch.plan.plan import Architecture
-from megatron_rl.weight_sync.plan.buckets import Bucket
-from megatron_rl.weight_sync.plan.coverage import CoverageError, first_overlap, local_box, prove_coverage, subtract
-from megatron_rl.weight_sync.plan.copies import Destination, Source
-from megatron_rl.weight_sync.plan.manifest import SyncManifest, build_manifest
-from megatron_rl.weight_sync.plan.streams import Hop
+from launch.model.architecture import Architecture
 from megatron_rl.layouts.megatron import megatron_layout
 from megatron_rl.layouts.tiles import ParamLayout, Tile, contiguous_stride
+from megatron_rl.weight_sync.plan.buckets import Bucket
+from megatron_rl.weight_sync.plan.copies import Destination, Source
+from megatron_rl.weight_sync.plan.coverage import CoverageError, first_overlap, local_box, prove_coverage, subtract
+from megatron_rl.weight_sync.plan.manifest import SyncManifest, build_manifest
+from megatron_rl.weight_sync.plan.streams import Hop
 from tests.weight_sync.worlds import architecture, destinations, sources, training_plan
 
 NORM = "model.layers.0.input_layernorm.weight"

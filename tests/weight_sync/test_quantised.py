@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from megatron_rl.layouts.disk_check import read_tiles
-from megatron_rl.weight_sync.ends.quantised import Quantised
 from megatron_rl.layouts.tiles import CanonicalTensor
-from megatron_rl.weight_sync.ends.vllm_internals import offline_model
 from megatron_rl.layouts.vllm import LayoutError, trace_layout, write_padding
+from megatron_rl.weight_sync.ends.quantised import Quantised
+from megatron_rl.weight_sync.ends.vllm_internals import offline_model
 from tests.rollout.engines import engine_environment
 from tests.tiny_models import make_tiny
 from tests.weight_sync.receivers import load_as_vllm_does

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from launch.model.architecture import from_hf_config
-from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.layouts import step_folder as files
-from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.layouts.disk_check import digests_of_files
 from megatron_rl.layouts.megatron import canonical_tensors
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from tests.rollout.engines import make_prompts, run_config, run_plan, running_engine
 from tests.tiny_models import make_tiny
 from tests.weight_sync.sources import endpoints, source_ranks

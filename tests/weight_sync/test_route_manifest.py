@@ -14,9 +14,9 @@ from launch.fabric.seated import Seats, apart, seats_of
 from launch.model.builtin import from_architecture
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.plan.plan import EnginePlacement, Placement, RankPlacement
-from megatron_rl.weight_sync.plan.coverage import prove_coverage
 from megatron_rl.weight_sync.coordinator import Endpoint, lane_specs
 from megatron_rl.weight_sync.plan.copies import intersect_sides
+from megatron_rl.weight_sync.plan.coverage import prove_coverage
 from megatron_rl.weight_sync.plan.manifest import build_manifest, route_of
 from tests.fabric.cases import H100
 from tests.weight_sync.worlds import architecture, destinations, sources, training_plan

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megatron_rl.weight_sync.protocol import EngineState, NotServing, SyncError
 from megatron_rl.weight_sync.ends.worker import SwapError, WorkerReceiver
+from megatron_rl.weight_sync.protocol import EngineState, NotServing, SyncError
 from tests.weight_sync.plain import PlainEngine
 from tests.weight_sync.routed import World, two_checkpoints, world
 

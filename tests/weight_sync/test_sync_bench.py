@@ -14,22 +14,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from launch.coefficients.sync import DEFAULT
 from launch.errors import UserError
 from launch.fabric.lanes import Fabric, Place, traffic
 from launch.fabric.routes import build
 from launch.fabric.seated import Seats
 from launch.fabric.simulate import arrivals
-from launch.coefficients.sync import DEFAULT
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.planner.prepare import prepare
+from megatron_rl.layouts.digest import digest_layouts
+from megatron_rl.layouts.megatron import megatron_layout
+from megatron_rl.layouts.tiles import ParamLayout, Tile, contiguous_stride, tile_view
 from megatron_rl.sync_bench.check import check
 from megatron_rl.sync_bench.compare import Lane, edges, found_coefficients
 from megatron_rl.sync_bench.members import Host, MemberError, Members, together
 from megatron_rl.sync_bench.rank import fill
-from megatron_rl.layouts.digest import digest_layouts
-from megatron_rl.layouts.megatron import megatron_layout
 from megatron_rl.weight_sync.protocol import SyncReport
-from megatron_rl.layouts.tiles import ParamLayout, Tile, contiguous_stride, tile_view
 from tests.fabric.cases import SMALL
 from tests.weight_sync.worlds import architecture, training_plan
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from launch.plan.plan import RankCoordinates
+from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile
 from megatron_rl.weight_sync.compare import compare_digests
 from megatron_rl.weight_sync.coordinator import Endpoint, SyncCoordinator
 from megatron_rl.weight_sync.plan.copies import Destination, Source
-from megatron_rl.weight_sync.protocol import Held, SyncError, TransferReport
 from megatron_rl.weight_sync.plan.streams import route_fingerprint
-from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile
+from megatron_rl.weight_sync.protocol import Held, SyncError, TransferReport
 
 EDGES = {0: (0, 0, 0), 1: (0, 1, 0)}
 """Trainer rank 0 sends to worker 0 of engines 0 and 1."""

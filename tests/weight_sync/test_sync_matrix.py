@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from launch.model.architecture import from_hf_config
-from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.layouts.digest import add
 from megatron_rl.layouts.megatron import canonical_tensors
+from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.protocol import EngineState, SyncError
 from tests.tiny_models import make_tiny
 from tests.weight_sync.receivers import ReceivingEngine, worker_processes

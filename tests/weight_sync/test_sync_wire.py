@@ -9,11 +9,19 @@ from safetensors.torch import load_file
 from launch.model.architecture import from_hf_config
 from megatron_rl.layouts.digest import add, digest_layouts
 from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
-from megatron_rl.weight_sync.plan.manifest import Destination, Source, build_manifest
 from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
-from megatron_rl.weight_sync.ends.vllm_internals import offline_model
 from megatron_rl.layouts.vllm import trace_layout, write_padding
-from megatron_rl.weight_sync.wire.packing import (WireError, buffer_bytes, destination_tiles, pack_bucket, poison, source_tiles, unpack_bucket)
+from megatron_rl.weight_sync.ends.vllm_internals import offline_model
+from megatron_rl.weight_sync.plan.manifest import Destination, Source, build_manifest
+from megatron_rl.weight_sync.wire.packing import (
+    WireError,
+    buffer_bytes,
+    destination_tiles,
+    pack_bucket,
+    poison,
+    source_tiles,
+    unpack_bucket,
+)
 from tests.rollout.engines import engine_environment
 from tests.tiny_models import make_tiny
 from tests.weight_sync.worlds import training_plan

@@ -12,13 +12,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from launch.config.arithmetic import round_up
+from launch.config.auto import round_up
+from launch.model.architecture import Architecture
+from launch.plan.plan import TrainingPlan
 from launch.planner.build import layers_of_stage, rank_coordinates
-from launch.plan.plan import Architecture, TrainingPlan
-from megatron_rl.weight_sync.plan.buckets import Copy
-from megatron_rl.weight_sync.plan.manifest import Destination, Source, SyncManifest
 from megatron_rl.layouts.megatron import EMBEDDING, HEAD, canonical_tensors, megatron_layout
 from megatron_rl.layouts.tiles import ParamLayout, Tile, contiguous_stride, tile_view
+from megatron_rl.weight_sync.plan.buckets import Copy
+from megatron_rl.weight_sync.plan.manifest import Destination, Source, SyncManifest
 
 PADDING = -1.0
 Q_K_V = ("q", "k", "v")

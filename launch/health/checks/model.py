@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from launch.model.folder import check_model_folder
 from launch.errors import UserError
 from launch.health.check import Check, critical, ok
 from launch.health.expected import GIB, Expected
+from launch.model.folder import check_model_folder
 
 
 def check(expected: Expected) -> list[Check]:

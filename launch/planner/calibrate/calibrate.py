@@ -23,9 +23,9 @@ from statistics import median
 from launch.cluster.calibration import with_coefficients
 from launch.cluster.file import load_cluster
 from launch.cluster.spec import ClusterSpec
+from launch.coefficients.site import SiteCoefficients
 from launch.errors import UserError
 from launch.planner.calibrate.run import CalibrationRun, read_run
-from launch.coefficients.site import SiteCoefficients
 from launch.planner.search.candidate import Candidate
 
 MOST_FIXED = 0.9

@@ -16,10 +16,10 @@ from launch.config.schema import RunConfig
 from launch.errors import UserError
 from launch.model.builtin import from_architecture
 from launch.plan.forecast import Forecast
+from launch.plan.plan import Plan
+from launch.planner.calibrate.measured import KINDS, WARM_UP, mean_of, seconds, steady
 from launch.planner.here import pinned_candidate
 from launch.planner.search.candidate import Candidate
-from launch.planner.calibrate.measured import KINDS, WARM_UP, mean_of, seconds, steady
-from launch.plan.plan import Plan
 from launch.run.metrics import Row, attempt_dirs, metric_rows
 
 FEWEST_TO_FIT = 4

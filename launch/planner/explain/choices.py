@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import TypeVar
 
 from launch.plan.forecast import Alternative, Choice
-from launch.planner.search.candidate import Candidate, Mode, Problem, RolloutOption, candidate, training_option
 from launch.plan.layouts import TrainingLayout
 from launch.planner.memory.training import TrainingMemory
+from launch.planner.search.candidate import Candidate, RolloutOption, candidate, training_option
+from launch.planner.search.problem import Mode, Problem
 from launch.planner.search.search import Search
 
 T = TypeVar("T")

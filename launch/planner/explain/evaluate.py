@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 
-from launch.planner.explain import givens
-from launch.plan.book import NO_BOOK, Book
-from launch.planner.search.candidate import Candidate, Problem, candidate, rollout_option, training_option
-from launch.planner.parameters import count, lora_count
 from launch.model.shape import ModelShape
+from launch.plan.book import NO_BOOK, Book
+from launch.planner.explain import givens
+from launch.planner.parameters import count, lora_count
+from launch.planner.search.candidate import Candidate, candidate, rollout_option, training_option
+from launch.planner.search.problem import Problem
 from launch.planner.time.reliability import Reliability, disk_seconds, reliability
 
 

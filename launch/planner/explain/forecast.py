@@ -7,14 +7,30 @@ from collections.abc import Mapping
 
 from launch.fabric.estimate import Kind
 from launch.plan.book import Book
-from launch.planner.explain.warnings import cautions
+from launch.plan.forecast import (
+    ClusterFacts,
+    DiskForecast,
+    Forecast,
+    MemoryOf,
+    NodeSplit,
+    Number,
+    Pareto,
+    Phase,
+    Reliability,
+    RolloutForecast,
+    Staleness,
+    SyncEdge,
+    SyncForecast,
+    SyncRoute,
+    Throughput,
+)
 from launch.planner.explain.choices import choices, layout_name
 from launch.planner.explain.evaluate import evaluate, nodes_used, version_to_disk_s
-from launch.plan.forecast import (ClusterFacts, DiskForecast, Forecast, MemoryOf, NodeSplit, Number, Pareto, Phase, Reliability, RolloutForecast, Staleness, SyncEdge, SyncForecast, SyncRoute, Throughput)
-from launch.planner.search.candidate import Candidate, step_seconds
+from launch.planner.explain.warnings import cautions
 from launch.planner.parameters import count
-from launch.planner.time.reliability import WEIGHT_BYTES
+from launch.planner.search.candidate import Candidate, step_seconds
 from launch.planner.search.search import Search
+from launch.planner.time.reliability import WEIGHT_BYTES
 
 FRONT = 12
 """Sizes of the cluster at which the Pareto front is sampled."""

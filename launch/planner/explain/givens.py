@@ -8,9 +8,9 @@ from dataclasses import fields
 from typing import Any
 
 from launch.cluster.spec import Gpu
+from launch.model.shape import ModelShape
 from launch.plan.book import Book
 from launch.plan.layouts import RolloutLayout, TrainingLayout
-from launch.model.shape import ModelShape
 
 PRECISION_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 RECOMPUTE_SHARE = {(): 0.0, ("full",): 1.0}

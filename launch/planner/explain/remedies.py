@@ -10,11 +10,11 @@ from launch.cluster.spec import ClusterSpec
 from launch.config import auto
 from launch.config.load import LoadedConfig
 from launch.errors import UserError
+from launch.model.architecture import Architecture
+from launch.model.shape import ModelShape
 from launch.planner.search.pins import check_pins
-from launch.plan.plan import Architecture
 from launch.planner.search.problem import modes, problem_of
 from launch.planner.search.search import Search
-from launch.model.shape import ModelShape
 
 MOST = 3
 MOST_NODES = 1024

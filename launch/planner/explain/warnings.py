@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 
 from launch.coefficients.cpu import MEASURED
-from launch.planner.explain.evaluate import version_to_disk_s
 from launch.plan.forecast import Warned
+from launch.planner.explain.evaluate import version_to_disk_s
 from launch.planner.memory.host import host_bytes
 from launch.planner.search.candidate import Candidate
 
@@ -94,7 +94,9 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
     if not workload.measured_lengths:
         yield "W011", ("response lengths are assumed: workload.response.distribution=file with the samples of a run "
                        "measures them")
-    host, installed = host_bytes(problem, found.mode, training), problem.cluster.host_memory_bytes
+    host = host_bytes(problem.shape, problem.workload, problem.cluster.gpus_per_node, training.layout, training.memory,
+                      found.mode == "colocated")
+    installed = problem.cluster.host_memory_bytes
     if installed and host > MAX_HOST * installed:
         yield "W013", (f"a node's host must hold {host / 1e9:,.0f} GB of {_offloaded(found)}, of {installed / 1e9:,.0f} GB "
                        f"that it has: more than {MAX_HOST:.0%} leaves too little for the rest")

@@ -17,8 +17,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from launch.plan.layouts import TrainingLayout
 from launch.model.shape import ModelShape
+from launch.plan.layouts import TrainingLayout
 
 TrainerEngine = Literal["megatron-rl", "megatron", "fsdp"]
 """What kind of program trains. `megatron-rl`: this repository's trainer; `megatron`: pre-training and RL systems on

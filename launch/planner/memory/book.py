@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from launch.cluster.spec import Gpu
-from launch.planner.memory.activations import LayerActivations
+from launch.model.shape import ModelShape
 from launch.plan.book import Book
 from launch.plan.layouts import TrainingLayout
-from launch.model.shape import ModelShape
+from launch.planner.memory.activations import LayerActivations
 
 if TYPE_CHECKING:
-    from launch.planner.memory.training import StageMemory, TrainingMemory
     from launch.planner.memory.rollout import ColocatedMemory, RolloutMemory
+    from launch.planner.memory.training import StageMemory, TrainingMemory
 
 C = "coefficients.memory"
 KEY = "memory.training"

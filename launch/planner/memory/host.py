@@ -3,33 +3,31 @@ colocated engine generates. Pages of both are pinned, so that none can be swappe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from launch.model.shape import ModelShape
 from launch.plan.book import NO_BOOK, Book
-from launch.planner.memory.training import RESIDENT, WEIGHT_BYTES
+from launch.plan.layouts import TrainingLayout
+from launch.planner.memory.training import RESIDENT, WEIGHT_BYTES, TrainingMemory
 from launch.planner.parameters import stage_parameters
-
-if TYPE_CHECKING:
-    from launch.planner.search.candidate import Mode, Problem, TrainingOption
+from launch.planner.workload.workload import Workload
 
 KEY = "memory.host"
 
 
-def host_bytes(problem: Problem, mode: Mode, training: TrainingOption, book: Book = NO_BOOK) -> int:
+def host_bytes(shape: ModelShape, workload: Workload, gpus_per_node: int, layout: TrainingLayout,
+               memory: TrainingMemory, colocated: bool, book: Book = NO_BOOK) -> int:
     """Bytes on the fullest node, all of its ranks of the largest stage; 0 where nothing is offloaded."""
-    layout, memory, needed = training.layout, training.memory, 0
-    ranks = min(problem.cluster.gpus_per_node, layout.gpus)
+    needed, ranks = 0, min(gpus_per_node, layout.gpus)
     inputs: list[str] = []
-    if problem.workload.reference and problem.workload.reference_offload:
-        held = stage_parameters(problem.shape, layout)
+    if workload.reference and workload.reference_offload:
+        held = stage_parameters(shape, layout)
         needed += ranks * WEIGHT_BYTES[layout.precision] * max(stage.total for stage in held)
-        kinds = ("dense", "experts") if problem.shape.experts else ("dense",)
+        kinds = ("dense", "experts") if shape.experts else ("dense",)
         inputs += [f"parameters.stage{number}.{kind}" for number in range(len(held)) for kind in kinds]
         inputs.append("trainer.precision")
-    if mode == "colocated":
+    if colocated:
         needed += ranks * max(stage.resident for stage in memory.stages)
         inputs += [f"memory.training.stage{stage.stage}.{name}" for stage in memory.stages for name in RESIDENT
-                   if name in stage.components and not (name == "reference" and problem.workload.reference_offload)]
+                   if name in stage.components and not (name == "reference" and workload.reference_offload)]
     if needed and book.keeps:
         book.computed(f"{KEY}.needed", needed, "bytes", "ranks of a node x (reference's weights, where offloaded + "
                       "resident state, where colocated), largest stage",

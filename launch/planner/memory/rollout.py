@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launch.cluster.spec import Gpu
-from launch.planner import parameters
-from launch.plan.book import NO_BOOK, Book
-from launch.config.arithmetic import round_up
 from launch.coefficients.memory import DEFAULT, MemoryCoefficients
-from launch.plan.layouts import RolloutLayout
-from launch.planner.memory.training import TrainingMemory, Verdict, verdict
-from launch.planner.memory.book import write_colocated, write_rollout
+from launch.config.auto import round_up
 from launch.model.shape import ModelShape
+from launch.plan.book import NO_BOOK, Book
+from launch.plan.layouts import RolloutLayout
+from launch.planner import parameters
+from launch.planner.memory.book import write_colocated, write_rollout
+from launch.planner.memory.training import TrainingMemory, Verdict, verdict
 
 VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this (and of TP)."""

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from launch.cluster.spec import Gpu
+from launch.coefficients.memory import DEFAULT, MemoryCoefficients
+from launch.model.shape import ModelShape
+from launch.plan.book import NO_BOOK, Book
+from launch.plan.layouts import TrainingLayout
 from launch.planner import parameters
 from launch.planner.memory.activations import TrainerEngine, in_flight, of_layout
-from launch.plan.book import NO_BOOK, Book
-from launch.coefficients.memory import DEFAULT, MemoryCoefficients
-from launch.plan.layouts import TrainingLayout
 from launch.planner.memory.book import TrainingNotes
-from launch.model.shape import ModelShape
 
 Verdict = Literal["fits", "tight", "no"]
 Reference = Literal["none", "device", "offloaded"]

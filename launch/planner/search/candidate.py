@@ -7,28 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any
 
-from launch.cluster.spec import ClusterSpec
 from launch.fabric.choose import SyncPrediction, predict
 from launch.fabric.estimate import swap_seconds
-from launch.planner.time import step as rl_step
 from launch.plan.book import NO_BOOK, Book
-from launch.coefficients.site import SiteCoefficients
-from launch.planner.time.handover import handover_seconds
-from launch.planner.memory.host import host_bytes
 from launch.plan.layouts import RolloutLayout, TrainingLayout, TrainingWork
-from launch.planner.workload.lengths import Lengths
-from launch.planner.memory.training import StageMemory, TrainingMemory, training_memory
+from launch.planner.memory.host import host_bytes
 from launch.planner.memory.rollout import ColocatedMemory, RolloutMemory, colocated_memory, rollout_memory
+from launch.planner.memory.training import StageMemory, TrainingMemory, training_memory
+from launch.planner.search.problem import Mode, Problem
+from launch.planner.time import step as rl_step
 from launch.planner.time.decode import engine_of
+from launch.planner.time.handover import handover_seconds
 from launch.planner.time.rollout import Demand, RolloutTime, asynchronous, minimum_staleness, synchronous
-from launch.model.shape import ModelShape
-from launch.planner.search.space import Pins
 from launch.planner.time.training import TrainingTime, logprob_time, training_time
-from launch.planner.workload.workload import Workload, training_work
+from launch.planner.workload.lengths import Lengths
+from launch.planner.workload.workload import training_work
 
 TRAINER_BUCKETS, ENGINE_BUCKETS = 2, 6
 """Buckets that stay allocated for the weight sync: two of each transfer that a GPU takes part in at once, of which a
@@ -38,43 +35,6 @@ FEWEST_SEQUENCES, MOST_SEQUENCES = 16, 1024
 SYNC_TICK_S = 1e-3
 """A predicted sync over the network is no finer than this: plans that differ by less are equal in it, so that microseconds
 decide nothing."""
-Mode = Literal["disaggregated", "colocated", "hybrid"]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is to be planned."""
-
-    shape: ModelShape
-    workload: Workload
-    cluster: ClusterSpec
-    pins: Pins
-    coefficients: SiteCoefficients
-    asynchronous: bool = False
-    lora_rank: int = 0
-    token_budget: int = 8192
-    bucket_bytes: int = 256 << 20
-    route: str = "auto"
-    shadow: bool = False
-    """Engines receive new weights into a second copy, and stop for the swap only."""
-    max_staleness: int | None = None
-    """Versions that a sample may be old, when asynchronous; the trainer waits rather than use an older one."""
-    kv_tokens: int | None = None
-    """Cache of an engine where the configuration fixes it (CPU); None: what the GPU's memory leaves."""
-    mode_pinned: bool = True
-    """The configuration names the mode; else the fastest was taken."""
-    spare_nodes: int = 0
-    """Nodes that the plan leaves alone."""
-    disk_every: int = 0
-    """Steps between versions of the weights that are written to disk; 0: none is."""
-
-    @property
-    def unit_gpus(self) -> int:
-        return 1 if len(self.cluster.nodes) == 1 else self.cluster.gpus_per_node
-
-    @property
-    def units(self) -> int:
-        return (len(self.cluster.nodes) - self.spare_nodes) * self.cluster.gpus_per_node // self.unit_gpus
 
 
 @dataclass(frozen=True)
@@ -173,12 +133,6 @@ class Candidate:
         if not self.problem.asynchronous:
             return 0
         return max(1, minimum_staleness(self.rollout.time, self.step_s))
-
-
-def in_mode(problem: Problem, mode: Mode) -> Problem:
-    """The problem as a mode has it: trainer and engine that take turns on a GPU are synchronous, and nothing is
-    received while an engine serves."""
-    return problem if mode == "disaggregated" else replace(problem, asynchronous=False, shadow=False)
 
 
 def shares(problem: Problem) -> tuple[float, ...]:
@@ -327,7 +281,8 @@ def candidate(problem: Problem, mode: Mode, training: TrainingOption, rollout: R
     book.computed("phase.sync_s", sync_s, "s", f"the chosen route{whole}" if sync else "hand-over inside the GPUs",
                   ("sync.seconds",) if sync else ("sync.in_place_s",))
     if book.keeps:
-        host_bytes(problem, mode, training, book)
+        host_bytes(problem.shape, problem.workload, problem.cluster.gpus_per_node, training.layout, training.memory,
+                   mode == "colocated", book)
     found = Candidate(mode, training, rollout, sync, sync_s, colocated, problem)
     passes = [key for key in ("phase.logprob_s", "phase.reference_s") if key in book]
     step_seconds(problem, rollout.seconds, training.seconds, sync_s, rollout.pace_s, rollout.swap_s, passes=passes,

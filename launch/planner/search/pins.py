@@ -10,7 +10,7 @@ from launch.config import auto
 from launch.config.checks import check, divisors
 from launch.config.load import LoadedConfig
 from launch.config.problems import Problems
-from launch.plan.plan import Architecture
+from launch.model.architecture import Architecture
 from launch.planner.search.problem import token_budget
 
 

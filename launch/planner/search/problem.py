@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from launch.cluster.spec import ClusterSpec
+from launch.coefficients.site import SiteCoefficients
 from launch.config import auto
 from launch.config.load import LoadedConfig
 from launch.config.schema import RunConfig
-from launch.coefficients.site import SiteCoefficients
-from launch.planner.search.candidate import Mode, Problem
 from launch.model.shape import ModelShape
 from launch.planner.search.space import Pins
-from launch.planner.workload.workload import workload_of
+from launch.planner.workload.workload import Workload, workload_of
+
+Mode = Literal["disaggregated", "colocated", "hybrid"]
 
 MIB = 1 << 20
 
@@ -87,3 +90,45 @@ def chosen_values(found, config) -> dict[str, object]:
     if rollout.memory_utilization != config.rollout.memory_utilization:
         chosen["rollout.memory_utilization"] = rollout.memory_utilization
     return chosen
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be planned."""
+
+    shape: ModelShape
+    workload: Workload
+    cluster: ClusterSpec
+    pins: Pins
+    coefficients: SiteCoefficients
+    asynchronous: bool = False
+    lora_rank: int = 0
+    token_budget: int = 8192
+    bucket_bytes: int = 256 << 20
+    route: str = "auto"
+    shadow: bool = False
+    """Engines receive new weights into a second copy, and stop for the swap only."""
+    max_staleness: int | None = None
+    """Versions that a sample may be old, when asynchronous; the trainer waits rather than use an older one."""
+    kv_tokens: int | None = None
+    """Cache of an engine where the configuration fixes it (CPU); None: what the GPU's memory leaves."""
+    mode_pinned: bool = True
+    """The configuration names the mode; else the fastest was taken."""
+    spare_nodes: int = 0
+    """Nodes that the plan leaves alone."""
+    disk_every: int = 0
+    """Steps between versions of the weights that are written to disk; 0: none is."""
+
+    @property
+    def unit_gpus(self) -> int:
+        return 1 if len(self.cluster.nodes) == 1 else self.cluster.gpus_per_node
+
+    @property
+    def units(self) -> int:
+        return (len(self.cluster.nodes) - self.spare_nodes) * self.cluster.gpus_per_node // self.unit_gpus
+
+
+def in_mode(problem: Problem, mode: Mode) -> Problem:
+    """The problem as a mode has it: trainer and engine that take turns on a GPU are synchronous, and nothing is
+    received while an engine serves."""
+    return problem if mode == "disaggregated" else replace(problem, asynchronous=False, shadow=False)

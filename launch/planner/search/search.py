@@ -10,17 +10,33 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from launch.config.arithmetic import round_up, sequence_multiple
+from launch.config.auto import round_up, sequence_multiple
 from launch.fabric.choose import fastest, least_seconds
 from launch.fabric.lanes import fabric_of
 from launch.plan.forecast import Alternative
-from launch.planner.search.candidate import (Candidate, Mode, Problem, RolloutOption, TrainingOption, candidate, engine_memory, in_mode, in_ticks, rollout_option, sequence_limits, share_left, shares, sync_arguments, training_memory_of, training_option, training_seconds)
 from launch.plan.layouts import RolloutLayout, TrainingLayout
-from launch.planner.memory.training import TrainingMemory
 from launch.planner.memory.rollout import RolloutMemory
+from launch.planner.memory.training import TrainingMemory
 from launch.planner.parameters import matrix_parameters
-from launch.planner.time.step import combined_seconds
+from launch.planner.search.candidate import (
+    Candidate,
+    RolloutOption,
+    TrainingOption,
+    candidate,
+    engine_memory,
+    in_ticks,
+    rollout_option,
+    sequence_limits,
+    share_left,
+    shares,
+    sync_arguments,
+    training_memory_of,
+    training_option,
+    training_seconds,
+)
+from launch.planner.search.problem import Mode, Problem, in_mode
 from launch.planner.search.space import Space
+from launch.planner.time.step import combined_seconds
 from launch.planner.workload.workload import training_work
 
 

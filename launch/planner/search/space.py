@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from launch.config.arithmetic import round_up
-from launch.planner.build import layers_of_stage
-from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout
+from launch.config.auto import round_up
 from launch.model.shape import ModelShape
+from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout
+from launch.planner.build import layers_of_stage
 
 MAX_PP = 16
 VLLM_VOCAB_MULTIPLE = 64

@@ -14,11 +14,11 @@ from math import gcd
 from typing import Literal
 
 from launch.cluster.spec import ClusterSpec
+from launch.cluster.tree import natural_order, topology
 from launch.errors import UserError
 from launch.plan.layouts import RolloutLayout, TrainingLayout
-from launch.planner.seats.nodes import choose_nodes
 from launch.plan.plan import EnginePlacement, Placement, RankPlacement
-from launch.cluster.tree import natural_order, topology
+from launch.planner.seats.nodes import choose_nodes
 from launch.ports import Ports
 
 Mode = Literal["disaggregated", "colocated", "hybrid"]

@@ -16,10 +16,10 @@ from functools import lru_cache
 from typing import Literal
 
 from launch.cluster.spec import ClusterSpec, Gpu
-from launch.plan.book import NO_BOOK, Book
 from launch.coefficients.rollout import RolloutCoefficients
-from launch.plan.layouts import RolloutLayout
 from launch.model.shape import ModelShape
+from launch.plan.book import NO_BOOK, Book
+from launch.plan.layouts import RolloutLayout
 
 EngineClass = Literal["vllm", "trtllm", "vllm_2024"]
 """vllm: versions since 2025 (the V1 engine), trtllm: TensorRT-LLM, vllm_2024: versions to 0.6, bound by the host."""

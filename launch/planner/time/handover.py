@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Literal
 
 from launch.cluster.spec import ClusterSpec
-from launch.fabric.shards import adapter_bytes
-from launch.plan.book import NO_BOOK, Book
 from launch.coefficients.site import SiteCoefficients
+from launch.fabric.shards import adapter_bytes
+from launch.model.shape import ModelShape
+from launch.plan.book import NO_BOOK, Book
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.planner.parameters import count, tensor_count
 from launch.planner.time.step import refit_seconds
-from launch.model.shape import ModelShape
 
 KEY = "sync.in_place_s"
 

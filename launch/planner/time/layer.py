@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 from launch.cluster.spec import Gpu
 from launch.coefficients.training import TrainingCoefficients
-from launch.planner.time.collectives import Fabric, group
-from launch.plan.layouts import TrainingLayout
 from launch.model.shape import ModelShape
+from launch.plan.layouts import TrainingLayout
+from launch.planner.time.collectives import Fabric, group
 
 EXP_WIDTH = 64
 """Elements of head_dim whose products take as long as a score's exponential (FlashAttention-3: half of d = 128)."""

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 
 from launch.cluster.spec import ClusterSpec
-from launch.plan.book import NO_BOOK, Book
 from launch.coefficients.reliability import ReliabilityCoefficients
+from launch.plan.book import NO_BOOK, Book
 from launch.plan.layouts import Precision
 
 STATE_BYTES = {"bf16": 14, "fp8": 14, "fp32": 12}

@@ -18,8 +18,8 @@ import math
 from dataclasses import dataclass
 
 from launch.plan.book import NO_BOOK, Book
-from launch.planner.workload.lengths import Lengths
 from launch.planner.time.decode import Engine
+from launch.planner.workload.lengths import Lengths
 
 TAIL = 0.1
 """An engine is in its tail when fewer than this share of its batch still run."""

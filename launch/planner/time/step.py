@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from launch.plan.book import NO_BOOK, Book
 from launch.coefficients.rl import RlCoefficients
+from launch.plan.book import NO_BOOK, Book
 from launch.planner.workload.lengths import Lengths
 
 StepMode = Literal["synchronous", "one_step_off", "fully_async"]

@@ -17,15 +17,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launch.cluster.spec import ClusterSpec
-from launch.planner.time import training_book
-from launch.plan.book import NO_BOOK, Book
 from launch.coefficients.collectives import CollectiveCoefficients
 from launch.coefficients.training import TrainingCoefficients
+from launch.model.shape import ModelShape
+from launch.plan.book import NO_BOOK, Book
+from launch.plan.layouts import TrainingLayout, TrainingWork, stage_layers
+from launch.planner.parameters import padded_vocab, stage_parameters
+from launch.planner.time import training_book
 from launch.planner.time.collectives import Fabric, group
 from launch.planner.time.layer import LayerCost, PassCost, Rates, head_cost, layer_cost
-from launch.plan.layouts import TrainingLayout, TrainingWork
-from launch.planner.parameters import padded_vocab, stage_layers, stage_parameters
-from launch.model.shape import ModelShape
 
 BUCKET_ELEMENTS = 40e6
 """Megatron's smallest gradient bucket."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from launch.cluster.spec import ClusterSpec
-from launch.plan.book import Book
-from launch.planner.time.layer import PassCost
-from launch.plan.layouts import TrainingLayout, TrainingWork
-from launch.planner.parameters import flops_per_token, stage_layers, stage_parameters
 from launch.model.shape import ModelShape
+from launch.plan.book import Book
+from launch.plan.layouts import TrainingLayout, TrainingWork, stage_layers
+from launch.planner.parameters import flops_per_token, stage_parameters
+from launch.planner.time.layer import PassCost
 from launch.planner.time.training_inputs import Inputs
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from launch.cluster.spec import ClusterSpec
-from launch.planner.time.collectives import Fabric, Group, group
-from launch.plan.layouts import TrainingLayout
 from launch.model.shape import ModelShape
+from launch.plan.layouts import TrainingLayout
+from launch.planner.time.collectives import Fabric, Group, group
 
 C = "coefficients.training"
 Keys = tuple[str, ...]

@@ -13,15 +13,26 @@ from launch.exit_codes import MEANINGS, ExitCode
 from launch.health.ledger import FILE as LEDGER
 from launch.health.ledger import Ledger
 from launch.report.diagnose import log_lines
-from launch.report.diagnose.doctor_table import ANY_LOG, BY_CODE, PAGE, TABLE
+from launch.report.diagnose.known.job import ENDS, JOB
+from launch.report.diagnose.known.machine import GPU, MEMORY, NETWORK
+from launch.report.diagnose.known.stack import STACK
 from launch.report.diagnose.known.symptom import Symptom
 from launch.report.diagnose.log_lines import Source
 from launch.report.diagnose.logs import sources
 from launch.report.diagnose.logs_first_error import Failure, first_error
-from launch.run.find import Found, read_json
 from launch.run.attempt_log import read_history
+from launch.run.find import Found, read_json
 from launch.run.outcome import Outcome, read_outcome
 from launch.slurm.records import JobRecord
+
+GROUPS: tuple[tuple[str, tuple[Symptom, ...]], ...] = (
+    ("The job and Slurm", JOB), ("Memory and disks", MEMORY), ("Network", NETWORK), ("GPUs", GPU),
+    ("Environment, model and data", STACK), ("How attempts end", ENDS))
+TABLE: tuple[Symptom, ...] = tuple(symptom for _, group in GROUPS for symptom in group)
+BY_CODE = {symptom.code: symptom for symptom in TABLE}
+PAGE = "docs/troubleshooting.md"
+ANY_LOG = re.compile("|".join(f"(?:{symptom.logs})" for symptom in TABLE if symptom.logs))
+"""One search instead of thirty for the lines that match nothing."""
 
 SCHEMA_VERSION = 1
 PENDING = "PENDING"

@@ -16,7 +16,7 @@ from launch.report.diagnose import log_lines
 from launch.report.diagnose.log_lines import Line, Source
 from launch.run.attempts import Attempt
 from launch.run.components import components
-from launch.run.find import read_json
+from launch.run.find import find_run, read_json
 
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:,\d+)?\s")
 
@@ -161,3 +161,18 @@ def _ranges(numbers: Sequence[int]) -> str:
     if list(numbers) == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 1:
         return f"{numbers[0]}-{numbers[-1]}"
     return ", ".join(map(str, numbers))
+
+
+def attempt_of(run: str, folder: str, number: int | None = None) -> Path:
+    """The attempt of a run or job.
+
+    Raises:
+        UserError: there is no such run, or it has written nothing yet.
+    """
+    found = find_run(run, folder, attempt=number)
+    if found.attempt is None:
+        what = f"job {found.job} has made no attempt in {folder}/" if found.folder is None else (
+            f"run {found.name!r} has no attempt yet")
+        raise UserError(what, where=str(Path(folder).absolute()),
+                        fix=f"megatron-rl status {run} says whether it waits; megatron-rl doctor {run} why it failed")
+    return found.attempt

@@ -10,9 +10,9 @@ from datetime import datetime
 from pathlib import Path
 
 from launch.report.diagnose import log_lines
-from launch.report.lines import WIDTH, few, field
 from launch.report.diagnose.log_lines import Line, Source
 from launch.report.diagnose.logs import Filter, sources
+from launch.report.lines import WIDTH, few, field
 from launch.run.attempts import Attempt
 from launch.run.components import components, errors
 from launch.run.find import read_json

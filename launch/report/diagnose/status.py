@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,14 +15,15 @@ from pathlib import Path
 
 import yaml
 
-from launch.run.metrics import Row, metric_rows
-from launch.report.diagnose.status_alive import lock_is_held, newest_beat
-from launch.run.find import Found, attempts_of, read_json
 from launch.run.attempt_log import read_history
+from launch.run.find import Found, attempts_of, read_json
+from launch.run.metrics import Row, metric_rows
 from launch.run.outcome import Outcome, read_outcome
 from launch.run.progress import Progress, read_progress, steps_done
 from launch.run.stop import stop_reason, stop_requested
 from launch.slurm.records import JobRecord
+
+LOCKS = Path("/proc/locks")
 
 SCHEMA_VERSION = 1
 RECENT = 20
@@ -279,3 +281,24 @@ def _warnings(outcome: Outcome | None, rows: list[Row]) -> tuple[str, ...]:
         names = ", ".join(sorted(name for name, value in rows[-1].items() if value != value)[:3])
         found.append(f"not a number in the last step: {names}")
     return tuple(found)
+
+
+def lock_is_held(lock: Path, locks: Path = LOCKS) -> bool:
+    """Whether a process of this machine holds `flock` on a file. Trying to take the lock would answer as well, and
+    could make a launcher that starts at this moment believe that another one works in the run."""
+    try:
+        status = lock.stat()
+        wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+        lines = locks.read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:
+        return False
+    return any(words[1] == "FLOCK" and words[5] == wanted for words in map(str.split, lines)
+               if len(words) > 5 and words[1] != "->")
+
+
+def newest_beat(node_folder: Path) -> float | None:
+    """When the supervisor of a node was last heard of (seconds since 1970): its beat, or else its greeting."""
+    for name in ("beat", "hello.json"):
+        if (node_folder / name).exists():
+            return (node_folder / name).stat().st_mtime
+    return None

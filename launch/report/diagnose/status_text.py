@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.report.lines import WIDTH, duration, field, node_list
 from launch.report.diagnose.status import Status
+from launch.report.lines import WIDTH, duration, field, node_list
 
 
 def status_text(status: Status) -> str:

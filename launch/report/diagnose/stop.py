@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from launch.errors import UserError
+from launch.report.diagnose.ask_slurm import Hints, locate, unknown_job
 from launch.run.find import Found, attempts_of
 from launch.run.stop import STOP_FILE, ask_to_stop
-from launch.report.diagnose.ask_slurm import Hints, locate, unknown_job
 from launch.slurm.records import JobRecord
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from launch.errors import UserError
 from launch.model.architecture import parameter_count
 from launch.plan.forecast import Forecast, Number
-from launch.planner.seats.cluster import Seating
 from launch.plan.plan import Placement, Plan
+from launch.planner.seats.cluster import Seating
 from launch.report.plan import map as plan_map
 from launch.report.plan import routes as plan_routes
 from launch.report.plan import svg as plan_svg
-from launch.report.run.html import CSS
 from launch.report.plan.explain import rejected
 from launch.report.plan.overview import layout, role_gpus, role_nodes, worst
 from launch.report.quantities import both, gigabytes, human, plural, seconds, significant
+from launch.report.run.html import CSS
 
 STYLE = (
     CSS

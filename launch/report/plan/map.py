@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from launch.planner.seats.cluster import Seating
 from launch.plan.plan import Placement, Plan, RankCoordinates
+from launch.planner.seats.cluster import Seating
 from launch.report import svg
 from launch.report.quantities import plural
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from launch.plan.forecast import Forecast, MemoryOf, Phase
 from launch.report import svg
-from launch.report.run.charts import SPLIT_COLOURS
 from launch.report.plan.timeline import phases
 from launch.report.quantities import gigabytes, human, seconds
+from launch.report.run.charts import SPLIT_COLOURS
 
 WIDE, HALF = 1120.0, 560.0
 PHASE_COLOURS = {"rollout": SPLIT_COLOURS["rollout"], "reward": SPLIT_COLOURS["reward"],

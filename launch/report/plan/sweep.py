@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from launch.planner.sweep import SweepPoint, smallest_that_reaches
 from launch.report.plan.overview import VERDICT_STYLES, WIDTH, terminal
 from launch.report.quantities import plain, significant
 from launch.report.svg import ticks
-
-
-@dataclass(frozen=True)
-class SweepPoint:
-    """The best plan of one cluster size."""
-
-    nodes: int
-    split: str
-    """`20 + 12`; what is printed between nodes and throughput."""
-    prompts_per_hour: float | None
-    """None: no plan fits this many nodes."""
-    gpu_hours: float | None
-    """GPU-hours per 1,000 prompts."""
-    verdict: str
-    """A verdict of `Throughput`, or why no plan fits."""
 
 
 def print_sweep(points: Sequence[SweepPoint], target: float | None, console: Console | None = None, *,
@@ -58,18 +43,6 @@ def print_sweep(points: Sequence[SweepPoint], target: float | None, console: Con
     console.print(Text(_answer(points, target, smallest)))
     for remark in remarks:
         console.print(Text(plain(remark)))
-
-
-def smallest_that_reaches(points: Sequence[SweepPoint], target: float | None) -> SweepPoint | None:
-    """The point with the fewest nodes whose nominal throughput is at least the target."""
-    if target is None:
-        return None
-    return min((each for each in points if reaches(each, target)), key=lambda each: each.nodes, default=None)
-
-
-def reaches(point: SweepPoint, target: float) -> bool:
-    """Whether its nominal throughput is at least the target."""
-    return point.prompts_per_hour is not None and point.prompts_per_hour >= target
 
 
 def capacity_curve(points: Sequence[SweepPoint], target: float | None, *, width: int = 72, height: int = 16) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from launch.coefficients.sync import SyncCoefficients
 from launch.fabric.choose import SyncPrediction
 from launch.fabric.communicators import Communicators
 from launch.fabric.estimate import KINDS, Kind
 from launch.fabric.paths import Branch, trees
 from launch.fabric.simulate import arrivals
-from launch.coefficients.sync import SyncCoefficients
 from launch.report.quantities import human, plural, seconds
 
 MOST_LINES = 32

@@ -7,10 +7,10 @@ from html import escape
 from pathlib import Path
 
 from launch.report.run.charts import SPLIT_COLOURS, svg_charts
-from launch.run.metrics import Row, attempt_dirs, first_and_last, read_history, read_jsonl, series
 from launch.report.run.measured import FILE, comparison_html, of_attempt
 from launch.report.run.progress import duration, shares
 from launch.report.run.terminal import mean_split
+from launch.run.metrics import Row, attempt_dirs, first_and_last, read_history, read_jsonl, series
 
 DOCUMENTS = ("config.yaml", "config.json", "plan.json", "placement.json", FILE, "versions.json",
              "environment.json")

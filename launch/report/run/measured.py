@@ -9,11 +9,11 @@ from pathlib import Path
 import click
 from pydantic import ValidationError
 
+from launch.plan.plan import Plan
 from launch.planner.calibrate.calibrate import Calibration
 from launch.planner.calibrate.measured import PlanVsMeasured, compare
-from launch.plan.plan import Plan
-from launch.run.metrics import metric_rows
 from launch.report.quantities import seconds, significant
+from launch.run.metrics import metric_rows
 
 FILE = "plan-vs-measured.json"
 WIDTH = 100

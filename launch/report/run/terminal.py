@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.run.metrics import Row, first_and_last, series, smoothed
 from launch.report.run.progress import duration, shares
+from launch.run.metrics import Row, first_and_last, series, smoothed
 
 
 def reward_curve(history: Sequence[Row], *, width: int = 72, height: int = 14) -> str:

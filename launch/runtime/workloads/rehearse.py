@@ -21,13 +21,12 @@ import psutil
 
 from launch import envvars, processes
 from launch.errors import UserError
-from launch.runtime import rehearsal
+from launch.files.shared import seen, write_atomically
 from launch.run import faults
-from launch.run.attempts import write_atomically
 from launch.run.outcome import write_outcome
+from launch.runtime import rehearsal
 from launch.runtime.places import Place, places, variables
 from launch.runtime.rehearsal import Report
-from launch.files.shared import seen
 from launch.runtime.workloads import rank_report, train
 from launch.runtime.workloads.context import NodeContext
 

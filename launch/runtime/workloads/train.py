@@ -18,12 +18,19 @@ from pathlib import Path
 
 from launch import envvars, processes
 from launch.errors import UserError
-from launch.planner.seats.local import LOOPBACK
+from launch.files.shared import read_shared, seen, write_atomically
 from launch.plan.plan import Placement
-from launch.run.attempts import Attempt, write_atomically
-from launch.runtime.ray_node import (ADDRESS_VARIABLE, RaySession, loopback_variables, object_store_bytes, registered,
-                                     start_head, start_raylet)
-from launch.files.shared import read_shared, seen
+from launch.planner.seats.local import LOOPBACK
+from launch.run.attempts import Attempt
+from launch.runtime.ray_node import (
+    ADDRESS_VARIABLE,
+    RaySession,
+    loopback_variables,
+    object_store_bytes,
+    registered,
+    start_head,
+    start_raylet,
+)
 from launch.runtime.workloads.context import NodeContext
 
 DRIVER = "megatron_rl.train"

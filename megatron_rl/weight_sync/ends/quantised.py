@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from megatron_rl.weight_sync.ends.vllm_internals import loader_form, loader_shapes, processed, quantises
 from megatron_rl.layouts.vllm import LayoutError
+from megatron_rl.weight_sync.ends.vllm_internals import loader_form, loader_shapes, processed, quantises
 
 
 class Quantised:

@@ -19,12 +19,21 @@ import torch
 
 from launch.fabric.estimate import RECEIVING
 from megatron_rl.layouts.digest import add, digest_layouts
-from megatron_rl.weight_sync.wire.member import Membership
-from megatron_rl.weight_sync.protocol import Held, SyncPart, TransferReport, engine_name, trainer_name
-from megatron_rl.weight_sync.plan.streams import EdgeKey, EngineRank, Stream
 from megatron_rl.layouts.tiles import ParamLayout
+from megatron_rl.weight_sync.plan.streams import EdgeKey, EngineRank, Stream
+from megatron_rl.weight_sync.protocol import Held, SyncPart, TransferReport, engine_name, trainer_name
+from megatron_rl.weight_sync.wire.member import Membership
+from megatron_rl.weight_sync.wire.packing import (
+    HEADER_BYTES,
+    WireError,
+    buffer_bytes,
+    check_header,
+    destination_tiles,
+    poison,
+    unpack_bucket,
+)
 from megatron_rl.weight_sync.wire.transport import Deadline, Lane, Pending, TransportError
-from megatron_rl.weight_sync.wire.packing import (HEADER_BYTES, WireError, buffer_bytes, check_header, destination_tiles, poison, unpack_bucket)
+
 
 class WeightReceiver:
     """One rollout worker's end of all lanes that it is on.

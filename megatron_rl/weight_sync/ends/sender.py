@@ -13,15 +13,16 @@ import torch
 
 from launch.fabric.estimate import SENDING
 from launch.plan.plan import RankCoordinates
+from megatron_rl.layouts.digest import add, digest_layouts
+from megatron_rl.layouts.tiles import ParamLayout
 from megatron_rl.weight_sync.plan.buckets import Bucket
 from megatron_rl.weight_sync.plan.copies import Source
-from megatron_rl.layouts.digest import add, digest_layouts
-from megatron_rl.weight_sync.wire.member import Membership
-from megatron_rl.weight_sync.protocol import EdgeKey, Held, SyncPart, TransferReport, engine_name, trainer_name
 from megatron_rl.weight_sync.plan.streams import Stream, schedule
-from megatron_rl.layouts.tiles import ParamLayout
-from megatron_rl.weight_sync.wire.transport import Deadline, Pending, TransportError
+from megatron_rl.weight_sync.protocol import EdgeKey, Held, SyncPart, TransferReport, engine_name, trainer_name
+from megatron_rl.weight_sync.wire.member import Membership
 from megatron_rl.weight_sync.wire.packing import buffer_bytes, pack_bucket, source_tiles
+from megatron_rl.weight_sync.wire.transport import Deadline, Pending, TransportError
+
 
 class WeightSender:
     """One trainer rank's end of its lane.

@@ -15,19 +15,26 @@ from dataclasses import dataclass
 
 import torch
 from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
 from megatron_rl.layouts.disk_check import differences, read_tiles
-from megatron_rl.weight_sync.protocol import SyncPart, vllm_backend
-from megatron_rl.weight_sync.ends.quantised import Quantised
-from megatron_rl.weight_sync.plan.streams import EngineRank
 from megatron_rl.layouts.tiles import CanonicalTensor
-from megatron_rl.weight_sync.ends.vllm_internals import end_update, in_vllms_config, keep_cpu_weights_in_place, live_model
 from megatron_rl.layouts.vllm import assert_not_empty, decode_layout, encode_layout, trace_layout, write_padding
+from megatron_rl.weight_sync.ends.quantised import Quantised
+from megatron_rl.weight_sync.ends.vllm_internals import (
+    end_update,
+    in_vllms_config,
+    keep_cpu_weights_in_place,
+    live_model,
+)
 from megatron_rl.weight_sync.ends.worker import WorkerReceiver
+from megatron_rl.weight_sync.plan.streams import EngineRank
+from megatron_rl.weight_sync.protocol import SyncPart, vllm_backend
 
 if current_platform.is_cpu():
     keep_cpu_weights_in_place()

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from megatron_rl.weight_sync.protocol import SyncPart, TransferReport
 from megatron_rl.weight_sync.ends.receiver import WeightReceiver
 from megatron_rl.weight_sync.plan.streams import EngineRank
+from megatron_rl.weight_sync.protocol import SyncPart, TransferReport
 from megatron_rl.weight_sync.wire.transport import TransportError
 
 

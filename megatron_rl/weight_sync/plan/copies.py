@@ -14,9 +14,10 @@ from launch.errors import UserError
 from launch.fabric.shards import Flow, Shard, Worker
 from launch.plan.layouts import TrainingLayout
 from launch.plan.plan import RankCoordinates
+from megatron_rl.layouts.tiles import ParamLayout, Tile, intersect
 from megatron_rl.weight_sync.plan.buckets import Copy
 from megatron_rl.weight_sync.plan.streams import EngineRank
-from megatron_rl.layouts.tiles import ParamLayout, Tile, intersect
+
 
 @dataclass(frozen=True)
 class Source:

@@ -10,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
+from megatron_rl.layouts.tiles import ParamLayout, Tile, contiguous_stride, cut
 from megatron_rl.weight_sync.plan.buckets import ITEM_BYTES, Bucket, Copy
 from megatron_rl.weight_sync.plan.copies import Destination, Source
 from megatron_rl.weight_sync.plan.manifest import Edge, SyncManifest
 from megatron_rl.weight_sync.plan.streams import Stream
-from megatron_rl.layouts.tiles import ParamLayout, Tile, contiguous_stride, cut
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Start and shape, in the coordinates of a local parameter or of a canonical tensor."""

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from megatron_rl.layouts.tiles import ParamLayout, Tile, tile_view
 from megatron_rl.weight_sync.plan.buckets import Bucket
 from megatron_rl.weight_sync.plan.manifest import Edge
 from megatron_rl.weight_sync.plan.streams import Stream
-from megatron_rl.layouts.tiles import ParamLayout, Tile, tile_view
 
 HEADER_BYTES = 64
 """Keeps the payload aligned for every dtype."""
