@@ -92,7 +92,7 @@ async def _run(setups: Sequence[Setup], options: argparse.Namespace) -> int:
     text = table(rows, rates)
     print(f"\n{text}")
     if options.write_docs:
-        write_blocks(PAGE, {"bench-sync": text})
+        write_blocks(PAGE, {"bench-sync": table(rows, rates, page=True)})
     return 0
 
 

@@ -21,8 +21,8 @@ class Aim(NamedTuple):
     """None where it cannot be judged."""
 
 
-def table(rows: Sequence[Measured], rates: Rates) -> str:
-    """A line a case, then what it rests on, then the aims."""
+def table(rows: Sequence[Measured], rates: Rates, *, page: bool = False) -> str:
+    """A line for each case, the rates of one process, then the aims; for the page only a count of those that were met."""
     lines = [f"{'hosts':<6}{'layout':<26}{'route':<8}{'bound':>8}{'predicted':>11}{'ours':>8}{'/bound':>8}"
              f"{'tensors':>9}{'buckets':>9}{'verify':>8}{'plain':>7}{'spare':>7}  counts"]
     lines += [_line(row) for row in rows]
@@ -30,8 +30,11 @@ def table(rows: Sequence[Measured], rates: Rates) -> str:
               f"One process alone: memcpy {rates.memcpy / 1e9:.1f} GB/s, pack {rates.pack / 1e9:.1f}, unpack "
               f"{rates.unpack / 1e9:.1f}, digest {rates.digest / 1e9:.2f}: a digest costs "
               f"{rates.memcpy / rates.digest:.1f} times a memcpy.", ""]
+    judged = aims(rows)
+    if page:
+        lines += [f"aims: {sum(aim.met is True for aim in judged)} met"]
     lines += [f"{'cannot be judged' if aim.met is None else 'met' if aim.met else 'missed':<17}{aim.what}: {aim.said}"
-              for aim in aims(rows)]
+              for aim in judged if not (page and aim.met)]
     return "\n".join(lines)
 
 
