@@ -87,6 +87,7 @@ def recorded(slurm: SlurmCluster, folder: Path, timeout_s: float) -> dict[str, s
         slurm.wait_for(job, end, timeout_s=timeout_s)
         logs[name] = slurm.output(job).replace(f"{folder / name}/", "")
     good, bad = logs["rehearsal"].splitlines(), logs["misplaced"].splitlines()
+    good = good[next(at for at, line in enumerate(good) if line.startswith("rehearsal of attempt")):]
     nodes = [number for number, line in enumerate(good) if line.startswith("leaf") and "h100-" in line]
     good[nodes[3]:nodes[-2]] = ["..."]
     return {"rehearsal": "\n".join(good),

@@ -41,61 +41,54 @@ class Section(BaseModel):
 
 class Container(Section):
     kind: Literal["none", "pyxis", "enroot", "apptainer"] = "none"
-    """How the processes of a node are put into a container: by Slurm's plug-in pyxis, by `enroot start`, by
-    `apptainer exec`, or not at all. The leader of the job stays outside: it needs `srun`."""
+    """Container runtime of the node's processes. The job's leader stays outside, since it needs `srun`."""
     image: Line | None = None
-    """pyxis: an image or a .sqsh file; enroot: the name of a container that exists on each node; apptainer: a .sif
-    file."""
+    """pyxis: an image or a .sqsh file. enroot: a container that exists on each node. apptainer: a .sif file."""
     mounts: list[Line] = []
-    """`HOST:CONTAINER` or `PATH`, beside what is always mounted: the working directory, the repository, the run's
-    folder, those of the model and the data, and `scratch` (/tmp without one)."""
+    """Additional mounts, `HOST:CONTAINER` or `PATH`. Always mounted: the working directory, the repository, the folders
+    of run, model and data, and `scratch` (else /tmp)."""
     python: Line = "python3"
-    """The Python inside the image."""
+    """Python inside the image."""
 
 
 class Interfaces(Section):
     socket: Line | None = None
-    """Interface at which the processes of a job meet (gloo, NCCL's bootstrap, Ray), such as `bond0`; null: that of
-    the node's address."""
+    """Interface for gloo, NCCL's bootstrap and Ray, such as `bond0`; null: the interface of the node's address."""
     nccl: list[Line] = []
-    """NICs for NCCL in rail order, such as `mlx5_0`; empty: those that the preflight
-    finds beside the GPUs."""
+    """NICs for NCCL in rail order, such as `mlx5_0`; empty: the NICs that the preflight finds next to the GPUs."""
 
 
 class Profile(Section):
     container: Container = Container()
-    """What the processes of a node run in."""
+    """Container of the node's processes."""
     modules: list[Line] = []
-    """Loaded by the batch script (`module load ...`)."""
+    """Modules that the batch script loads."""
     modules_init: Line | None = None
-    """File that the batch script sources first, where a batch shell has no `module`: /etc/profile.d/modules.sh,
-    /etc/profile.d/lmod.sh or /usr/share/lmod/lmod/init/bash; null: none."""
+    """File that the batch script sources first if a batch shell has no `module`, such as /etc/profile.d/lmod.sh."""
     python: Line | None = None
-    """The Python of the leader, and of the nodes where there is no container. null: .venv-gpu or .venv of the
-    repository if they are there, else `python3` of PATH; `megatron-rl launch` takes its own."""
+    """Python of the leader, and of nodes without a container. null: `.venv-gpu` or `.venv` of the repository, else
+    `python3`; `megatron-rl launch` uses its own."""
     environment: dict[Name, Line] = {}
-    """Variables of every process of the job. No secrets: they would stand in the batch script; export those before
-    the submission."""
+    """Environment variables of every process of the job. Not for secrets: export those before submitting."""
     scratch: Line | None = None
-    """Folder on each node's own disk for Ray, caches of compilers and temporary files, TMPDIR of every process; null:
-    the job's TMPDIR, else /tmp. At most 60 bytes; beyond 26, Ray takes a folder in /tmp, since a socket's path has
-    107."""
+    """Folder on each node's local disk for Ray, compiler caches and temporary files (TMPDIR); null: the job's TMPDIR,
+    else /tmp. At most 60 bytes; beyond 26, Ray uses /tmp because of the length limit of socket paths."""
     interfaces: Interfaces = Interfaces()
-    """Network interfaces, where the guess would be wrong."""
+    """Network interfaces, if the detected ones are wrong."""
     gpus: Literal["gpus_per_node", "gres", "none"] = "gpus_per_node"
-    """How GPUs are asked for: --gpus-per-node=8, --gres=gpu:8, or not at all (nodes are given whole)."""
+    """How GPUs are requested: --gpus-per-node=8, --gres=gpu:8, or not at all."""
     gpu_type: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] | None = None
-    """Type in the request, where the site wants one: gpu:h100:8."""
+    """GPU type in the request, as in gpu:h100:8."""
     refuses: list[Option] = []
-    """Options of sbatch that the site refuses; the batch script leaves them out."""
+    """sbatch options that the site refuses; the batch script omits them."""
     segment: Annotated[int, Gt(0)] | None = None
-    """--segment, nodes that must lie in one block (topology/block only)."""
+    """--segment: nodes that must share a block (topology/block only)."""
     sbatch: list[Annotated[str, Field(pattern=r"^--[a-z][ -~]*$")]] = []
-    """Further options of sbatch, such as `--constraint=ib`."""
+    """Additional sbatch options, such as `--constraint=ib`."""
     stop_margin_s: Figure | None = None
-    """Least seconds between the stop signal and the end of the time limit; null: what the plan needs."""
+    """Minimum seconds between the stop signal and the time limit; null: what the plan needs."""
     file_system_gb_per_s: Figure | None = None
-    """Rate at which all training nodes together write a checkpoint, in GB/s of 1e9 bytes; null: the cluster file's
+    """Rate at which all training nodes together write a checkpoint, in GB/s (1e9 bytes); null: the cluster file's
     coefficient."""
 
     def stamp(self) -> str:
