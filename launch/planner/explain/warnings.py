@@ -19,22 +19,22 @@ MAX_CAPPED_GROUPS = 0.5
 """Share of the groups with a completion that was cut off, above which the reward of the cap teaches more than the task."""
 DOCUMENTED: dict[str, str] = {
     "W001": "a training stage fills almost all of its GPU",
-    "W002": "an engine's cache has no room for one more completion that runs to the cap",
+    "W002": "an engine's KV cache has no room for one more completion of maximum length",
     "W003": "samples are several versions old",
     "W004": "the target lies within the uncertainty of the prediction, or beyond it",
-    "W005": "one partition waits for the other a large part of the step",
-    "W006": "weights leave their rail",
+    "W005": "one partition waits for the other during a large part of the step",
+    "W006": "weights cross rails",
     "W007": "engine and trainer have different precisions",
     "W008": "nodes or GPUs stay idle",
-    "W009": "old log-probs are stood in for by those of the engine",
-    "W010": "the sync takes a noticeable part of the step",
-    "W011": "the response lengths are an assumption",
+    "W009": "the engine's log-probs are used as the old log-probs",
+    "W010": "weight sync takes a noticeable part of the step",
+    "W011": "response lengths are assumed",
     "W012": "no coefficient was measured at this site",
-    "W013": "what lies in host memory fills a node's",
-    "W014": "most groups hold a completion that is cut off",
-    "W015": "a second copy of the weights saves nothing",
-    "W016": "the communicators of the sync may not fit beside what else a GPU holds",
-    "W017": "writing a version of the weights to disk takes longer than the steps between two of them",
+    "W013": "the plan nearly fills a node's host memory",
+    "W014": "most groups have a truncated completion",
+    "W015": "a second copy of the weights saves no time",
+    "W016": "the communicators of the weight sync may not fit in GPU memory",
+    "W017": "writing a version to disk takes longer than the steps between two versions",
 }
 """Code -> what it means."""
 
