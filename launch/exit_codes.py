@@ -25,15 +25,14 @@ class ExitCode(IntEnum):
 MEANINGS: dict[ExitCode, str] = {
     ExitCode.OK: "finished, or stopped on request with a checkpoint written",
     ExitCode.INTERNAL: "a bug in megatron-rl itself",
-    ExitCode.USER_ERROR: "usage, configuration, model, data or reward error: fix the input",
+    ExitCode.USER_ERROR: "usage, configuration, model, data or reward error",
     ExitCode.NO_FEASIBLE_PLAN: "no placement fits the cluster",
     ExitCode.PREFLIGHT: "preflight found a critical fault",
     ExitCode.SLURM: "Slurm refused the request or cannot be reached",
     ExitCode.CRASH: "a component of the job died",
-    ExitCode.HANG: "no progress within the deadline: stacks of all ranks were written",
+    ExitCode.HANG: "no progress within the deadline; stacks of all ranks were written",
     ExitCode.HARDWARE_FAULT: "GPU, node or network fault, with evidence",
     ExitCode.NO_PROGRESS: "crashed again without progress: do not restart",
-    ExitCode.UNFINISHED: "stopped in order before the last step, and this job does not go on: another one does, or the "
-                         "run has had its attempts",
-    ExitCode.INTERRUPTED: "interrupted a second time before the checkpoint was written",
+    ExitCode.UNFINISHED: "stopped in order before the last step; another job continues, or the attempts are used up",
+    ExitCode.INTERRUPTED: "interrupted a second time, before the checkpoint was complete",
 }

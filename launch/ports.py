@@ -28,8 +28,8 @@ WELL_KNOWN = frozenset({6379, 8000, 8265, 10001, 29500})
 """Defaults of Ray, vLLM and torchrun: a block that holds one is skipped, somebody else's job will want it."""
 
 TABLE: dict[str, tuple[int, int, str]] = {
-    "claim": (0, 1, "held by the launcher while the job lives: marks the block as taken"),
-    "ray_gcs": (1, 1, "Ray's control store: the address that drivers connect to"),
+    "claim": (0, 1, "held by the launcher: marks the block as taken"),
+    "ray_gcs": (1, 1, "Ray control store"),
     "ray_client": (2, 1, "Ray client server"),
     "ray_dashboard": (3, 1, "Ray dashboard, on loopback"),
     "ray_dashboard_agent": (4, 1, "Ray dashboard agent, HTTP"),
@@ -39,7 +39,7 @@ TABLE: dict[str, tuple[int, int, str]] = {
     "ray_node_manager": (8, 1, "Ray node manager (raylet)"),
     "ray_object_manager": (9, 1, "Ray object manager"),
     "rendezvous": (10, 1, "torch.distributed store of the training ranks"),
-    "lanes": (32, 128, "store of each training rank's weight-sync lane"),
+    "lanes": (32, 128, "weight-sync store of each training rank"),
     "ray_workers": (160, 160, "Ray worker processes"),
 }
 """Name -> (offset in the block, how many, what for). docs/config.md shows this table."""
