@@ -1,4 +1,4 @@
-"""What one kind of measured point owes the validation: a module `launch/planner/validate/<kind>.py` with the names of
+"""What one kind of measured point owes the validation: a module `launch/validate/<kind>.py` with the names of
 `KindModule`."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def measured(quantity: str, value: float, predicted: float | None, reason: str =
 
 
 class KindModule(Protocol):
-    """The names that `launch/planner/validate/<kind>.py` defines at module level.
+    """The names that `launch/validate/<kind>.py` defines at module level.
 
     `predict` never raises for a point whose fields are null, `not_stated`, unknown or absent: it returns the
     `Predicted` of each measured quantity with `predicted=None` and the reason. It returns [] only for a point that

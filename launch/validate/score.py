@@ -93,7 +93,7 @@ class LeftOut:
 
 def module(kind: str) -> KindModule:
     """The model of a kind; imported when it is needed."""
-    return importlib.import_module(f"launch.planner.validate.{kind}")
+    return importlib.import_module(f"launch.validate.{kind}")
 
 
 def development_points() -> list[Point] | None:
