@@ -103,7 +103,8 @@ Rollout usually takes several times as long as the update. Here one step spends 
 training and {rollout:,.0f} on rollout, a ratio of {training / rollout:.2f}, for two reasons:
 
 - **No tail.** Asynchronous engines are refilled and run {found.rollout.time.in_flight:,.0f} sequences all the time, so
-  a token costs what it costs in a full batch ({found.rollout.time.tokens_per_s / found.rollout.layout.gpus:,.0f} tokens/s/GPU).
+  a token costs what it costs in a full batch
+  ({found.rollout.time.tokens_per_s / found.rollout.layout.gpus:,.0f} tokens/s/GPU).
 - **Large batches.** With {found.problem.workload.sequences:,} responses per step the weights are read once for many
   tokens.
 

@@ -14,6 +14,8 @@ from launch.validate.report import Report
 from launch.validate.score import MINIMUM, LeftOut, Row, Score
 
 WIDTH = 100
+LARGE = 0.1
+"""Median error above which the page lists a regime."""
 _VERDICT = {True: "met", False: "MISSED", None: ""}
 _NUMBERS = ("points", "absolute", "signed", "with it", "without it")
 _YES_NO = {True: "yes", False: "no"}
@@ -49,8 +51,9 @@ def print_report(report: Report, units: Mapping[str, Mapping[str, str]], console
 
 
 def markdown(report: Report) -> str:
-    """Everything but the single points."""
-    parts = [("Kinds", _kinds(report)), ("Regimes", _regimes(report)), ("Checks", _checks(report)),
+    """Everything but the single points and the regimes that are predicted well."""
+    parts = [("Kinds", _kinds(report)),
+             (f"Regimes with a median error above {LARGE:.0%}", _regimes(report, LARGE)), ("Checks", _checks(report)),
              ("Each source left out in turn", _left_out(report.left_out)),
              ("Not predicted", _unpredicted(report.unpredicted))]
     return "\n\n".join(f"## {title}\n\n{_pipes(*table)}" for title, table in parts if table[1]) + "\n"
@@ -84,9 +87,9 @@ def _compared(row: Row, units: Mapping[str, str]) -> tuple[str, str, str]:
     return figure(result.predicted, unit), low if low == high else f"{low} to {high}", percent(result.error)
 
 
-def _regimes(report: Report) -> tuple[Sequence[str], Cells]:
+def _regimes(report: Report, above: float = -1.0) -> tuple[Sequence[str], Cells]:
     return ("kind", "regime", "points", "absolute", "signed", "target", ""), [
-        (kind, regime, *_figures(score)) for (kind, regime), score in report.regimes.items()]
+        (kind, regime, *_figures(score)) for (kind, regime), score in report.regimes.items() if score.absolute > above]
 
 
 def _kinds(report: Report) -> tuple[Sequence[str], Cells]:
