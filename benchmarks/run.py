@@ -44,21 +44,17 @@ CASES = {
 
 
 PAGE = Path("docs/bench.md")
-INTRODUCTION = """# Samples a second, beside TRL
+INTRODUCTION = """# Throughput compared with TRL
 
     make bench
 
-trains the same model on the same prompts with the same G, lengths and precision through this project and through TRL's
-GRPOTrainer (newest release, its plain generation), one after the other on one machine. TRL gets as many threads as
-the machine has cores; here the training ranks have one each and the engine what `rollout.threads` says (1 for the tiny
-model, 2 for the 135M model). Start-up and the first steps are not counted.
-A step is `time/step` here (docs/metrics.md), which leaves out checkpoints and evaluation, off in both; TRL's is the time from
-the end of one step to the end of the next, with what its trainer does in between.
-This page was written by `make bench ARGS=--write-docs`.
+trains the same model on the same prompts with the same G, lengths and precision with this project and with TRL's GRPOTrainer
+(newest release, plain generation), one after the other on one machine. TRL uses all cores; here each training rank uses one and
+the engine `rollout.threads` (tiny: 1, 135M: 2). Start-up and the first steps are not counted, nor are checkpoints and
+evaluation. The tiny model is measured with one training rank, the 135M model as shipped (PP2).
 
-The tiny model is measured with one training rank, the 135M model as shipped, PP2. At 256 samples of two tokens the tiny
-case measures the cost of requests, processes and calls, of which TRL's single
-process has none. Other overrides: `make bench ARGS="--set KEY=VALUE"`.
+With 256 samples of two tokens the tiny case measures the cost of requests and processes, which TRL's single process does not
+have. For other overrides: `make bench ARGS="--set KEY=VALUE"`. Written by `make bench ARGS=--write-docs`.
 
 """
 
