@@ -48,13 +48,14 @@ INTRODUCTION = """# Throughput compared with TRL
 
     make bench
 
-trains the same model on the same prompts with the same G, lengths and precision with this project and with TRL's GRPOTrainer
-(newest release, plain generation), one after the other on one machine. TRL uses all cores; here each training rank uses one and
-the engine `rollout.threads` (tiny: 1, 135M: 2). Start-up and the first steps are not counted, nor are checkpoints and
-evaluation. The tiny model is measured with one training rank, the 135M model as shipped (PP2).
+trains the same model on the same prompts with the same G, lengths and precision with this project and with TRL's
+GRPOTrainer (newest release, plain generation), one after the other on one machine. TRL uses all cores; here each
+training rank uses one and the engine `rollout.threads` (tiny: 1, 135M: 2). Start-up and the first steps are not
+counted, nor are checkpoints and evaluation. The tiny model is measured with one training rank, the 135M model as
+shipped (PP2).
 
-With 256 samples of two tokens the tiny case measures the cost of requests and processes, which TRL's single process does not
-have. For other overrides: `make bench ARGS="--set KEY=VALUE"`. Written by `make bench ARGS=--write-docs`.
+With 256 samples of two tokens the tiny case measures the cost of requests and processes, which TRL's single process
+does not have. For other overrides: `make bench ARGS="--set KEY=VALUE"`. Written by `make bench ARGS=--write-docs`.
 
 """
 

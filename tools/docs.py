@@ -18,6 +18,9 @@ from launch.planner.explain import warnings as cautions
 from launch.slurm.profiles import Profile
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+PLAIN = re.compile(r"(text|true or false|(integer|number)( >=? 0)?|mapping|list of (texts|sections)(, at least 1)?)"
+                   r"( and <= 1000000000.0)?( or null| or auto| or ray)*")
+"""Types that go without saying."""
 
 
 def config_page(text: str) -> str:
@@ -34,9 +37,8 @@ def plan_page(text: str) -> str:
 
 def slurm_page(text: str) -> str:
     """docs/slurm.md with its table of a site profile's keys written anew."""
-    rows = [(f"`{key.dotted}`", type_in_words(key.field), _default(key), _text(key)) for key in all_keys(Profile)
-            if key.section is None]
-    return _with_tables(text, {"profile keys": _table(("Key", "Type", "Default", "Meaning"), rows)})
+    rows = [(f"`{key.dotted}`", _default(key), _meaning(key)) for key in all_keys(Profile) if key.section is None]
+    return _with_tables(text, {"profile keys": _table(("Key", "Default", "Meaning"), rows)})
 
 
 def _with_tables(text: str, tables: Mapping[str, str]) -> str:
@@ -70,7 +72,7 @@ def keys_table() -> str:
             parts.append(f"### {key.dotted}")
         elif key.section is not None and "*" not in key.dotted and key.field.annotation is key.section:
             continue
-        rows.append((f"`{key.dotted}`", type_in_words(key.field), _default(key), _text(key)))
+        rows.append((f"`{key.dotted}`", _default(key), _meaning(key)))
     return "\n\n".join(parts + _flush(rows))
 
 
@@ -81,16 +83,17 @@ def ports_table() -> str:
 
 
 def environment_table() -> str:
-    rows = []
+    """Variables that are set for one reason share a row."""
+    rows: dict[tuple[str, str], list[str]] = {}
     for each in envvars.TABLE:
         roles = "all" if each.roles == envvars.ROLES else ", ".join(each.roles)
         devices = "" if len(each.devices) == 2 else f" ({each.devices[0].upper()} only)"
-        rows.append((f"`{each.name}`", f"`{each.value}`", roles + devices, each.why))
-    return _table(("Variable", "Value", "Processes", "Why"), rows)
+        rows.setdefault((roles + devices, each.why), []).append(f"`{each.name}={each.value}`")
+    return _table(("Variables", "Processes", "Reason"), [(", ".join(names), *row) for row, names in rows.items()])
 
 
 def _flush(rows: list[tuple[str, ...]]) -> list[str]:
-    table = [_table(("Key", "Type", "Default", "Meaning"), rows)] if rows else []
+    table = [_table(("Key", "Default", "Meaning"), rows)] if rows else []
     rows.clear()
     return table
 
@@ -106,6 +109,16 @@ def _default(key: Key) -> str:
         return "required"
     words = {None: "null", True: "true", False: "false"}
     return f"`{words[default] if default is None or isinstance(default, bool) else default}`"
+
+
+def _meaning(key: Key) -> str:
+    """The key's text, then the allowed values where neither the text nor the default shows them."""
+    text, kind = _text(key), type_in_words(key.field)
+    shown = f"{text} `{key.field.default}`"
+    if PLAIN.fullmatch(kind) or (kind.startswith("one of ") and
+                                 all(f"`{word}`" in shown for word in kind.removeprefix("one of ").split(", "))):
+        return text
+    return f"{text} {kind[0].upper()}{kind[1:]}."
 
 
 def _text(key: Key) -> str:
