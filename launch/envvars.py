@@ -48,7 +48,7 @@ TABLE: tuple[Variable, ...] = (
     Variable("HF_DATASETS_OFFLINE", "1", "nothing is downloaded in a job"),
     Variable("TOKENIZERS_PARALLELISM", "false", "its threads compete with the ranks and can deadlock after a fork"),
     Variable("OMP_NUM_THREADS", "{threads}", "torch would use every core in every process"),
-    Variable("MKL_NUM_THREADS", "{threads}", "as OMP_NUM_THREADS"),
+    Variable("MKL_NUM_THREADS", "{threads}", "torch would use every core in every process"),
     Variable("PYTHONUNBUFFERED", "1", "logs keep the last line before a crash"),
     Variable("PYTHONHASHSEED", "0", "same iteration order of sets in all processes"),
     Variable("GLOO_SOCKET_IFNAME", "{interface}", "gloo's default, the interface of the host name, is often wrong"),

@@ -18,7 +18,8 @@ from launch.planner.explain import warnings as cautions
 from launch.slurm.profiles import Profile
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PLAIN = re.compile(r"(text|true or false|(integer|number)( >=? 0)?|mapping|list of (texts|sections)(, at least 1)?)"
+PLAIN = re.compile(r"(text|true or false|(integer|number)( >=? 0)?|mapping|list of (texts|sections|integer > 0s|number >= 0s)"
+                   r"(, at least 1)?)"
                    r"( and <= 1000000000.0)?( or null| or auto| or ray)*")
 """Types that go without saying."""
 
