@@ -7,14 +7,29 @@ import os
 
 import pytest
 
+from tests.patience import measure, patience, patient
+
 NO_GPU = "needs an NVIDIA GPU, and torch sees none"
 NO_MOUNT = "needs a small file system, and this user may not mount one"
 NO_SLURM = "needs Slurm's programs, which tests/install_slurm.sh could not install"
 
 
+@pytest.hookimpl(tryfirst=True)     # before pytest-timeout reads its limit
+def pytest_configure(config: pytest.Config) -> None:
+    measure()
+    if config.getoption("timeout", None) is None:
+        os.environ["PYTEST_TIMEOUT"] = str(patient(float(config.getini("timeout"))))
+
+
+def pytest_report_header() -> str:
+    return f"deadlines of tests: {patience():g} times what they are on the machine that they were written on"
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     if "slurm" in getattr(item, "fixturenames", ()):
         item.add_marker("slurm")
+    if own := item.get_closest_marker("timeout"):
+        item.add_marker(pytest.mark.timeout(patient(own.args[0])), append=False)
 
 
 @pytest.hookimpl(tryfirst=True)     # before any fixture starts a daemon

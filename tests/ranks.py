@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from launch.ports import BLOCK, Ports, allocate
+from tests.patience import patient
 
 PRELOAD = (
     "numpy", "torch", "torch.distributed", "torch.distributed.checkpoint", "safetensors.torch",
@@ -99,7 +100,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
         processes, pipes = [], []
         for r in range(world):
             receive, send = context.Pipe(duplex=False)
-            rank = Rank(r, world, "127.0.0.1", port, timeout)
+            rank = Rank(r, world, "127.0.0.1", port, patient(timeout))
             arguments = (rank, payload, send, str(Path(stacks, f"{r}")))
             process = context.Process(target=_main, args=arguments, daemon=True)
             process.start()
@@ -107,7 +108,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
             processes.append(process)
             pipes.append(receive)
         try:
-            return _collect(processes, pipes, time.monotonic() + timeout, Path(stacks))
+            return _collect(processes, pipes, time.monotonic() + patient(timeout), Path(stacks))
         finally:
             for process in processes:
                 if process.is_alive():
@@ -124,16 +125,20 @@ def _collect(processes: list, pipes: list, deadline: float, stacks: Path) -> lis
             missing = sorted(waiting.values())
             told = "\n".join(f"--- rank {r}\n{(stacks / str(r)).read_text() or 'no stack written'}" for r in missing)
             raise RankError(f"ranks {missing} did not answer in time\n{told}")
+        failed: list[tuple[float, int, str]] = []
         for pipe in ready:
             rank = waiting[pipe]
             try:
-                failed, value = pickle.loads(pipe.recv_bytes())
+                failed_at, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 processes[rank].join(5)
                 raise RankError(f"rank {rank} died with exit code {processes[rank].exitcode}") from None
-            if failed:
-                raise RankError(f"rank {rank} of {len(pipes)} failed first:\n{value}")
+            if failed_at is not None:
+                failed.append((failed_at, rank, value))
             results[rank] = value
+        if failed:  # a busy machine may deliver several at once
+            _, rank, value = min(failed)
+            raise RankError(f"rank {rank} of {len(pipes)} failed first:\n{value}")
     return [results[r] for r in range(len(pipes))]
 
 
@@ -146,10 +151,9 @@ def _main(rank: Rank, payload: bytes, send: Any, stack_file: str) -> None:
         faulthandler.dump_traceback_later(max(1.0, rank.timeout_s - 2.0), file=stack)
         try:
             function, args = pickle.loads(payload)
-            answer = (False, function(rank, *args))
-            message = pickle.dumps(answer)
+            message = pickle.dumps((None, function(rank, *args)))
         except BaseException:
-            message = pickle.dumps((True, traceback.format_exc()))
+            message = pickle.dumps((time.monotonic(), traceback.format_exc()))      # one clock for all processes
         faulthandler.cancel_dump_traceback_later()
         send.send_bytes(message)
         send.close()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from launch import processes
+from tests.patience import patient
 from tests.slurm_conf import free_block
 
 PROGRAMS = ("slurmdbd", "mariadbd", "mariadb-install-db", "my_print_defaults", "sacct")
@@ -49,7 +50,7 @@ class Accounting:
         done = processes.output_of(
             [shutil.which("mariadb-install-db", path=environment["PATH"]), "--no-defaults", f"--datadir={data}",
              f"--user={me}", "--auth-root-authentication-method=normal", "--skip-test-db"],
-            timeout_s=60, environment=environment)
+            timeout_s=patient(60), environment=environment)
         assert done.returncode == 0, done.stdout + done.stderr
         grants = self.folder / "etc/grants.sql"
         grants.touch(mode=0o600)

@@ -27,6 +27,7 @@ import psutil
 import pytest
 
 from launch import envvars, processes
+from tests.patience import patient
 from tests.slurm_accounting import Accounting
 from tests.slurm_conf import Group, gres_conf, slurm_conf
 
@@ -92,7 +93,7 @@ class SlurmCluster:
 
     def start(self, timeout_s: float = 60.0) -> SlurmCluster:
         """Start every daemon and wait until all nodes are idle."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + patient(timeout_s)
         self._write_files()
         munge, conf = self.folder / "munge", self.environment["SLURM_CONF"]
         self._daemon("munged", "munged", "--foreground", "--force", f"--key-file={munge}/key",
@@ -115,7 +116,7 @@ class SlurmCluster:
             check: fail unless it ends with status 0.
             variables: on top of the environment, which holds no variable of another Slurm.
         """
-        answer = processes.output_of(command, timeout_s=timeout_s, cwd=cwd,
+        answer = processes.output_of(command, timeout_s=patient(timeout_s), cwd=cwd,
                                      environment={**self.environment, **(variables or {})})
         if check and answer.returncode:
             raise AssertionError(f"{' '.join(command)}: status {answer.returncode}\n{answer.stdout}{answer.stderr}")
@@ -152,7 +153,7 @@ class SlurmCluster:
         """Start a killed node again and wait until it can take jobs."""
         self.start_node(name)
         self._wait(lambda: self.state_of(name) in ("idle", "mixed", "allocated"), f"{name} to be up",
-                   time.monotonic() + timeout_s)
+                   time.monotonic() + patient(timeout_s))
 
     def states(self) -> list[str]:
         """State of every node; [] while the controller does not answer."""
@@ -187,7 +188,7 @@ class SlurmCluster:
 
         Fails when the job has ended otherwise or time is up, with the end of its output.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + patient(timeout_s)
         while True:
             found = self.job(job)
             if found["JobState"] in states and restarts in (None, int(found["Restarts"])):
@@ -196,13 +197,13 @@ class SlurmCluster:
             if wrong_end or time.monotonic() > deadline:
                 raise AssertionError(
                     f"job {job} is {found['JobState']} ({found['Reason']}, exit {found['ExitCode']}, restarts "
-                    f"{found['Restarts']}), not {' or '.join(states)} within {timeout_s:g} s; its output ends:\n"
+                    f"{found['Restarts']}), not {' or '.join(states)} within {patient(timeout_s):.0f} s; its output ends:\n"
                     f"{self.output(job)[-4000:]}")
             time.sleep(0.1)  # between two looks at the condition
 
     def wait_until(self, done: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
         """Wait for anything; fails at the deadline, or when a daemon has ended."""
-        self._wait(done, what, time.monotonic() + timeout_s)
+        self._wait(done, what, time.monotonic() + patient(timeout_s))
 
     def jobs(self) -> list[int]:
         """Jobs that wait or run."""
@@ -222,7 +223,7 @@ class SlurmCluster:
             self.run("scontrol", "update", f"nodename={','.join(unfit)}", "state=resume", check=False)
         good = {"idle", "allocated", "mixed"} if keep else {"idle"}
         self._wait(lambda: set(self.states()) <= good and sorted(self.jobs()) == sorted(keep), "a clean cluster",
-                   time.monotonic() + timeout_s)
+                   time.monotonic() + patient(timeout_s))
 
     # processes
 
@@ -258,7 +259,7 @@ class SlurmCluster:
     def _kill(self, find: Callable[[], Iterable[psutil.Process]], timeout_s: float = 10.0) -> None:
         """KILL what `find` finds, until it finds nothing: a process that is killed may just have started another. All
         are stopped first, as in a power cut: nobody lives to tell of the death of another."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + patient(timeout_s)
         while victims := list(find()):
             for end in (psutil.Process.suspend, psutil.Process.kill):
                 for process in victims:

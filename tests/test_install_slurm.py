@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 SCRIPT = Path(__file__).with_name("install_slurm.sh")
 
 
@@ -26,7 +28,7 @@ def test_a_refusal_has_a_reason(tmp_path, conf, programs, why):
     for name in ("tee", "chmod", "rm"):
         (tmp_path / "bin" / name).write_text("#!/bin/sh\nexit 0\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    done = subprocess.run(["/bin/bash", str(SCRIPT)], capture_output=True, text=True, timeout=30, check=False,
+    done = subprocess.run(["/bin/bash", str(SCRIPT)], capture_output=True, text=True, timeout=patient(30), check=False,
                           env={"PATH": str(tmp_path / "bin"), "SLURM_CONF": str(tmp_path / "slurm.conf")})
     assert done.returncode == 0
     assert re.search(f"tests of a live Slurm will be skipped: .*scontrol.* not installed, and ({why})", done.stderr)

@@ -18,6 +18,7 @@ from launch.health.fabric import Member, Pair, Result, Task, judge_fabric, round
 from launch.health.verdict import judge
 from launch.ports import allocate
 from tests.health.conftest import named
+from tests.patience import patient
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 NODES = ("a", "b", "c", "d")
@@ -123,7 +124,7 @@ class TestForReal:
     def task(self):
         ports = allocate(5, address="127.0.0.1")
         yield Task(tuple(Member(node, None, "127.0.0.1") for node in ("a", "a", "b", "b")), "gloo", ports.rendezvous,
-                   allreduce_bytes=2 ** 20, pair_bytes=2 ** 18, repeats=2, timeout_s=60.0)
+                   allreduce_bytes=2 ** 20, pair_bytes=2 ** 18, repeats=2, timeout_s=patient(60.0))
         ports.release()
 
     def test_two_nodes_of_two_members(self, task, tmp_path):
@@ -136,7 +137,7 @@ class TestForReal:
 
     def test_who_does_not_come_is_named(self, task, tmp_path):
         three = tuple(Member(node, None, "127.0.0.1") for node in ("a", "b", "c"))
-        assert run(replace(task, members=three, timeout_s=8.0), tmp_path, (0, 1)) == [1, 1]
+        assert run(replace(task, members=three, timeout_s=patient(8.0)), tmp_path, (0, 1)) == [1, 1]
         errors = Result.read(tmp_path).errors
         assert list(errors) == ["c"] and "c#2 did not come" in errors["c"]
 

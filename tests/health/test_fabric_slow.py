@@ -13,6 +13,7 @@ from launch.health.fabric import Member, Result, Task, judge_fabric
 from launch.health.verdict import judge
 from launch.ports import allocate
 from tests.health.conftest import named
+from tests.patience import patient
 
 NODES = ("a", "b", "c", "d")
 SLOW, PLANNED = 4e6, 12e6
@@ -39,7 +40,7 @@ def measured(folder: Path) -> Result:
     """By processes that the kernel slows down."""
     ports = allocate(8, address="127.0.0.1")
     Task(tuple(Member(node, None, "127.0.0.1") for node in NODES), "gloo", ports.rendezvous, allreduce_bytes=2 ** 15,
-         pair_bytes=2 ** 19, repeats=3, timeout_s=60.0).write(folder)
+         pair_bytes=2 ** 19, repeats=3, timeout_s=patient(60.0)).write(folder)
     child = processes.start("members", [sys.executable, "-m", "tests.health.slow_fabric", str(folder)],
                             log=folder / "log", cwd=Path(__file__).parents[2],
                             environment={**envvars.inherited(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})

@@ -18,6 +18,7 @@ from launch.run.attempts import Attempt
 from launch.run.components import ComponentRecord, components
 from launch.run.metrics import metric_rows
 from launch.run.outcome import Outcome, read_outcome
+from tests.patience import patient, still_there
 
 CONFIG = "configs/tiny/grpo.yaml"
 
@@ -43,10 +44,10 @@ class Launched:
 
     def until(self, condition: Callable[[], bool], what: str, deadline_s: float = 120.0) -> None:
         """Wait for a condition of the running job; fail with the job's output when it ends or takes too long."""
-        end = time.monotonic() + deadline_s
+        end = time.monotonic() + patient(deadline_s)
         while not condition():
             assert self.process.poll() is None, f"ended before {what}:\n{self.text()}"
-            assert time.monotonic() < end, f"not within {deadline_s} s: {what}\n{self.text()}"
+            assert time.monotonic() < end, f"not within {patient(deadline_s):.0f} s: {what}\n{self.text()}"
             time.sleep(0.1)
 
     def at_step(self, step: int) -> None:
@@ -54,8 +55,8 @@ class Launched:
 
     def end(self, deadline_s: float = 180.0) -> int:
         """Exit code; the job must leave no process behind."""
-        code = self.process.wait(deadline_s)
-        assert [process.pid for process in marked(self.attempt.mark)] == []
+        code = self.process.wait(patient(deadline_s))
+        assert still_there(self.attempt.mark) == []
         return code
 
     def outcome(self) -> Outcome:

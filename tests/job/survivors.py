@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from tests.patience import patient
+
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -26,7 +28,7 @@ class Family:
 
     def left(self, within_s: float) -> list[str]:
         """What still runs after `within_s`, each with its command line; [] as soon as nothing does."""
-        end = time.monotonic() + within_s
+        end = time.monotonic() + patient(within_s)
         while self.alive() and time.monotonic() < end:
             time.sleep(0.1)
         return [f"{process.pid}: {' '.join(process.cmdline())[:200]}" for process in self.alive()]
@@ -51,7 +53,7 @@ def family() -> Iterator[Family]:
     finally:
         for process in started.alive():  # only after a failure: the next test must not find them
             process.kill()
-        psutil.wait_procs(started.alive(), timeout=5)
+        psutil.wait_procs(started.alive(), timeout=patient(5))
         started.reap()
         libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 

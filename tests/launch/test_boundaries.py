@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "megatron", "vllm", "ray", "transformers", "numpy", "megatron_rl")
 
@@ -31,7 +33,7 @@ print(len(names))
 
 
 def test_launch_imports_nothing_heavy():
-    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=ROOT, capture_output=True, text=True, timeout=patient(120))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 25
 
@@ -39,7 +41,7 @@ def test_launch_imports_nothing_heavy():
 def test_the_blocker_blocks():
     """The test above can fail."""
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL + "\nimport numpy"], cwd=ROOT, capture_output=True,
-                          text=True, timeout=120)
+                          text=True, timeout=patient(120))
     assert done.returncode != 0 and "launch imports numpy" in done.stderr
 
 
@@ -47,7 +49,7 @@ def test_the_command_starts_without_pydantic_yaml_or_rich():
     """Usage errors and help answer at once: verbs import what they need when they run."""
     code = ("import sys; from launch.cli.main import main; assert main(['--help']) == 0; "
             "print([name for name in ('pydantic', 'yaml', 'rich', 'psutil', 'plotext') if name in sys.modules])")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=patient(60))
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]"
 
 

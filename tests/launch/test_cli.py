@@ -12,6 +12,7 @@ import pytest
 from launch.cli.main import CONTEXT, VERBS
 from launch.cli.main import cli as root
 from launch.exit_codes import MEANINGS, ExitCode
+from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden" / "help.txt"
@@ -60,7 +61,7 @@ def test_usage_errors_are_exit_code_2(cli, arguments, fragment):
 def test_as_a_process(run_yaml):
     """`python -m launch`, as a shell sees it."""
     command = [sys.executable, "-m", "launch", "plan", str(run_yaml), "trainer.tp=3", "--device", "cpu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(60))
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == ("error: trainer.tp = 3 does not divide the 8 attention heads\n"
                            "  where: override 'trainer.tp=3', trainer.tp\n  fix:   use trainer.tp = 1, 2 or 4\n")
@@ -77,7 +78,7 @@ def test_a_reader_that_stops_reading_gets_no_traceback(run_yaml):
     os.close(reader)
     try:
         done = subprocess.run([sys.executable, "-m", "launch", "config", "show", str(run_yaml)], cwd=ROOT,
-                              stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+                              stdout=writer, stderr=subprocess.PIPE, text=True, timeout=patient(60))
     finally:
         os.close(writer)
     assert done.stderr == ""

@@ -18,6 +18,7 @@ from launch.planner.build import layers_of_stage, plan, rank_coordinates
 from launch.planner.seats.local import place_local
 from launch.ports import Ports
 from tests.launch.conftest import HF_CONFIGS
+from tests.patience import patient
 
 SIZES = st.sampled_from([1, 2, 3, 4])
 
@@ -134,7 +135,7 @@ def test_plan_is_the_same_bytes_in_another_process(run_yaml, cli):
     for seed in ("1", "2"):
         other = subprocess.run([sys.executable, "-c", code, "plan", str(run_yaml), "--json", "--device", "cpu"],
                                env={"PYTHONHASHSEED": seed, "PATH": "/usr/bin", "HOME": "/nonexistent"},
-                               capture_output=True, text=True, check=True, timeout=60)
+                               capture_output=True, text=True, check=True, timeout=patient(60))
         assert other.stdout == first
     again = Plan.model_validate_json(first)
     assert again.model_dump_json(indent=2) == first.rstrip("\n")

@@ -14,6 +14,7 @@ import pytest
 from launch.cli.main import main
 from launch.exit_codes import ExitCode
 from launch.plan.plan import SCHEMA_VERSION, Plan
+from tests.patience import patient
 from tests.planner.problems import CONFIGS, ROOT
 
 SHIPPED = sorted(path.relative_to(ROOT).as_posix() for folder in ("7b", "70b") for path in (CONFIGS / folder).glob("*.yaml"))
@@ -255,6 +256,6 @@ def test_plan_needs_only_the_light_packages():
               "from launch.cli.main import main\n"
               "sys.exit(main(['plan', 'configs/70b/grpo.yaml', '--html', sys.argv[1]]))\n")
     done = subprocess.run([sys.executable, "-c", script, "/dev/null"], cwd=ROOT, capture_output=True,
-                          text=True, timeout=120, check=False)
+                          text=True, timeout=patient(120), check=False)
     assert done.returncode == 0, done.stderr
     assert "prompts/h predicted" in done.stdout

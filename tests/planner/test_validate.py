@@ -28,6 +28,7 @@ from launch.validate.points import FILE_KINDS, Point, load
 from launch.validate.report import evaluate
 from launch.validate.score import DEVELOPMENT, TARGETS, Target, kind_scores, leave_one_out, predict, score
 from launch.validate.table import figure, markdown
+from tests.patience import patient
 from tools.validation_page import PAGE
 
 ROOT = Path(__file__).parents[2]
@@ -292,7 +293,7 @@ def test_without_the_repository(capsys, tmp_path, monkeypatch):
 def test_from_another_directory(tmp_path):
     command = [sys.executable, "-m", "launch", "validate", "--kind", "parameters", "--json"]
     done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True,
-                          text=True, timeout=60)
+                          text=True, timeout=patient(60))
     assert done.returncode == 0 and all(each["error"] == 0 for each in json.loads(done.stdout)["points"])
 
 

@@ -16,6 +16,7 @@ from launch.config.schema import Reward as RewardConfig
 from launch.errors import UserError
 from megatron_rl.rewards.pool import RewardFailure, RewardPool
 from megatron_rl.rewards.sample import Sample
+from tests.patience import patient
 
 GRADERS = "tests.rewards.graders"
 
@@ -44,7 +45,7 @@ def assert_ended(pid: int) -> None:
     try:
         process = psutil.Process(pid)
         if process.status() != psutil.STATUS_ZOMBIE:
-            process.wait(timeout=10)
+            process.wait(timeout=patient(10))
     except psutil.NoSuchProcess:
         pass
     except psutil.TimeoutExpired:
@@ -104,7 +105,7 @@ def test_math_scores_when_called_from_a_thread():
         samples = [Sample("\\boxed{0.5}", "1/2"), Sample("main thread", "1/2"), Sample("\\boxed{0.5}", "")]
         thread = threading.Thread(target=lambda: scores.extend(running.score(samples)))
         thread.start()
-        thread.join(timeout=60)
+        thread.join(timeout=patient(60))
     assert [score.status for score in scores] == ["ok", "ok", "error"]
     assert scores[0].components["math"] == 1.0 and scores[1].components[f"{GRADERS}:by_completion"] == 1.0
     assert "cannot be parsed" in scores[2].detail and scores[2].function == "math"
@@ -137,7 +138,7 @@ def test_a_worker_killed_while_idle_blames_no_sample():
         (first,) = running.score(do("pid"))
         victim = psutil.Process(int(first.total))
         victim.kill()
-        psutil.wait_procs([victim], timeout=10)
+        psutil.wait_procs([victim], timeout=patient(10))
         second, fine = running.score(do("pid", "fine"))
         assert (second.status, fine.total) == ("ok", 1.0) and second.total != first.total
 
@@ -161,7 +162,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
                              cwd=root, env={**os.environ, "PYTHONPATH": str(root)})
     worker = psutil.Process(int(owner.stdout.readline()))
     owner.kill()
-    owner.wait(timeout=10)
+    owner.wait(timeout=patient(10))
     owner.stdout.close()
     assert_ended(worker.pid)
 

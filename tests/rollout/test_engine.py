@@ -25,6 +25,7 @@ from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.disk import VersionsOnDisk
 from megatron_rl.weight_sync.ends.vllm_internals import TESTED_VERSION
 from megatron_rl.weight_sync.protocol import NotServing
+from tests.patience import patient
 from tests.rollout.engines import (
     hf_greedy,
     hf_logprobs,
@@ -64,7 +65,7 @@ def sources(folder, config):
 
 def _coordinator(engine, sources, folder) -> SyncCoordinator:
     return SyncCoordinator(sources, [engine], endpoints(len(sources)), canonical_tensors(from_hf_config(folder)),
-                           backend="gloo", bucket_bytes=1 << 20, timeout_s=20,
+                           backend="gloo", bucket_bytes=1 << 20, timeout_s=patient(20),
                            aliases={"lm_head.weight": "model.embed_tokens.weight"})
 
 

@@ -12,6 +12,7 @@ from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.protocol import NotServing, SyncError
+from tests.patience import patient
 from tests.rollout.engines import (
     assert_goes_on_with_the_new_weights,
     hf_greedy,
@@ -36,7 +37,7 @@ class Story:
         self.engine, self._source, self._folders = engine, source, folders
         self._coordinator = SyncCoordinator(
             [source], [engine], endpoints(1), canonical_tensors(from_hf_config(folders[0])), backend="gloo",
-            bucket_bytes=60_000, timeout_s=30, address="127.0.0.1")
+            bucket_bytes=60_000, timeout_s=patient(30), address="127.0.0.1")
         self._version = 0
 
     async def begin(self) -> None:
@@ -83,7 +84,7 @@ def test_requests_go_on_with_the_new_weights(story, in_flight):
         new = await at.sync(1)
         return [group.completions[0] for group in await task], old, new
 
-    completions, old, new = runner.run(asyncio.wait_for(over_a_sync(), 100))
+    completions, old, new = runner.run(asyncio.wait_for(over_a_sync(), patient(100)))
     for prompt, completion in zip(PROMPTS, completions):
         assert completion.finish_reason in ("length", "stop") and len(completion.logprobs) == len(completion.token_ids)
         completion.weight_versions[:] -= old - 1        # as versions 1 and 2
@@ -109,7 +110,7 @@ def test_requests_are_waited_for_and_new_ones_are_refused_meanwhile(story):
         await syncing
         return [group.completions[0] for group in await task], old
 
-    completions, old = runner.run(asyncio.wait_for(over_a_sync(), 100))
+    completions, old = runner.run(asyncio.wait_for(over_a_sync(), patient(100)))
     for prompt, completion in zip(PROMPTS, completions):
         assert set(completion.weight_versions.tolist()) == {old}
         assert completion.token_ids[:COMPARED].tolist() == hf_greedy(at.models[0], prompt, COMPARED)
@@ -130,4 +131,4 @@ def test_requests_that_do_not_end_in_time_fail_the_sync_and_are_counted(story):
         await task
         await at.sync(1)                                # heals it
 
-    runner.run(asyncio.wait_for(over_a_sync(), 100))
+    runner.run(asyncio.wait_for(over_a_sync(), patient(100)))

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_rl.rollout.weights import EngineWeights
 from megatron_rl.weight_sync.protocol import EngineState, NotServing, SyncError
+from tests.patience import patient
 
 STEPS = ("sync_end", "label_version", "reset_prefix_cache", "resume")
 
@@ -67,7 +68,7 @@ def test_an_epoch_that_was_discarded_meanwhile_is_never_served(step, staging):
         weights.check_serving()
         assert weights.version == 2
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(story(), patient(20)))
 
 
 def test_a_swap_that_had_not_begun_leaves_the_old_version_served():
@@ -93,7 +94,7 @@ def test_a_swap_that_had_not_begun_leaves_the_old_version_served():
         weights.check_serving()
         assert weights.version == 0 and "sync_swap" not in engine.calls and engine.calls[-1] == "resume"
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(story(), patient(20)))
 
 
 def test_requests_that_are_not_drained_in_time_cost_the_swap_and_not_the_old_version():
@@ -119,4 +120,4 @@ def test_requests_that_are_not_drained_in_time_cost_the_swap_and_not_the_old_ver
         await weights.commit(6, 2)
         assert weights.version == 2
 
-    asyncio.run(asyncio.wait_for(story(), 20))
+    asyncio.run(asyncio.wait_for(story(), patient(20)))

@@ -16,6 +16,7 @@ from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.scheduler import RolloutScheduler
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
+from tests.patience import patient
 from tests.rollout.engines import (
     engine_environment,
     hf_greedy,
@@ -64,7 +65,7 @@ async def _started(config: RunConfig, folder: Path, sources: list, stack: ExitSt
     await asyncio.gather(*[replica.start() for replica in replicas])
     canonical = canonical_tensors(from_hf_config(folder))
     coordinator = SyncCoordinator(sources, replicas, endpoints(len(sources)), canonical, backend="gloo",
-                                  bucket_bytes=1 << 20, timeout_s=30)
+                                  bucket_bytes=1 << 20, timeout_s=patient(30))
     await coordinator.setup()
     await coordinator.sync(0)
     return replicas

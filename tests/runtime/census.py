@@ -14,6 +14,7 @@ import ray
 from launch import envvars
 from launch.run.attempts import Attempt
 from megatron_rl.driver.cluster import connect, gather, pinned
+from tests.patience import patient
 
 
 class Witness:
@@ -26,7 +27,7 @@ class Witness:
 
 def main() -> None:
     placement = Attempt(Path(sys.argv[1])).placement()
-    ids = connect(placement, deadline_s=30)
+    ids = connect(placement, deadline_s=patient(30))
     actors = {node: pinned(Witness, ids[node], {"EXTRA": f"for {node}"}) for node in placement.nodes}
     seen = gather({node: actor.look.remote() for node, actor in actors.items()}, "look", 30)
     print(json.dumps({"ids": ids, "seen": seen}), flush=True)

@@ -24,6 +24,7 @@ from launch.run.node_files import Beat, NodeFiles
 from launch.runtime.ray_node import ADDRESS_VARIABLE
 from launch.runtime.workloads.train import TOKEN_FILE, ray_address
 from launch.slurm.profiles import Profile
+from tests.patience import patient, still_there
 
 CONFIG = "configs/tiny/grpo.yaml"
 
@@ -65,7 +66,7 @@ def played(runs: Path, nodes: list[str], training_nodes: int, *words: str) -> It
         try:
             files = {node: NodeFiles(attempt, node) for node in nodes}
             until(lambda: all(each.hello() for each in files.values()), "every supervisor's hello", 30)
-            gather_reports(attempt.folder, nodes, 60)
+            gather_reports(attempt.folder, nodes, patient(60))
             hellos = {node: each.hello() for node, each in files.items()}
             placement = place_cpu(prepared.plan, attempt.number, nodes, training_nodes,
                                   {node: hello.address for node, hello in hellos.items()},
@@ -75,10 +76,10 @@ def played(runs: Path, nodes: list[str], training_nodes: int, *words: str) -> It
             yield PlayedJob(attempt, placement, supervisors)
         finally:
             (attempt.folder / node_files.END).write_text("{}")
-            left = [node for node, child in supervisors.items() if child.wait(30) is None]
+            left = [node for node, child in supervisors.items() if child.wait(patient(30)) is None]
             beat.stop()
         assert not left, f"still there: supervisors of {left}"
-        assert [processes.describe(process) for process in processes.marked(attempt.mark)] == []
+        assert still_there(attempt.mark) == []
 
 
 def supervisor(attempt: Attempt, node: str, number: int) -> processes.Child:
@@ -90,7 +91,7 @@ def supervisor(attempt: Attempt, node: str, number: int) -> processes.Child:
 
 
 def until(condition: Callable[[], bool], what: str, deadline_s: float, text: Callable[[], str] = str) -> None:
-    end = time.monotonic() + deadline_s
+    end = time.monotonic() + patient(deadline_s)
     while not condition():
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}\n{text()}"
+        assert time.monotonic() < end, f"not within {patient(deadline_s):.0f} s: {what}\n{text()}"
         time.sleep(0.05)  # between two looks at the condition

@@ -24,6 +24,7 @@ from launch.processes import marked
 from launch.run.components import components
 from launch.run.node_files import NodeFiles
 from launch.run.outcome import read_outcome
+from tests.patience import patient
 from tests.runtime.played_job import CONFIG, PlayedJob, played
 
 NODES = ["h100-001", "h100-002", "h100-003", "h100-004"]
@@ -105,7 +106,7 @@ def _census(job: PlayedJob) -> Iterator[dict]:
     line = process.stdout.readline()
     assert line, f"the census failed with status {process.wait()}"
     yield json.loads(line)
-    process.communicate("done\n", timeout=30)
+    process.communicate("done\n", timeout=patient(30))
 
 
 def _ray_keeps_to_the_nodes_ports(job: PlayedJob) -> None:
@@ -141,5 +142,5 @@ def _joins_without_token(job: PlayedJob) -> int:
     address = job.variables()["MEGATRON_RL_RAY_ADDRESS"]
     code = f"import ray; ray.init(address={address!r}, log_to_driver=False)"
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=60,
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=patient(60),
                           check=False).returncode

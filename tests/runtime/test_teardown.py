@@ -16,6 +16,7 @@ from launch.files.waiting import wait_until
 from launch.run.attempts import RunFolder
 from launch.runtime.teardown import end_all, sweep
 from launch.shared_memory import SHM
+from tests.patience import patient
 
 MAKER = """
 import os, sys, threading
@@ -53,7 +54,7 @@ def started(tmp_path):
         children.append(processes.start(
             "child", [sys.executable, "-c", code, *words], log=log,
             environment={**envvars.inherited(), "PYTHONPATH": str(Path(__file__).parents[2]), **variables}))
-        wait_until(lambda: log.read_text().endswith("\n"), "the child", 20.0, say=print)
+        wait_until(lambda: log.read_text().endswith("\n"), "the child", patient(20.0), say=print)
         return log.read_text().strip()
 
     yield start
@@ -78,7 +79,7 @@ def test_what_an_attempts_processes_leave_is_removed_and_nothing_that_is_in_use_
         assert started(USER, shared.name) == "has it"
         if who != "those that still live":
             os.kill(int(pid), signal.SIGKILL)       # as Ray ends an actor, before the supervisor's turn
-            wait_until(lambda: processes.marked(attempt.mark) == [], "its end", 20.0, say=print)
+            wait_until(lambda: processes.marked(attempt.mark) == [], "its end", patient(20.0), say=print)
         if who == "those of an earlier attempt":
             following = run.new_attempt()
             assert sweep(attempt, "n1") == sweep(following, "n2") == [] and mine.exists()

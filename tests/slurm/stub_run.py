@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from launch import envvars, processes
+from launch import envvars
 from launch.files.shared import write_atomically
 from launch.run.attempt_log import PastAttempt, read_history
 from launch.run.attempts import Attempt
@@ -20,6 +20,7 @@ from launch.run.progress import read_progress, steps_done
 from launch.runtime.stub import HOLD_VARIABLE, STEP_VARIABLE
 from launch.slurm.render import Flags
 from launch.slurm.submit import compose
+from tests.patience import patient, still_there
 from tests.slurm_cluster import REPOSITORY, SlurmCluster
 
 CONFIG = "configs/tiny/grpo.yaml"
@@ -30,7 +31,8 @@ network: {{nics_per_node: 8, nic_gbit_per_s: 400, rails: 8}}
 host: {{memory_gb: 2048}}
 """
 WORDS = ("run.workload=stub", "trainer.tp=2", "trainer.pp=2", "trainer.dp=2", "rollout.replicas=auto",
-         "algorithm.prompts_per_step=512", "algorithm.group_size=2", "run.hang_min_s=8", "run.node_silent_s=8")
+         "algorithm.prompts_per_step=512", "algorithm.group_size=2", f"run.hang_min_s={patient(8)}",
+         f"run.node_silent_s={patient(8)}")
 """A node of 8 GPUs trains, the others roll out."""
 
 
@@ -118,8 +120,8 @@ class StubRun:
 
     def left_running(self) -> list[str]:
         """Processes that carry a mark of this run."""
-        return [processes.describe(process) for folder in (self.folder / "attempts").glob("*")
-                for process in processes.marked(Attempt(folder).mark)]
+        return [process for folder in (self.folder / "attempts").glob("*")
+                for process in still_there(Attempt(folder).mark)]
 
     @property
     def state(self) -> dict[str, str]:

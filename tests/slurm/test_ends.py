@@ -15,6 +15,7 @@ from launch.health.ledger import Ledger
 from launch.run.components import component
 from launch.run.stop import stop_reason
 from launch.runtime.stub import newest_step
+from tests.patience import patient
 from tests.slurm.stub_run import StubRun, alone, side_by_side
 from tests.slurm_cluster import SlurmCluster
 
@@ -37,7 +38,8 @@ def ends(slurm, tmp_path_factory) -> dict[str, StubRun]:
 
 def break_a_gpu(slurm: SlurmCluster, folder: Path) -> StubRun:
     """A GPU of the third node counts errors while the job runs, then the rank of the second dies."""
-    run = StubRun(slurm, folder, "broken", 3, "run.hang_min_s=200", "checkpoint.every=3", gpus={}, hold=8).submit()
+    run = StubRun(slurm, folder, "broken", 3, f"run.hang_min_s={patient(200)}", "checkpoint.every=3", gpus={},
+                  hold=8).submit()
     run.at_step(1, 7)
     run.find({"nodes": {run.node_of(1, "trainer-2"): BAD_GPU}})
     psutil.Process(component(run.attempt(1), "trainer-1").process.pid).kill()
@@ -47,18 +49,20 @@ def break_a_gpu(slurm: SlurmCluster, folder: Path) -> StubRun:
 
 
 def with_a_time_limit(slurm: SlurmCluster, folder: Path) -> StubRun:
-    """Without Slurm's signal: the leader's own deadline has to do."""
+    """Without Slurm's signal: the leader's own deadline has to do. Two attempts of fifteen seconds make more steps than
+    one can."""
     (folder / "profile.yaml").write_text("refuses: [signal]\n")
-    run = StubRun(slurm, folder, "limit", 2, f"run.profile={folder}/profile.yaml", "run.stop_margin_s=105",
-                  "checkpoint.every=0", steps=90, step_s=0.2, time="2:00").submit()
+    run = StubRun(slurm, folder, "limit", 2, f"run.profile={folder}/profile.yaml",
+                  f"run.stop_margin_s={240 - min(120, patient(15))}", "checkpoint.every=0", steps=round(patient(90)),
+                  step_s=0.2, time="4:00").submit()
     run.at_step(1, 1)
     return run
 
 
 def overrun(slurm: SlurmCluster, folder: Path) -> StubRun:
     """A step that never ends. It is asked to stop as the time limit comes near, and Slurm ends it before it can."""
-    run = StubRun(slurm, folder, "over", 2, "checkpoint.every=1", "run.hang_min_s=300", steps=1000, step_s=0.2,
-                  fault="trainer-1:step:6:sleep").submit()
+    run = StubRun(slurm, folder, "over", 2, "checkpoint.every=1", f"run.hang_min_s={patient(300)}", steps=1000,
+                  step_s=0.2, fault="trainer-1:step:6:sleep").submit()
     run.at_step(1, 5)
     end = datetime.now() + timedelta(seconds=2)
     slurm.run("scontrol", "update", f"jobid={run.job}", f"endtime={end:%Y-%m-%dT%H:%M:%S}")

@@ -25,6 +25,7 @@ from launch.run.stop import stop_reason, stop_requested
 from megatron_rl.layouts.step_folder import complete_checkpoints
 from tests.job.runner import CONFIG, Launched, launch
 from tests.job.test_whole_job import TIMES
+from tests.patience import patient, still_there
 from tests.slurm_cluster import SlurmCluster
 
 SAVED, STEPS = 4, 9
@@ -36,7 +37,7 @@ SIZES = ("trainer.vpp=1", "trainer.cp=1", "trainer.sequence_parallel=false", "tr
 WORDS = (*SIZES, f"run.steps={STEPS}", "rollout.deterministic=true", "rollout.replicas=2", f"checkpoint.every={SAVED}",
          "checkpoint.export=never", "eval.at_end=false", "trainer.optimizer.schedule=linear",
          "trainer.optimizer.warmup_steps=2", "reward.functions.0.function=tests.job.graders:held",
-         "reward.timeout_s=200", "run.hang_min_s=400", "run.node_silent_s=10")
+         f"reward.timeout_s={patient(200)}", f"run.hang_min_s={patient(400)}", f"run.node_silent_s={patient(10)}")
 CLUSTER = """\
 nodes: {count: 4, names: "h100-[001-004]"}
 gpus: {kind: CPU-core, per_node: 2, memory_gb: 8}
@@ -86,7 +87,7 @@ def test_a_real_job_outlives_the_time_limit_and_a_dead_node(slurm: SlurmCluster,
     assert first.plan().training == whole.attempt.plan().training
     _rows_are_those_of_one_run([first, second, third], [range(1, 4), range(4, 7), range(5, STEPS + 1)], whole)
     for attempt in (first, second, third):
-        assert marked(attempt.mark) == []
+        assert still_there(attempt.mark) == []
 
 
 def _rows_are_those_of_one_run(attempts: list[Attempt], steps: list[range], whole: Launched) -> None:

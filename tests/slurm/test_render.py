@@ -16,6 +16,7 @@ from launch.slurm.margin import PORTABLE_S, needed, stop_margin
 from launch.slurm.profiles import Profile, parse_profile
 from launch.slurm.render import Flags, Places, comment_of, plan_hash_of, render
 from launch.slurm.submit import portable
+from tests.patience import patient
 from tests.slurm_cluster import REPOSITORY
 
 CONFIG = "configs/7b/grpo.yaml"
@@ -169,7 +170,7 @@ def run_script(script: str, folder: Path, *words: str, **variables: str) -> subp
     fake.chmod(0o755)
     file = folder / "slurm_script"
     file.write_text(script)
-    return subprocess.run(["/bin/bash", str(file), *words], capture_output=True, text=True, timeout=20, cwd="/",
+    return subprocess.run(["/bin/bash", str(file), *words], capture_output=True, text=True, timeout=patient(20), cwd="/",
                           env={"PATH": f"{fake.parent}:/usr/bin:/bin", **variables})
 
 

@@ -23,6 +23,7 @@ from megatron_rl.sync_bench.rates import Rates
 from megatron_rl.weight_sync.plan.manifest import SyncManifest
 from megatron_rl.weight_sync.plan.streams import Hop, Stream
 from megatron_rl.weight_sync.protocol import SyncReport
+from tests.patience import patient
 from tests.rollout.engines import engine_environment
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +71,7 @@ def test_hosts_are_removed_after_a_failure_and_those_of_a_killed_benchmark_by_th
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(30)
     left = f"{PREFIX}-{ended.pid}-0-1"
-    subprocess.run(["ip", "netns", "add", left], check=True, timeout=30)
+    subprocess.run(["ip", "netns", "add", left], check=True, timeout=patient(30))
     assert left in remove_leftovers() and left not in _spaces()
 
 
@@ -86,7 +87,7 @@ def test_interrupted_it_leaves_no_host_and_no_process(simulated_hosts, number):
             assert _hosts_of(running.pid), "it never made its hosts"
             # Ctrl-C in a terminal reaches every process of the group, a batch system's TERM perhaps only the first.
             (os.killpg if number == signal.SIGINT else os.kill)(running.pid, number)
-            output, _ = running.communicate(timeout=60)
+            output, _ = running.communicate(timeout=patient(60))
         finally:
             running.kill()
     assert running.returncode == 130 and output.splitlines()[-1] == "interrupted", output
@@ -196,5 +197,5 @@ def test_bytes_that_the_nics_did_not_carry_are_seen(setups):
 
 def test_a_case_that_does_not_exist_is_refused():
     done = subprocess.run([sys.executable, "-m", "benchmarks.sync", "--cases", "9+9"], cwd=ROOT, capture_output=True,
-                          text=True, timeout=60)
+                          text=True, timeout=patient(60))
     assert done.returncode == 2 and "there is no case 9+9" in done.stderr and "use some of 4+4" in done.stderr

@@ -17,6 +17,7 @@ from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.vllm_engine import EngineDied
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.protocol import NotServing
+from tests.patience import patient
 from tests.rollout.engines import (
     engine_environment,
     hf_greedy,
@@ -91,7 +92,7 @@ def test_a_source_a_forwarder_and_a_receiver_die_in_the_middle(tmp_path):
         first, second = [await engines.start(replica) for replica in (0, 1)]
         coordinator = SyncCoordinator(
             sources, [first, second], endpoints(2), canonical_tensors(from_hf_config(folders[0])), backend="gloo",
-            bucket_bytes=30_000, timeout_s=60, route="chain", address="127.0.0.1")
+            bucket_bytes=30_000, timeout_s=patient(60), route="chain", address="127.0.0.1")
         await coordinator.setup()
         await coordinator.sync(0)
         for source in sources:
@@ -127,6 +128,6 @@ def test_a_source_a_forwarder_and_a_receiver_die_in_the_middle(tmp_path):
           asyncio.Runner() as runner):
         engines = Engines(config, tmp_path)
         try:
-            runner.run(asyncio.wait_for(story(sources, engines), 200))
+            runner.run(asyncio.wait_for(story(sources, engines), patient(200)))
         finally:
             runner.run(engines.stop())

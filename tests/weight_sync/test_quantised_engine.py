@@ -14,6 +14,7 @@ from megatron_rl.layouts.disk_check import digests_of_files
 from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
+from tests.patience import patient
 from tests.rollout.engines import make_prompts, run_config, run_plan, running_engine
 from tests.tiny_models import make_tiny
 from tests.weight_sync.sources import endpoints, source_ranks
@@ -37,7 +38,7 @@ def test_answers_are_those_of_an_engine_that_loaded_and_quantised_the_weights_it
     async def synced(engine, source) -> tuple[list, list]:
         coordinator = SyncCoordinator(
             [source], [engine], endpoints(1), canonical_tensors(from_hf_config(folders[0])), backend="gloo",
-            bucket_bytes=60_000, timeout_s=60, address="127.0.0.1")
+            bucket_bytes=60_000, timeout_s=patient(60), address="127.0.0.1")
         manifest = await coordinator.setup()
         names.extend([*manifest.requantised, *(f"{name}_scale" for name in manifest.requantised),
                       "model.layers.1.self_attn.qkv_proj.bias", "model.norm.weight", "lm_head.weight"])
@@ -52,7 +53,7 @@ def test_answers_are_those_of_an_engine_that_loaded_and_quantised_the_weights_it
 
     with (source_ranks(folders[0], run_plan(config).training, "bfloat16") as (source,),
           running_engine(config, tmp_path / "engine.log") as (runner, engine)):
-        ours = runner.run(asyncio.wait_for(synced(engine, source), 120))
+        ours = runner.run(asyncio.wait_for(synced(engine, source), patient(120)))
 
     version = files.checkpoint_folder(tmp_path, 1)
     shutil.copytree(folders[1], files.begin(version), dirs_exist_ok=True)

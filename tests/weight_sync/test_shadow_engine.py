@@ -11,6 +11,7 @@ from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.protocol import SyncError
+from tests.patience import patient
 from tests.rollout.engines import (
     assert_goes_on_with_the_new_weights,
     hf_greedy,
@@ -40,7 +41,7 @@ def test_requests_are_answered_by_the_old_version_until_the_swap_and_by_the_new_
     async def story(engine, source) -> None:
         coordinator = SyncCoordinator(
             [source], [engine], endpoints(1), canonical_tensors(from_hf_config(folders[0])), backend="gloo",
-            bucket_bytes=60_000, timeout_s=30, address="127.0.0.1")
+            bucket_bytes=60_000, timeout_s=patient(30), address="127.0.0.1")
 
         async def generate(tokens: int = TOKENS):
             sampling = Sampling(1, 0.0, tokens)
@@ -82,4 +83,4 @@ def test_requests_are_answered_by_the_old_version_until_the_swap_and_by_the_new_
 
     with (source_ranks(folders[0], run_plan(config).training) as (source,),
           running_engine(config, tmp_path / "engine.log") as (runner, engine)):
-        runner.run(asyncio.wait_for(story(engine, source), 120))
+        runner.run(asyncio.wait_for(story(engine, source), patient(120)))

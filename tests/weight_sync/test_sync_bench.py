@@ -31,6 +31,7 @@ from megatron_rl.sync_bench.members import Host, MemberError, Members, together
 from megatron_rl.sync_bench.rank import fill
 from megatron_rl.weight_sync.protocol import SyncReport
 from tests.fabric.cases import SMALL
+from tests.patience import patient
 from tests.weight_sync.worlds import architecture, training_plan
 
 ROOT = Path(__file__).parents[2]
@@ -173,7 +174,7 @@ def test_a_plan_is_measured_on_this_machine(tmp_path):
     command = ["sync", "bench", "configs/tiny/grpo.yaml", "--device", "cpu", "--repeats", "1", "--json", "--write",
                str(cluster)]
     done = subprocess.run([sys.executable, "-m", "launch", *command], cwd=ROOT, capture_output=True, text=True,
-                          timeout=220)
+                          timeout=patient(220))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["processes"] == 5 and found["backend"] == "gloo"

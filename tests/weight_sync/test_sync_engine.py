@@ -14,6 +14,7 @@ from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.ends.vllm_internals import offline_model
 from megatron_rl.weight_sync.protocol import EngineState, NotServing, SyncError
+from tests.patience import patient
 from tests.rollout.engines import hf_greedy, hf_model, make_prompts, run_config, run_plan, running_engine
 from tests.tiny_models import make_tiny
 from tests.weight_sync.sources import endpoints, source_ranks
@@ -33,7 +34,7 @@ class _World:
         self.version = 0
         self.coordinator = SyncCoordinator(
             sources, [engine], self.endpoints, canonical_tensors(from_hf_config(folders[0])), backend="gloo",
-            bucket_bytes=60_000, timeout_s=10, address="127.0.0.1")
+            bucket_bytes=60_000, timeout_s=patient(10), address="127.0.0.1")
 
     def train_to(self, which: int) -> None:
         """Every source takes the weights of checkpoint `which`."""

@@ -14,6 +14,7 @@ from megatron_rl.layouts.digest import add
 from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.protocol import EngineState, SyncError
+from tests.patience import patient
 from tests.tiny_models import make_tiny
 from tests.weight_sync.receivers import ReceivingEngine, worker_processes
 from tests.weight_sync.sources import endpoints, source_ranks
@@ -83,7 +84,7 @@ def test_quantised_engines_hold_what_vllm_quantises_itself(tmp_path, connections
             assert not failed, error
         engine = ReceivingEngine(connections[:2], 0, staging, "bfloat16")
         coordinator = SyncCoordinator(sources, [engine], endpoints(len(sources)), canonical_tensors(a), backend="gloo",
-                                      bucket_bytes=30_000, timeout_s=30, address="127.0.0.1")
+                                      bucket_bytes=30_000, timeout_s=patient(30), address="127.0.0.1")
 
         async def hold(folder, quantised: bool, others: bool) -> list:
             """Whether the quantised tensors, and all others, are those of a checkpoint; the addresses of all."""
@@ -148,7 +149,7 @@ async def _sync_twice(sources, connections, a, first, second, route="direct", en
     made = [ReceivingEngine(connections[replica * tp:(replica + 1) * tp], replica, staging)
             for replica in range(engines)]
     coordinator = SyncCoordinator(sources, made, endpoints(len(sources)), canonical_tensors(a), backend="gloo",
-                                  bucket_bytes=30_000, timeout_s=30, route=route, address="127.0.0.1")
+                                  bucket_bytes=30_000, timeout_s=patient(30), route=route, address="127.0.0.1")
     manifest = await coordinator.setup()
     assert {(edge.replica, edge.worker) for edge in manifest.edges} == set(product(range(engines), range(tp)))
     assert any(hop.sender for stream in manifest.streams for hop in stream.hops) == (engines > 1)
