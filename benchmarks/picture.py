@@ -18,7 +18,8 @@ def main() -> int:
     lines = log.read_text(encoding="utf-8").splitlines()
     steps = [line for line in lines if re.match(r"step \d", line)]
     curve = lines[next(i for i, line in enumerate(lines) if "reward/mean:" in line):]
-    shown = [*steps[:3], "...", *steps[-2:], *curve]
+    plan, model = (next(i for i, line in enumerate(curve) if line.startswith(word)) for word in ("plan ", "model "))
+    shown = [*steps[:3], "...", *steps[-2:], *curve[:plan], *curve[model:]]     # without the comparison with the plan
     picture = "\n".join(f"    {line}".rstrip() for line in shown).replace(str(run_dir), "runs/tiny")
     text = README.read_text(encoding="utf-8")
     head, tail = text[:text.index(BEGIN) + len(BEGIN)], text[text.index(END):]
