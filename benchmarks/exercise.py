@@ -25,7 +25,7 @@ CONFIG = "configs/70b/grpo.yaml"
 CAREFUL = ("algorithm.old_logprobs=recompute", "algorithm.kl.beta=0.001")
 PAGE = Path("docs/exercise-70b.md")
 README = Path("README.md")
-NEAREST = 3
+NEAREST = 2
 """Rejected alternatives of a choice that the page shows."""
 
 
