@@ -35,40 +35,38 @@ class Run(Section):
     """First port of the job's port block on each node; null: the first free block. A pinned block in use is
     refused."""
     deadline_s: PositiveFloat = 180.0
-    """Time limit for starting a component; 1.5 times as long for the first time of a phase. If it is not set, Slurm
-    jobs derive it from the plan (docs/recover.md)."""
+    """Time limit for starting a component; 1.5 times as long for the first time of a phase. Unset, Slurm jobs derive
+    it from the plan (docs/recover.md)."""
     hang_factor: PositiveFloat = 3.0
     """No progress for this many times the expected duration of a phase is a hang."""
     hang_min_s: PositiveFloat = 60.0
     """Minimum seconds without progress for a hang."""
     rehearse: bool | Literal["ray"] = False
-    """Slurm only. Start every rank as a process that reports where it runs, and compute nothing (docs/slurm.md).
-    `ray`: also start Ray and an actor on every node."""
+    """Slurm only. Start every rank as a process that reports its place and computes nothing (docs/slurm.md). `ray`:
+    also start Ray."""
     replan: bool = False
-    """Slurm only. Plan again if the allocation differs from the plan (nodes, GPUs, memory); false: end the job with a
-    message."""
+    """Slurm only. If the allocation differs from the plan, plan again; false: end the job."""
     min_nodes: PositiveInt | None = None
     """Slurm only. With fewer healthy nodes than planned, continue with fewer engines, then fewer data parallel
-    replicas, on at least this many nodes; null: all planned nodes are needed."""
+    replicas, on at least this many; null: all planned nodes."""
     max_attempts: PositiveInt = 20
     """Slurm only. Attempts (requeues and fresh jobs) in a row without user action. An orderly stop after new steps
     restarts the count. 1: no attempt follows another."""
     stop_margin_s: PositiveFloat | Literal["auto"] = "auto"
-    """Slurm only. Seconds before the time limit at which the job writes a checkpoint and ends. `auto`: the plan's
-    slowest step, a checkpoint and 60 s, in whole minutes."""
+    """Slurm only. Seconds before the time limit at which the job writes a checkpoint and ends. `auto`: slowest step,
+    checkpoint and 60 s."""
     node_silent_s: PositiveFloat = 90.0
-    """Slurm only. A node without a sign of life for this long has failed, unless most nodes fell silent together (file
-    system)."""
+    """Slurm only. A node without a sign of life for this long has failed."""
     preflight: Literal["node", "fabric"] = "node"
-    """Slurm only. `fabric`: also measure an all-reduce and every pair of nodes before the start, one to two minutes.
-    `node` does so only after a hang or a collective timeout without a node to blame."""
+    """Slurm only. `fabric`: also measure an all-reduce and every pair of nodes before the start. `node` does so only
+    after a hang or a collective timeout (docs/preflight.md)."""
     skip_checks: list[str] = []
     """Slurm only. Preflight checks (`gpu.nvlink`) or subjects (`gpu`) that are reported but never fatal
     (docs/preflight.md)."""
     profile: str | None = None
     """Slurm only. Site profile (slurm/profiles): container, modules, interfaces."""
     workload: Literal["train", "rehearse", "stub"] = "train"
-    """For tests of the launcher: what processes do once they are placed. Users set `run.rehearse`."""
+    """For tests of the launcher. Users set `run.rehearse`."""
 
     @property
     def work(self) -> Literal["train", "rehearse", "stub"]:
@@ -78,10 +76,10 @@ class Run(Section):
 
 class Model(Section):
     path: str
-    """Hugging Face model folder: config.json, safetensors, tokenizer. Never downloaded. `megatron-rl plan` also
-    accepts a built-in architecture (docs/plan.md), such as `llama-3-70b`."""
+    """Hugging Face folder: config.json, safetensors, tokenizer. Never downloaded. `megatron-rl plan` also accepts a
+    built-in architecture such as `llama-3-70b` (docs/plan.md)."""
     init: Literal["load", "random"] = "load"
-    """`random`: draw the weights with `run.seed` (tiny policies, tests)."""
+    """`random`: draw the weights with `run.seed`."""
     lora_rank: PositiveInt | None = None
     """Train adapters of this rank; null: all weights. Planned only, not run by this version."""
 
@@ -127,8 +125,8 @@ class Trainer(Section):
     """Maximum tokens packed into a micro-batch; a longer sequence is refused. `auto`: 8192, or the longest sequence if
     that is longer."""
     share_prompts: Literal["auto", "on", "off"] = "auto"
-    """Pack a group's prompt once for all its completions in a micro-batch; gradients are equal up to rounding. CPU
-    attention only, not with `cp` > 1 or `sequence_parallel`. `auto`: on if possible."""
+    """Pack a group's prompt once for all its completions in a micro-batch. CPU attention only, not with `cp` > 1 or
+    `sequence_parallel`. `auto`: on if possible."""
     recompute: Literal["none", "selective", "full", "auto"] = "auto"
     """Activation recomputation: `selective` core attention, `full` every layer. `auto`: on a cluster the least that
     fits, on this machine none."""
@@ -139,7 +137,7 @@ class Trainer(Section):
     threads: PositiveInt = 1
     """CPU threads per training rank (CPU only)."""
     collective_timeout_s: PositiveFloat = 1800.0
-    """Deadline of a collective among training ranks. Keep it above the hang watch (`run.hang_factor`)."""
+    """Deadline of a collective among training ranks."""
 
 
 class Rollout(Section):
@@ -165,13 +163,13 @@ class Rollout(Section):
     kv_cache_gb: PositiveFloat = 1.0
     """KV cache of an engine in GiB (CPU only)."""
     threads: PositiveInt = 1
-    """CPU threads per engine worker (CPU only). Rollout and training alternate, so both may use all cores."""
+    """CPU threads per engine worker (CPU only)."""
     enforce_eager: bool = True
     """Disable CUDA graphs and torch.compile."""
     prefix_caching: bool = True
     """Share the prompt's KV blocks among the completions of a group."""
     deterministic: bool = False
-    """Rollouts that repeat bit for bit: fixed routing and order, cold prefix cache, one seed per sample."""
+    """Rollouts that repeat bit for bit."""
 
 
 class KL(Section):
@@ -193,8 +191,8 @@ class Algorithm(Section):
     advantage: Literal["grpo", "grpo_no_std", "rloo"] = "grpo"
     """`grpo`: (R - mean)/(std + eps). `grpo_no_std`: R - mean (Dr.GRPO). `rloo`: leave-one-out baseline."""
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
-    """Reduction of token losses: mean over the tokens of the global batch (DAPO), mean of sequence means (GRPO), mean
-    of sequence sums, or sequence sums over `rollout.max_new_tokens` (Dr.GRPO)."""
+    """`token_mean`: over the tokens of the global batch (DAPO). `sequence_mean`: mean of sequence means (GRPO).
+    `sequence_sum`: mean of sequence sums. `constant`: sequence sums over `rollout.max_new_tokens` (Dr.GRPO)."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: PositiveFloat = 0.2
@@ -204,15 +202,14 @@ class Algorithm(Section):
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
     old_logprobs: Literal["none", "recompute"] = "none"
-    """`recompute`: a trainer pass computes the old log-probs. `none`: none are needed with one update per batch; with
-    several, the engine's log-probs are used (docs/old-logprobs.md)."""
+    """`recompute`: a trainer pass computes the old log-probs. `none`: not needed with one update per batch; with
+    several, the engine's are used (docs/old-logprobs.md)."""
     importance_cap: float | None = Field(default=2.0, gt=0)
     """Cap of the importance weight from behaviour to trainer policy, per token; null: off."""
     kl: KL = KL()
     """KL term against the reference model."""
     asynchronous: bool = False
-    """Generation continues during updates, so samples are some versions old. Planned only: this version runs
-    synchronously."""
+    """Generation continues during updates. Planned only: this version runs synchronously."""
     max_staleness: NonNegativeInt | None = None
     """Maximum age of a sample in versions; the trainer waits rather than use an older one. null: derived from the
     lengths."""
@@ -261,8 +258,8 @@ class Data(Section):
 
 class Disk(Section):
     every: NonNegativeInt = 0
-    """Steps between versions written to disk as Hugging Face folders (`<run.dir>/<run.name>/weights`,
-    docs/weight-sync.md); 0: off."""
+    """Steps between versions written as Hugging Face folders (`<run.dir>/<run.name>/weights`, docs/weight-sync.md); 0:
+    off."""
     keep: PositiveInt = 2
     """Newest complete versions kept."""
     compare: bool = False
@@ -271,17 +268,15 @@ class Disk(Section):
 
 class WeightSync(Section):
     route: Literal["auto", "direct", "chain", "tree"] = "auto"
-    """How weights travel (docs/weight-sync.md): to every engine directly, or from engine to engine in chains or two
-    trees. `auto`: the fastest predicted route."""
+    """How weights travel (docs/weight-sync.md). `auto`: the fastest predicted route."""
     bucket_mb: PositiveFloat = 256.0
     """Maximum MiB of a packed bucket. The plan may choose smaller ones."""
     staging: Literal["in_place", "shadow"] = "in_place"
-    """`in_place`: an engine stops while its weights are written. `shadow`: it keeps serving, receives into a second
-    copy of its weights (which shrinks its KV cache) and stops only for the swap (docs/weight-sync.md)."""
+    """`in_place`: an engine stops while its weights are written. `shadow`: it keeps serving and receives into a second
+    copy, which shrinks its KV cache (docs/weight-sync.md)."""
     in_flight: Literal["keep", "drain", "abort"] = "keep"
-    """Requests that run when an engine stops for a sync. `keep`: they continue with the new weights. `drain`: the
-    engine waits for them, at most half of `timeout_s`. `abort`: they are ended and resubmitted with their tokens so
-    far. A synchronous run has none."""
+    """Requests that run when an engine stops. `keep`: continue with the new weights. `drain`: the engine waits for
+    them, at most half of `timeout_s`. `abort`: resubmitted with their tokens so far."""
     timeout_s: PositiveFloat = 120.0
     """Deadline of one sync; then the attempt ends and names who is missing."""
     verify: Literal["always"] = "always"
@@ -296,7 +291,7 @@ class Checkpoint(Section):
     keep: PositiveInt = 2
     """Newest complete checkpoints kept."""
     export: Literal["last", "never"] = "last"
-    """`last`: at the end also write the weights as a Hugging Face folder (`<run.dir>/<run.name>/hf/step-...`)."""
+    """`last`: at the end also write a Hugging Face folder (`<run.dir>/<run.name>/hf/step-...`)."""
 
 
 class Evaluation(Section):
