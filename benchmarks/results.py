@@ -113,7 +113,7 @@ p = {result['p']:.2g}.
 
 The reward of a batch, sampled at temperature 1, went from {_mean(rows[:3]):.3f} (first three steps) to
 {_mean(rows[-3:]):.3f} (last three). The largest difference between engine and trainer log-probs of a token was
-{max(row['mismatch/abs_max'] for row in rows):.3f} nats, the mean {sum(row['mismatch/abs_mean'] for row in rows) / len(rows):.4f}.
+{max(row['mismatch/abs_max'] for row in rows):.3f} nats, the mean {_mean(rows, 'mismatch/abs_mean'):.4f}.
 
 A step took {mean:.1f} s: {parts}.
 
@@ -121,8 +121,8 @@ A step took {mean:.1f} s: {parts}.
 """
 
 
-def _mean(rows: Sequence[Row]) -> float:
-    return sum(row["reward/mean"] for row in rows) / len(rows)
+def _mean(rows: Sequence[Row], name: str = "reward/mean") -> float:
+    return sum(row[name] for row in rows) / len(rows)
 
 
 if __name__ == "__main__":

@@ -158,9 +158,9 @@ def markdown(document: dict) -> str:
         whole = case["ours"]["samples_per_step"] / case["trl"]["samples_per_s"]
         rollout = case["ours"]["split_s"]["rollout"]
         if case["ratio"] < AIM and rollout * AIM > whole:
-            lines += ["", f"{name}: TRL's whole step takes {whole:.3f} s, and generating alone {rollout:.3f} s here: requests "
-                      "to an engine, which at this size outweigh the model. With an engine in a process of its own the aim "
-                      "is out of reach."]
+            lines += ["", f"{name}: TRL's whole step takes {whole:.3f} s, and generating alone {rollout:.3f} s here: "
+                      "requests to an engine, which at this size outweigh the model. With an engine in a process of "
+                      "its own the aim is out of reach."]
     return "\n".join(lines) + "\n"
 
 

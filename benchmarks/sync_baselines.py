@@ -182,7 +182,7 @@ class BroadcastWorker(RolloutWorker):
             size = torch.Size(each.shape).numel()
             whole, at = values[at:at + size].view(each.shape), at + size
             for name, tile in self._slices.get(each.name, []):
-                box = tuple(slice(start, start + extent) for start, extent in zip(tile.start, tile.shape))
+                box = tuple(slice(start, start + extent) for start, extent in zip(tile.start, tile.shape, strict=True))
                 tile_view(self._parameters[name], tile).copy_(whole[box])
 
 

@@ -108,7 +108,7 @@ async def _ours(found: Measured, network: Network, world: World, spares: list[fl
         before = network.traffic()
         with CpuSpare() as cpu:
             found.ours = await coordinator.sync(version)
-        found.nics = tuple(after.since(earlier) for after, earlier in zip(network.traffic(), before))
+        found.nics = tuple(after.since(earlier) for after, earlier in zip(network.traffic(), before, strict=True))
     spares.append(cpu.share)
     found.seconds["ours"] = found.ours.seconds["total"]
 

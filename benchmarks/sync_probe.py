@@ -83,7 +83,7 @@ async def small_bucket(members: Members, sender: Host, receiver: Host) -> float:
     spec = LaneSpec(0, sender.address, Ports(FIRST).rendezvous, ("receiver",), "gloo", LINKS)
     try:
         await together(end.call("open", spec, number, host.address, TIMEOUT_S)
-                       for number, (end, host) in enumerate(zip(ends, (sender, receiver))))
+                       for number, (end, host) in enumerate(zip(ends, (sender, receiver), strict=True)))
         return max(await together(end.call("small", timeout_s=TIMEOUT_S) for end in ends))
     finally:
         for end in ends:
@@ -99,7 +99,7 @@ class CpuSpare:
 
     def __exit__(self, *exc: object) -> None:
         after = psutil.cpu_times()
-        spent = [new - old for new, old in zip(after, self._before)]
+        spent = [new - old for new, old in zip(after, self._before, strict=True)]
         idle = (after.idle - self._before.idle) + (getattr(after, "iowait", 0.0) - getattr(self._before, "iowait", 0.0))
         # Linux counts the time of guests in `user` and `nice` too.
         guests = sum(getattr(after, name, 0.0) - getattr(self._before, name, 0.0) for name in ("guest", "guest_nice"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -22,7 +23,8 @@ class Aim(NamedTuple):
 
 
 def table(rows: Sequence[Measured], rates: Rates, *, page: bool = False) -> str:
-    """A line for each case, the rates of one process, then the aims; for the page only a count of those that were met."""
+    """A line for each case, the rates of one process, then the aims; for the page only a count of those that
+    were met."""
     lines = [f"{'hosts':<6}{'layout':<26}{'route':<8}{'bound':>8}{'predicted':>11}{'ours':>8}{'/bound':>8}"
              f"{'tensors':>9}{'buckets':>9}{'verify':>8}{'plain':>7}{'spare':>7}  counts"]
     lines += [_line(row) for row in rows]
@@ -90,7 +92,7 @@ def aims(rows: Sequence[Measured]) -> list[Aim]:
 def _growth(rows: Sequence[Measured]) -> Iterator[Aim]:
     """From one trainer host to more and more receivers."""
     grown = sorted((row for row in rows if row.setup.case.trainer_hosts == 1), key=lambda row: row.setup.case.engines)
-    for fewer, more in zip(grown, grown[1:]):
+    for fewer, more in itertools.pairwise(grown):
         doublings = math.log2(more.setup.case.engines / fewer.setup.case.engines)
         growth = (more.seconds["ours"] / fewer.seconds["ours"]) ** (1 / doublings) - 1
         yield _judged([fewer, more], f"{fewer.setup.case.name} to {more.setup.case.name}: at most "

@@ -6,7 +6,8 @@ torch.distributed at which ranks meet. Whoever supervises a node probes and hold
 tells all others its first port. Two jobs on one machine get different blocks, and so do two simulated nodes.
 
 Not in it: the sockets that gloo and NCCL open between ranks that have met, those at which the processes of one vLLM
-engine meet, and the one at which the driver tells the members of a weight sync of an abort. Their owners bind a free ephemeral port of the job's interface and pass the number on.
+engine meet, and the one at which the driver tells the members of a weight sync of an abort. Their owners
+bind a free ephemeral port of the job's interface and pass the number on.
 """
 
 from __future__ import annotations

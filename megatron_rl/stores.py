@@ -34,7 +34,7 @@ def meet(store: dist.Store, member: int, members: Sequence[str], timeout: timede
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:
-        absent = [name for key, name in zip(keys, members) if not store.check([key])]
+        absent = [name for key, name in zip(keys, members, strict=True) if not store.check([key])]
         raise TimeoutError(f"{members[member]}: {', '.join(absent)} did not come within "
                            f"{timeout.total_seconds():.0f} s") from error
 

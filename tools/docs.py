@@ -18,8 +18,8 @@ from launch.planner.explain import warnings as cautions
 from launch.slurm.profiles import Profile
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PLAIN = re.compile(r"(text|true or false|(integer|number)( >=? 0)?|mapping|list of (texts|sections|integer > 0s|number >= 0s)"
-                   r"(, at least 1)?)"
+PLAIN = re.compile(r"(text|true or false|(integer|number)( >=? 0)?|mapping|"
+                   r"list of (texts|sections|integer > 0s|number >= 0s)(, at least 1)?)"
                    r"( and <= 1000000000.0)?( or null| or auto| or ray)*")
 """Types that go without saying."""
 
@@ -47,7 +47,8 @@ def _with_tables(text: str, tables: Mapping[str, str]) -> str:
     for name, table in tables.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-        text, count = pattern.subn(lambda _: f"{begin}\n{table}\n{end}", text)
+        block = f"{begin}\n{table}\n{end}"
+        text, count = pattern.subn(lambda _, block=block: block, text)
         if count != 1:
             raise ValueError(f"the page needs exactly one block {begin} ... {end}, it has {count}")
     return text

@@ -1,5 +1,5 @@
-"""A coefficient: a number that no formula gives. Each has a unit, a meaning, a source and a range, and a cluster file may
-replace any of them by what was measured there."""
+"""A coefficient: a number that no formula gives. Each has a unit, a meaning, a source and a range, and a cluster file
+may replace any of them by what was measured there."""
 
 from __future__ import annotations
 

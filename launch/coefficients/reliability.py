@@ -13,8 +13,8 @@ class ReliabilityCoefficients(Coefficients):
 
     node_mtbf_hours: float = coefficient(
         6335.0, "h", "mean time between unexpected failures of one node of eight H100",
-        "419 unexpected interruptions in 54 days on 2,048 nodes: The Llama 3 Herd of Models (arXiv 2407.21783), section "
-        "3.3.4 and table 5")
+        "419 unexpected interruptions in 54 days on 2,048 nodes: The Llama 3 Herd of Models (arXiv 2407.21783), "
+        "section 3.3.4 and table 5")
     checkpoint_bandwidth: float = coefficient(
         2e9, "bytes/s a training node", "rate at which a node writes a checkpoint to the shared file system",
         "assumption: a fifth of a 100 Gb/s storage network; measure yours")

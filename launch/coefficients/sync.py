@@ -42,7 +42,8 @@ class SyncCoefficients(Coefficients):
     communicator_nic_bytes: float = coefficient(
         64 * 2**20, "bytes", "of a GPU for each communicator over its NIC, beside torch's and the engine's pools",
         "a pool of channels x 16 steps x 128 KiB (NCCL src/transport/net.cc, NCCL_P2P_NET_CHUNKSIZE) for each "
-        "direction, at most 8 channels, and as much again for the communicator itself; no multi-GPU run has measured it")
+        "direction, at most 8 channels, and as much again for the communicator itself; no multi-GPU run has "
+        "measured it")
     communicator_nvlink_bytes: float = coefficient(
         320 * 2**20, "bytes", "of a GPU for each communicator over NVLink, beside torch's and the engine's pools",
         "32 channels x 10 MiB on the receiving side, 2 MiB on the sending one: allocations seen on an H100 (nccl#1685)")

@@ -88,7 +88,8 @@ def _point(row: Row) -> dict[str, Any]:
 
 
 def _source_left_out(each: LeftOut) -> dict[str, Any]:
-    """`class` where a kind's classes are fitted apart; `left_out` is null with a `reason` where nothing is left to fit."""
+    """`class` where a kind's classes are fitted apart; `left_out` is null with a `reason` where nothing is left to
+    fit."""
     found: dict[str, Any] = {"kind": each.kind, "source": each.source, "class": each.part or None,
                              "calibrated_on_all": _score(each.inside),
                              "left_out": None if each.outside is None else _score(each.outside)}

@@ -39,8 +39,8 @@ QUANTITIES: Mapping[str, str] = {
 SIGMA = 0.6
 """Shape of the response lengths, which no source gives: a short tail suits these points best."""
 RESPONSE = 1050
-"""Mean response tokens where not stated; sources that state it have 395 to 5,698, and this one suits the points without a
-length best. Such a point is predicted, its reason says so, and it takes no part in the calibration of the
+"""Mean response tokens where not stated; sources that state it have 395 to 5,698, and this one suits the points without
+a length best. Such a point is predicted, its reason says so, and it takes no part in the calibration of the
 coefficients."""
 PROMPT = 130
 """Mean prompt tokens where not stated: the middle of those that state it (103 to 174)."""

@@ -98,7 +98,7 @@ def _digest_box(bits: Tensor, tile: Tile) -> Tensor:
 def _row_keys(tile: Tile, device: torch.device) -> Tensor:
     """One key for each combination of leading coordinates, hashed in turn after the tensor's name."""
     keys = torch.tensor([_signed(_name_seed(tile.tensor))], dtype=torch.int64, device=device)
-    for start, extent in zip(tile.start[:-1], tile.shape[:-1]):
+    for start, extent in zip(tile.start[:-1], tile.shape[:-1], strict=True):
         coordinates = torch.arange(start + 1, start + extent + 1, dtype=torch.int64, device=device)
         keys = _splitmix64(keys[:, None] + coordinates * _signed(_GOLDEN)).flatten()
     return keys | 1

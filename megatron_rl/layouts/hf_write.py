@@ -225,9 +225,9 @@ class Exporter:
         run = prod(tile.shape[run_dims - 1:]) * item
         data = memoryview(values.view(torch.uint8).flatten().numpy())
         strides = contiguous_stride(shape)
-        first = begin + sum(a * s for a, s in zip(tile.start, strides)) * item
+        first = begin + sum(a * s for a, s in zip(tile.start, strides, strict=True)) * item
         starts = [0]
-        for extent, stride in zip(tile.shape[:run_dims - 1], strides):
+        for extent, stride in zip(tile.shape[:run_dims - 1], strides[:run_dims - 1], strict=True):
             starts = [base + i * stride * item for base in starts for i in range(extent)]
         for number, start in enumerate(starts):
             _pwrite(descriptor, data[number * run:(number + 1) * run], first + start)

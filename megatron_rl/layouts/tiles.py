@@ -89,7 +89,7 @@ def intersect(source: Tile, destination: Tile) -> tuple[Tile, Tile] | None:
     start = tuple(max(a, b) for a, b in zip(source.start, destination.start, strict=True))
     stop = tuple(min(a + n, b + m) for a, n, b, m in
                  zip(source.start, source.shape, destination.start, destination.shape, strict=True))
-    shape = tuple(b - a for a, b in zip(start, stop))
+    shape = tuple(b - a for a, b in zip(start, stop, strict=True))
     if any(extent <= 0 for extent in shape):
         return None
     return cut(source, start, shape), cut(destination, start, shape)
@@ -97,5 +97,5 @@ def intersect(source: Tile, destination: Tile) -> tuple[Tile, Tile] | None:
 
 def cut(tile: Tile, start: tuple[int, ...], shape: tuple[int, ...]) -> Tile:
     """The part of `tile` that is the box (`start`, `shape`) of its canonical tensor; the box must lie inside."""
-    offset = tile.offset + sum((a - b) * s for a, b, s in zip(start, tile.start, tile.stride))
+    offset = tile.offset + sum((a - b) * s for a, b, s in zip(start, tile.start, tile.stride, strict=True))
     return Tile(tile.tensor, start, shape, tile.stride, offset)

@@ -170,13 +170,14 @@ def _box_start(shape: tuple[int, ...], view: torch.Tensor) -> tuple[int, ...] | 
         strides[d] = strides[d + 1] * shape[d + 1]
     if view.dim() != len(shape):
         return None
-    if any(n > 1 and actual != expected for n, actual, expected in zip(view.shape, view.stride(), strides)):
+    if any(n > 1 and actual != expected
+           for n, actual, expected in zip(view.shape, view.stride(), strides, strict=True)):
         return None
     rest, start = view.storage_offset(), []
     for stride in strides:
         start.append(rest // stride)
         rest %= stride
-    inside = all(a + n <= total for a, n, total in zip(start, view.shape, shape))
+    inside = all(a + n <= total for a, n, total in zip(start, view.shape, shape, strict=True))
     return tuple(start) if inside else None
 
 

@@ -1,4 +1,5 @@
-"""Whether the sync of a plan can be measured here, or on an allocation. Light: it is asked before anything is started."""
+"""Whether the sync of a plan can be measured here, or on an allocation. Light: it is asked before anything is
+started."""
 
 from __future__ import annotations
 
@@ -25,16 +26,18 @@ def check(prepared: Prepared, on: Literal["local", "slurm"] = "local") -> None:
     if on == "local" and prepared.planned is not None:
         raise UserError(f"this is planned for {loaded.config.cluster}, and what is measured is this machine",
                         where=loaded.where("cluster"),
-                        fix="measure its nodes in an allocation with --on slurm, or add cluster=local, with sizes that fit "
-                            "here: trainer.tp=1 trainer.pp=1 trainer.dp=1 rollout.tp=1 rollout.replicas=1")
+                        fix="measure its nodes in an allocation with --on slurm, or add cluster=local, with sizes that "
+                            "fit here: trainer.tp=1 trainer.pp=1 trainer.dp=1 rollout.tp=1 rollout.replicas=1")
     if on == "slurm" and prepared.planned is None:
         raise UserError("this is planned for this machine, and --on slurm measures the nodes of an allocation",
-                        where=loaded.where("cluster"), fix="name their cluster file: cluster=configs/clusters/h100x2.yaml")
+                        where=loaded.where("cluster"),
+                        fix="name their cluster file: cluster=configs/clusters/h100x2.yaml")
     if prepared.found is None or prepared.found.sync is None:
         raise UserError(prepared.plan.no_forecast or "no weights travel in this plan", where=loaded.path,
                         fix="plan with placement.mode=disaggregated, and with a workload that can be predicted")
     if not (prepared.model_folder / "config.json").is_file():
-        raise UserError(f"the workers build the model from its config.json, and there is none in {prepared.model_folder}",
+        raise UserError("the workers build the model from its config.json, and there is none in "
+                        f"{prepared.model_folder}",
                         where=loaded.where("model.path"), fix="give the model's folder")
     if on == "local":
         _check_size(prepared)
@@ -45,8 +48,8 @@ def _check_size(prepared: Prepared) -> None:
     count = training.gpus + rollout.gpus
     if count > MOST_PROCESSES:
         raise UserError(f"the plan has {training.gpus} training ranks and {rollout.gpus} rollout workers: {count} "
-                        f"processes, and at most {MOST_PROCESSES} are measured on one machine", where=prepared.loaded.path,
-                        fix="lower trainer.dp, trainer.tp or rollout.replicas")
+                        f"processes, and at most {MOST_PROCESSES} are measured on one machine",
+                        where=prepared.loaded.path, fix="lower trainer.dp, trainer.tp or rollout.replicas")
     if prepared.plan.device == "cpu":
         copies = training.dp * training.cp + 2 * rollout.replicas           # an engine's second one is measured, too
         needed = prepared.found.sync.replica_bytes * copies

@@ -54,8 +54,8 @@ async def bench(prepared: Prepared, site: Site, repeats: int) -> Bench:
     after the first; once more with engines that receive into a second copy of their weights, for their pause."""
     plan, config, sync, coefficients = prepared.plan, prepared.loaded.config, site.sync, site.coefficients
     backend = "nccl" if plan.device == "gpu" else "gloo"
-    rates, lane = await _alone(site, plan.device, backend, TORCH_NAMES[config.trainer.dtype], config.weight_sync.timeout_s,
-                               site.bucket_bytes)
+    rates, lane = await _alone(site, plan.device, backend, TORCH_NAMES[config.trainer.dtype],
+                               config.weight_sync.timeout_s, site.bucket_bytes)
     world = start_world(site.members, config, plan, prepared.model_folder, site.placement, site.hosts)
     coordinator = SyncCoordinator(world.trainers, world.engines, world.endpoints,
                                   canonical_tensors(plan.architecture), backend=backend, bucket_bytes=site.bucket_bytes,
@@ -89,7 +89,8 @@ async def _syncs(coordinator: SyncCoordinator, world: World, repeats: int) -> Sy
 
 async def _alone(site: Site, device: str, backend: str, dtype: str, timeout_s: float,
                  bucket_bytes: int) -> tuple[Rates, Lane]:
-    """What one process does, then what one lane from a training node to a rollout node does, with nothing beside them."""
+    """What one process does, then what one lane from a training node to a rollout node does, with nothing beside
+    them."""
     members, placement = site.members, site.placement
     kind = "cuda" if device == "gpu" else "cpu"
     at = ((placement.training[0].node, placement.training[0].gpu),
@@ -100,14 +101,14 @@ async def _alone(site: Site, device: str, backend: str, dtype: str, timeout_s: f
     rates = await probe.call("measure")
     probe.end()
     ends = [members.start(f"lane {end}", host, LANE, kind, variables=variables)
-            for end, host, variables in zip(("sender", "receiver"), hosts, gpus)]
+            for end, host, variables in zip(("sender", "receiver"), hosts, gpus, strict=True)]
     spec = LaneSpec(0, hosts[0].address, placement.master_port, ("receiver",), backend, LINKS)
 
     async def both(method: str, *args: object) -> list:
         return await together(end.call(method, *args, timeout_s=2 * timeout_s) for end in ends)
 
     await together(end.call("open", spec, member, host.address, timeout_s)
-                   for member, (end, host) in enumerate(zip(ends, hosts)))
+                   for member, (end, host) in enumerate(zip(ends, hosts, strict=True)))
     size = min(bucket_bytes, PROBE_BYTES // 4)
     await both("stream", size, 2)
     count = max(4, PROBE_BYTES // size)

@@ -47,7 +47,7 @@ def fill(layouts: Iterable[ParamLayout], parameters: Mapping[str, torch.Tensor],
 def _pattern(tile: Tile, dtype: torch.dtype, version: int) -> torch.Tensor:
     seed = int.from_bytes(hashlib.blake2b(f"{tile.tensor} {version}".encode(), digest_size=3).digest(), "little")
     pattern = torch.full((), seed, dtype=torch.int64)
-    for axis, (start, extent) in enumerate(zip(tile.start, tile.shape)):
+    for axis, (start, extent) in enumerate(zip(tile.start, tile.shape, strict=True)):
         along = torch.arange(start + 1, start + extent + 1, dtype=torch.int64) * (2_654_435_761 + 97 * axis)
         pattern = pattern.unsqueeze(-1) + (along >> 5)
     return pattern.to(dtype)

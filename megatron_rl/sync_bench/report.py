@@ -78,8 +78,8 @@ def _time(value: float | None, *, signed: bool = False) -> str:
 def as_document(bench: Bench) -> dict:
     """For `--json`; rates in bytes/s, times in seconds."""
     return {"backend": bench.backend, "route": bench.route, "processes": bench.processes, "on": bench.what,
-            "bytes": bench.report.nbytes, "opening_s": bench.opening_s, "seconds": bench.report.seconds, "lane": bench.lane._asdict(),
-            "rates": bench.rates._asdict(), "parts": [part._asdict() for part in bench.parts],
-            "pauses": [part._asdict() for part in bench.pauses],
+            "bytes": bench.report.nbytes, "opening_s": bench.opening_s, "seconds": bench.report.seconds,
+            "lane": bench.lane._asdict(), "rates": bench.rates._asdict(),
+            "parts": [part._asdict() for part in bench.parts], "pauses": [part._asdict() for part in bench.pauses],
             "edges": [edge._asdict() | {"residual_s": edge.residual_s} for edge in bench.edges],
             "coefficients": bench.found}

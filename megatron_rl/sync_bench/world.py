@@ -17,9 +17,10 @@ from megatron_rl.weight_sync.protocol import Staging
 
 RANK, WORKER = "megatron_rl.sync_bench.rank:TrainerRank", "megatron_rl.sync_bench.worker:RolloutWorker"
 RATES, LANE = "megatron_rl.sync_bench.rates:RateProbe", "megatron_rl.sync_bench.lane_probe:LaneProbe"
-PRELOAD = ("torch", "torch.distributed", "megatron_rl.weight_sync.ends.sender", "megatron_rl.weight_sync.ends.vllm_plugin",
-           "vllm.engine.arg_utils", "vllm.model_executor.model_loader.utils",
-           "vllm.model_executor.models.llama", "vllm.model_executor.models.qwen2")
+PRELOAD = ("torch", "torch.distributed", "megatron_rl.weight_sync.ends.sender",
+           "megatron_rl.weight_sync.ends.vllm_plugin", "vllm.engine.arg_utils",
+           "vllm.model_executor.model_loader.utils", "vllm.model_executor.models.llama",
+           "vllm.model_executor.models.qwen2")
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 BUILD_S = 300.0
 """For a process to import vLLM and build its model, on a machine that is busy with fifteen others."""

@@ -36,8 +36,8 @@ from megatron_rl.trainer.optimizer import PolicyOptimizer
 
 METADATA = ".metadata"
 
-# Everything that torch's distributed checkpoint puts into `.metadata`; none of it runs code when it is built, and what a
-# forged file may set on these classes or call with what it has is again one of them, or data.
+# Everything that torch's distributed checkpoint puts into `.metadata`; none of it runs code when it is built, and
+# what a forged file may set on these classes or call with what it has is again one of them, or data.
 _KNOWN = {
     "torch": {"Size", "float32", "bfloat16"},
     "torch.serialization": {"_get_layout"},
@@ -169,8 +169,8 @@ _MEMORY_FORMATS = dict(_MEM_FORMAT_ENCODING.__members__)
 
 
 def _enum_member(owner: Any, name: Any) -> Enum:
-    """What Python 3.11 before 3.11.4 writes for a member of an enum is getattr(its class, its name): that, of the one enum
-    of an index, and no other attribute of anything."""
+    """What Python 3.11 before 3.11.4 writes for a member of an enum is getattr(its class, its name): that, of the one
+    enum of an index, and no other attribute of anything."""
     if owner is not _MEM_FORMAT_ENCODING or name not in _MEMORY_FORMATS:
         raise pickle.UnpicklingError("it names builtins.getattr")
     return _MEMORY_FORMATS[name]
@@ -214,5 +214,5 @@ def _load_distributed(part: DistributedOptimizer, moments: dict[str, Any], step:
     states = list(part.optimizer.state.values())
     counted = [state.pop("step", None) is not None for state in states]
     part.load_parameter_state_from_fully_reshardable(moments)
-    for state in (state for state, has_step in zip(states, counted) if has_step):
+    for state in (state for state, has_step in zip(states, counted, strict=True) if has_step):
         state["step"] = torch.tensor(float(step))

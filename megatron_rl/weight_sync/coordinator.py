@@ -8,6 +8,7 @@ get a new route and new lanes, and the transfer starts again.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -110,7 +111,7 @@ class SyncCoordinator:
                 answers({trainer_name(rank): t.sync_describe() for rank, t in self._trainers.items()}, deadline,
                         first_failure=True),
                 answers(self._on_engines("sync_describe", self._canonical), deadline, first_failure=True))
-            self._destinations = dict(zip(self._engines, described))
+            self._destinations = dict(zip(self._engines, described, strict=True))
             had_lanes = self._handed_out
             try:
                 await self._close_lanes()
@@ -226,7 +227,7 @@ class SyncCoordinator:
         marks.append(time.monotonic())
 
         phases = ("prepare", "transfer", "verify", "commit")
-        seconds = {name: end - start for name, start, end in zip(phases, marks, marks[1:])}
+        seconds = {name: end - start for name, (start, end) in zip(phases, itertools.pairwise(marks), strict=True)}
         seconds |= {"total": marks[-1] - marks[0], "pause": max(pauses)}
         for report in (*sent, *received):
             for name, value in report.seconds.items():

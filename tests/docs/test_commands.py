@@ -1,4 +1,5 @@
-"""Every command in README.md and docs/ exists and takes the arguments that the page gives it; every link leads somewhere."""
+"""Every command in README.md and docs/ exists and takes the arguments that the page gives it; every link leads
+somewhere."""
 
 from __future__ import annotations
 

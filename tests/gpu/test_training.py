@@ -108,7 +108,7 @@ def _load(rank: Rank, config: RunConfig, folder: Path, device: Device) -> dict[s
 def assert_loads_what_was_saved(saved: dict[str, Any], loaded: dict[str, Any]) -> None:
     assert_same_bits(loaded["weights"], saved["weights"])
     assert len(loaded["moments"]) == len(saved["moments"]) > 0
-    for found, expected in zip(loaded["moments"], saved["moments"]):
+    for found, expected in zip(loaded["moments"], saved["moments"], strict=True):
         np.testing.assert_array_equal(found, expected)
         assert expected.any(), "moments that were never updated would prove nothing"
     assert (loaded["updates"], loaded["drawn"]) == (2, saved["drawn"])

@@ -87,7 +87,7 @@ def test_parameters_that_are_views_of_a_flat_buffer_are_filled_in_place(tiny):
     layouts = megatron_layout(a, training_plan(a), 0, "local")
     sizes = [torch.Size(layout.shape).numel() for layout in layouts]
     parts = torch.full((sum(sizes) + 3,), 9.0)[3:].split(sizes)
-    parameters = {layout.name: part.view(layout.shape) for layout, part in zip(layouts, parts)}
+    parameters = {layout.name: part.view(layout.shape) for layout, part in zip(layouts, parts, strict=True)}
     with CheckpointReader(tiny) as reader:
         load_layout(reader, canonical_tensors(a), layouts, parameters)
     for name, expected in load(tiny, a, training_plan(a), 0)[0].items():
@@ -229,7 +229,7 @@ def test_every_element_has_one_writer_replicas_share_and_a_tensor_has_one_replic
         layouts = {layout.name: layout for layout in megatron_layout(a, training, at.rank, "local")}
         for name, indices in owned(a, training, at.rank).items():
             for tile in (layouts[name].tiles[index] for index in indices):
-                count[tile.tensor][tuple(slice(s, s + n) for s, n in zip(tile.start, tile.shape))] += 1
+                count[tile.tensor][tuple(slice(s, s + n) for s, n in zip(tile.start, tile.shape, strict=True))] += 1
                 replicas.setdefault(tile.tensor, set()).add((at.dp, at.cp))
                 elements[at.pp, at.dp, at.cp] += tile.numel
     assert all((each == 1).all() for each in count.values())

@@ -34,7 +34,7 @@ def holds(layouts, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         assert layout.name not in parameters, f"{layout.name} occurs twice"
         parameters[layout.name] = torch.full(layout.shape, PADDING)
         for tile in layout.tiles:
-            box = tensors[tile.tensor][tuple(slice(a, a + n) for a, n in zip(tile.start, tile.shape))]
+            box = tensors[tile.tensor][tuple(slice(a, a + n) for a, n in zip(tile.start, tile.shape, strict=True))]
             tile_view(parameters[layout.name], tile).copy_(box)
     return parameters
 
@@ -47,7 +47,7 @@ def assemble(a: Architecture, training: TrainingPlan, shards: dict[int, dict[str
     for rank, parameters in shards.items():
         for layout in megatron_layout(a, training, rank, "local"):
             for tile in layout.tiles:
-                box = tuple(slice(s, s + n) for s, n in zip(tile.start, tile.shape))
+                box = tuple(slice(s, s + n) for s, n in zip(tile.start, tile.shape, strict=True))
                 whole[tile.tensor][box] = tile_view(parameters[layout.name], tile)
                 count[tile.tensor][box] += 1
     return whole, count
@@ -192,9 +192,9 @@ def test_the_two_implementations_differ_in_the_names_of_the_fused_norms_only():
         local = megatron_layout(a, training, rank, "local")
         fused = megatron_layout(a, training, rank, "transformer_engine")
         assert [(one.shape, one.tiles) for one in local] == [(other.shape, other.tiles) for other in fused]
-        for one, other in zip(local, fused):
-            suffix = ".".join(one.name.split(".")[4:])
-            assert other.name == one.name.replace(suffix, renamed[suffix]) if suffix in renamed else one.name
+        for one, other in zip(local, fused, strict=True):
+            layer, suffix = one.name.split(".")[:4], ".".join(one.name.split(".")[4:])
+            assert other.name == ".".join([*layer, renamed.get(suffix, suffix)] if suffix else layer)
 
 
 # Traps of public bug reports, each with the smallest case that shows it.

@@ -16,7 +16,7 @@ FULL = torch.arange(77).view(SHAPE)
 @st.composite
 def boxes(draw):
     start = [draw(st.integers(0, n - 1)) for n in SHAPE]
-    return tuple(start), tuple(draw(st.integers(1, n - a)) for a, n in zip(start, SHAPE))
+    return tuple(start), tuple(draw(st.integers(1, n - a)) for a, n in zip(start, SHAPE, strict=True))
 
 
 def held(box, row_offset: int = 2):

@@ -47,7 +47,7 @@ def test_tiles_equal_vllms_own_loading(tmp_path, family, tied):
                     parameter.data.fill_(torch.nan)
                 for layout in map(decode_layout, map(encode_layout, traced.layouts)):
                     for tile in layout.tiles:
-                        box = tuple(slice(a, a + n) for a, n in zip(tile.start, tile.shape))
+                        box = tuple(slice(a, a + n) for a, n in zip(tile.start, tile.shape, strict=True))
                         tile_view(live[layout.name], tile).copy_(tensors[tile.tensor][box])
                 write_padding(live, traced.padding)
             assert {layout.name for layout in traced.layouts} == set(live)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Literal
 
@@ -60,7 +61,8 @@ def make_groups(groups: list[tuple[int, list[int]]], vocab: int, seed: int = 0) 
 def _batch(tokens_N: np.ndarray, lengths_B: np.ndarray, prompt_B: np.ndarray,
            rng: np.random.Generator) -> PolicyBatch:
     n = len(tokens_N)
-    completion_N = np.concatenate([np.arange(length) >= prompt for length, prompt in zip(lengths_B, prompt_B)])
+    completion_N = np.concatenate([np.arange(length) >= prompt
+                                   for length, prompt in zip(lengths_B, prompt_B, strict=True)])
     return PolicyBatch(
         tokens_N=tokens_N, lengths_B=lengths_B, prompt_lengths_B=prompt_B,
         loss_weights_N=(completion_N * rng.uniform(0.5, 1.5, n) / max(1, completion_N.sum())).astype(np.float32),
@@ -93,7 +95,7 @@ def hugging_face(folder: Path | str, batch: PolicyBatch, temperature: float = 1.
                 parameter.copy_(torch.from_numpy(weights[name]))
     model.get_input_embeddings().padding_idx = None     # it would withhold the gradient of a sampled pad token
     logprobs_N, total = np.zeros(len(batch.tokens_N), np.float32), 0.0
-    for start, stop in zip(batch.offsets_B1[:-1], batch.offsets_B1[1:]):
+    for start, stop in itertools.pairwise(batch.offsets_B1):
         tokens = torch.from_numpy(batch.tokens_N[start:stop].astype(np.int64))
         log_p = torch.log_softmax(model(tokens[None]).logits[0, :-1].float() / temperature, -1)
         chosen = log_p.gather(1, tokens[1:, None]).squeeze(1)
@@ -148,7 +150,7 @@ def gather_gradients(parameters: dict[str, torch.nn.Parameter], layouts: list[Pa
         return None
     out = {t.name: np.full(t.shape, np.nan, np.float32) for t in canonical_tensors(plan.architecture)}
     for tensor, start, shape, values in (part for rank in gathered for part in rank):
-        box = out[tensor][tuple(slice(a, a + n) for a, n in zip(start, shape))]
+        box = out[tensor][tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
         if not np.isnan(box).all():
             np.testing.assert_allclose(box, values, atol=1e-6, err_msg=f"two holders of {tensor} disagree")
         box[...] = values

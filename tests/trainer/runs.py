@@ -57,7 +57,7 @@ def whole_model(trainer: MegatronTrainer) -> dict[str, np.ndarray] | None:
         return None
     out = {t.name: np.full(t.shape, np.nan, np.float32) for t in canonical_tensors(trainer.plan.architecture)}
     for tensor, begin, shape, values in (part for rank in gathered for part in rank):
-        box = out[tensor][tuple(slice(a, a + n) for a, n in zip(begin, shape))]
+        box = out[tensor][tuple(slice(a, a + n) for a, n in zip(begin, shape, strict=True))]
         assert np.isnan(box).all() or np.array_equal(box, values), f"two holders of {tensor} disagree"
         box[...] = values
     return out

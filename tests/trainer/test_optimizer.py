@@ -51,7 +51,7 @@ def _poisoned(rank: Rank, config, poison: list[float]):
     trainer = start(rank, config)
     trainer.load_initial_weights()
     rows = []
-    for value, batch in zip(poison, batches(trainer.plan.architecture.vocab, len(poison))):
+    for value, batch in zip(poison, batches(trainer.plan.architecture.vocab, len(poison)), strict=True):
         if value:
             poison_next_gradient(trainer, value)
         before = whole_model(trainer)

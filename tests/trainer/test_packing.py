@@ -29,7 +29,7 @@ def _numbered(batch: PolicyBatch) -> PolicyBatch:
 def _whole(micro: MicroBatch, batch: PolicyBatch, predictions: dict[int, int]) -> None:
     """`predictions`: for each place on the N axis the row that must predict it."""
     p = micro.predictions
-    found = {int(index): int(row) for index, row in zip(p.index_P, p.rows_P) if index >= 0}
+    found = {int(index): int(row) for index, row in zip(p.index_P, p.rows_P, strict=True) if index >= 0}
     assert found == predictions
     assert len(p.index_P) == max(1, len(found)), "nothing is predicted twice"
     for i, place in enumerate(p.index_P.tolist()):
@@ -94,7 +94,7 @@ def test_with_shared_prompts_every_completion_follows_its_prompt(groups: list, d
         assert [_read(micro, document) for document in range(len(d.lengths_D))][:len(expected)] == expected
         assert not micro.tokens_T[size:].any()
         rows = {}
-        for index, row in zip(micro.predictions.index_P.tolist(), micro.predictions.rows_P.tolist()):
+        for index, row in zip(micro.predictions.index_P.tolist(), micro.predictions.rows_P.tolist(), strict=True):
             if index < 0:
                 continue
             sequence = int(np.searchsorted(batch.offsets_B1, index, side="right")) - 1
@@ -106,7 +106,8 @@ def test_with_shared_prompts_every_completion_follows_its_prompt(groups: list, d
             rows[index] = row
         _whole(micro, batch, rows)
         predicted += rows
-    completion_N = np.concatenate([np.arange(n) >= p for n, p in zip(batch.lengths_B, batch.prompt_lengths_B)])
+    completion_N = np.concatenate([np.arange(n) >= p
+                                   for n, p in zip(batch.lengths_B, batch.prompt_lengths_B, strict=True)])
     assert sorted(predicted) == np.flatnonzero(completion_N).tolist()
 
 
@@ -119,13 +120,13 @@ def test_cp_ranks_share_every_document_in_mirrored_chunks(lengths: list[int], cp
     shares = [pack(batch, units, multiple=2 * cp, cp=cp, cp_rank=r) for r in range(cp)]
     assert {len(s.tokens_T) for s in shares} == {len(micro.tokens_T) // cp}
     starts = np.cumsum(micro.documents.lengths_D) - micro.documents.lengths_D
-    row_of = dict(zip(micro.predictions.index_P.tolist(), micro.predictions.rows_P.tolist()))
+    row_of = dict(zip(micro.predictions.index_P.tolist(), micro.predictions.rows_P.tolist(), strict=True))
     predicted: list[int] = []
     for r, share in enumerate(shares):
         assert share.positions_T.tolist() == zigzag_positions(micro.documents.lengths_D, cp, r).tolist()
         assert share.documents.lengths_D.tolist() == micro.documents.lengths_D.tolist()
         at, places = 0, []
-        for start, length in zip(starts, micro.documents.lengths_D):
+        for start, length in zip(starts, micro.documents.lengths_D, strict=True):
             chunk = length // (2 * cp)
             head, tail = share.positions_T[at:at + chunk], share.positions_T[at + chunk:at + 2 * chunk]
             assert head.tolist() == list(range(r * chunk, (r + 1) * chunk))
@@ -133,7 +134,8 @@ def test_cp_ranks_share_every_document_in_mirrored_chunks(lengths: list[int], cp
             places += [*(start + head.numpy()), *(start + tail.numpy())]
             at += length // cp
         assert share.tokens_T.tolist() == micro.tokens_T[places].tolist()
-        mine = {int(i): int(row) for i, row in zip(share.predictions.index_P, share.predictions.rows_P) if i >= 0}
+        mine = {int(i): int(row) for i, row in zip(share.predictions.index_P, share.predictions.rows_P, strict=True)
+                if i >= 0}
         assert all(places[row] == row_of[index] for index, row in mine.items())
         _whole(share, batch, mine)
         predicted += mine

@@ -52,7 +52,8 @@ def test_units_hold_every_sequence_once_and_have_one_prompt_each(groups: list, d
     batch = make_groups(groups, VOCAB)
     options = {"share_prompts": True, "pipelined": pipelined}
     _check(batch, dp, budget, 1, micro_batch_multiple, **options)
-    prompts = [tuple(batch.tokens_N[start:start + n]) for start, n in zip(batch.offsets_B1, batch.prompt_lengths_B)]
+    prompts = [tuple(batch.tokens_N[start:start + n])
+               for start, n in zip(batch.offsets_B1[:-1], batch.prompt_lengths_B, strict=True)]
     for rank in make_schedule(batch, dp, budget, 1, micro_batch_multiple, **options):
         assert all(len({prompts[i] for i in unit}) == 1 for micro in rank for unit in micro)
 

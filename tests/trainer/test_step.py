@@ -57,13 +57,12 @@ class Models:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.folder, self.truth = functools.cache(self._folder), functools.cache(self._truth)
 
-    @functools.cache
-    def folder(self, model: tuple) -> Path:
+    def _folder(self, model: tuple) -> Path:
         return make_tiny(self.root / str(abs(hash(model))), **{k: _thaw(v) for k, v in model})
 
-    @functools.cache
-    def truth(self, model: tuple, lengths: tuple) -> tuple:
+    def _truth(self, model: tuple, lengths: tuple) -> tuple:
         return hugging_face(self.folder(model), batch_of(lengths), TEMPERATURE)
 
 

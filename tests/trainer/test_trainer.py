@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -48,7 +49,7 @@ def _hugging_face_grpo(folder, section):
             group["lr"] = rate
         adam.zero_grad()
         total, entropy, tokens = 0.0, 0.0, 0
-        for start_, stop in zip(batch.offsets_B1[:-1], batch.offsets_B1[1:]):
+        for start_, stop in itertools.pairwise(batch.offsets_B1):
             ids = torch.from_numpy(batch.tokens_N[start_:stop].astype(np.int64))
             log_p = torch.log_softmax(model(ids[None]).logits[0, :-1], -1)
             chosen = log_p.gather(1, ids[1:, None]).squeeze(1)
@@ -99,7 +100,7 @@ def _two_updates(rank: Rank, config) -> list[dict[str, float]]:
     metrics = []
     twice = batches(trainer.plan.architecture.vocab, 2)
     before = [trainer.logprobs(batch) for batch in twice]
-    for index, (batch, logprobs_N) in enumerate(zip(twice, before)):
+    for index, (batch, logprobs_N) in enumerate(zip(twice, before, strict=True)):
         old_N = logprobs_N if config.algorithm.old_logprobs == "recompute" else None
         metrics.append(trainer.update(replace(batch, behaviour_logprobs_N=logprobs_N, old_logprobs_N=old_N,
                                               extras={"update_index": index})))

@@ -32,7 +32,8 @@ def plain_engines(a: Architecture, engines: int, tp: int = 1, first: int = 0,
     """`engines` engines of `tp` workers, numbered from `first`, every parameter full of NaN."""
     ranks = [(replica, worker) for replica in range(first, first + engines) for worker in range(tp)]
     with processes_of([(_Worker, (a, tp, worker, staging == "shadow")) for _, worker in ranks]) as made:
-        yield [PlainEngine(*map(list, zip(*made[tp * at:tp * at + tp])), first + at, staging) for at in range(engines)]
+        yield [PlainEngine(*map(list, zip(*made[tp * at:tp * at + tp], strict=True)), first + at, staging)
+               for at in range(engines)]
 
 
 class _Worker:

@@ -67,7 +67,8 @@ class _Source:
         architecture = from_hf_config(Path(folder))
         self.canonical = canonical_tensors(architecture)
         self.layouts = megatron_layout(architecture, training, rank, "local")
-        self.parameters = {layout.name: torch.zeros(layout.shape, dtype=getattr(torch, dtype)) for layout in self.layouts}
+        self.parameters = {layout.name: torch.zeros(layout.shape, dtype=getattr(torch, dtype))
+                           for layout in self.layouts}
         self.load(folder)
         sender = WeightSender(training.ranks[rank], self.layouts, self.parameters, address="127.0.0.1")
         self.sync_describe, self.sync_open, self.sync_discard = (

@@ -26,7 +26,8 @@ def step(*nodes: str, prefix: str = ""):
 
 def test_members_of_several_nodes_answer_and_one_that_dies_is_named(tmp_path):
     async def calls(members: Members) -> None:
-        one, two = (members.start(f"on {node}", Host(node), ECHO, variables={"SYNC_BENCH_TEST": node}) for node in NODES)
+        one, two = (members.start(f"on {node}", Host(node), ECHO, variables={"SYNC_BENCH_TEST": node})
+                    for node in NODES)
         assert [await one.call("say"), await two.call("say")] == ["n1", "n2"]
         with pytest.raises(MemberError, match="on n1 died in die"):
             await one.call("die")

@@ -1,5 +1,6 @@
-"""Deaths in the middle of a sync with real vLLM engines: a source replica, an engine that passes buckets on, and one that
-only receives. Who is left serves the version that it claims, by Hugging Face's answers; who is started again is healed."""
+"""Deaths in the middle of a sync with real vLLM engines: a source replica, an engine that passes buckets on, and one
+that only receives. The survivors serve the version that they claim, by Hugging Face's answers; an engine that is
+started again is healed."""
 
 from __future__ import annotations
 

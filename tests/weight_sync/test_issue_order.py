@@ -1,5 +1,6 @@
 """Streams that share a communicator without tags: both ends issue in one order, and nobody waits in a circle. All
-members of the shipped plans are simulated as they run: threads, buffers, turns, stream by stream and bucket by bucket."""
+members of the shipped plans are simulated as they run: threads, buffers, turns, stream by stream and bucket by
+bucket."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_buckets_are_full_and_hold_every_element_once(shapes, elements):
     for bucket in buckets:
         for copy in bucket.copies:
             tile = copy.source_tile
-            seen[tile.tensor][tuple(slice(a, a + n) for a, n in zip(tile.start, tile.shape))] += 1
+            seen[tile.tensor][tuple(slice(a, a + n) for a, n in zip(tile.start, tile.shape, strict=True))] += 1
     assert all((count == 1).all() for count in seen.values())
 
 

@@ -54,7 +54,8 @@ def test_what_was_not_received_whole_is_never_swapped_in():
 
 
 def test_the_old_version_is_served_while_the_new_one_arrives(folders, tmp_path):
-    """Two workers each; the source holds a bucket in the middle. What was received by then is nowhere in what is live."""
+    """Two workers each; the source holds a bucket in the middle. What was received by then is nowhere in what
+    is live."""
     async def run(one: World) -> None:
         await _at_version_0(one)
         released = tmp_path / "released"

@@ -49,7 +49,7 @@ def test_requests_are_answered_by_the_old_version_until_the_swap_and_by_the_new_
             return [group.completions[0] for group in groups]
 
         async def assert_serves(which: int, version: int) -> None:
-            for prompt, completion in zip(PROMPTS, await generate()):
+            for prompt, completion in zip(PROMPTS, await generate(), strict=True):
                 assert completion.token_ids.tolist() == hf_greedy(models[which], prompt, TOKENS)
                 assert set(completion.weight_versions.tolist()) == {version}
 
@@ -77,7 +77,7 @@ def test_requests_are_answered_by_the_old_version_until_the_swap_and_by_the_new_
         report = await syncing
         assert 0 < report.seconds["pause"] <= report.seconds["commit"] < report.seconds["total"]
         await assert_serves(1, 2)
-        for prompt, completion in zip(PROMPTS, await spanning):
+        for prompt, completion in zip(PROMPTS, await spanning, strict=True):
             assert_goes_on_with_the_new_weights(prompt, completion, models, TOKENS)
         coordinator.close()
 

@@ -89,7 +89,7 @@ def test_weights_of_a_version_are_the_same_on_every_rank(tp, pp, dp):
     whole: dict[str, torch.Tensor] = {}
 
     def whole_tensor(tile: Tile, version: int) -> torch.Tensor:
-        shape = tuple(start + extent for start, extent in zip(tile.start, tile.shape))
+        shape = tuple(start + extent for start, extent in zip(tile.start, tile.shape, strict=True))
         layout = ParamLayout("t", shape, (Tile(tile.tensor, (0,) * len(shape), shape, contiguous_stride(shape), 0),))
         values = {"t": torch.zeros(shape, dtype=torch.bfloat16)}
         fill([layout], values, version)
@@ -105,7 +105,7 @@ def test_weights_of_a_version_are_the_same_on_every_rank(tp, pp, dp):
         assert digests[0] != digests[1]
         for layout in layouts:
             for tile in layout.tiles:
-                box = tuple(slice(start, start + extent) for start, extent in zip(tile.start, tile.shape))
+                box = tuple(slice(start, start + extent) for start, extent in zip(tile.start, tile.shape, strict=True))
                 here = tile_view(parameters[layout.name], tile).view(torch.int16)
                 assert torch.equal(here, whole_tensor(tile, 1)[box].view(torch.int16)), (rank, layout.name)
                 whole[tile.tensor] = here

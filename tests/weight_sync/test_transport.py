@@ -55,7 +55,7 @@ def _two_lanes(rank: Rank, ports: tuple[int, int]) -> int:
         return 0
     lanes = [_joined(spec, 1) for spec in specs]
     buffers = [torch.zeros(1000, dtype=torch.uint8) for _ in lanes]
-    for pending in [lane.receive(0, buffer, 0) for lane, buffer in zip(lanes, buffers)]:
+    for pending in [lane.receive(0, buffer, 0) for lane, buffer in zip(lanes, buffers, strict=True)]:
         pending.wait(Deadline(20))
     return [int(buffer.unique()) for buffer in buffers]
 

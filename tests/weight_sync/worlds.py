@@ -117,7 +117,7 @@ def vllm_shards(a: Architecture, tp: int, worker: int, tensors: dict[str, Tensor
     for layer in range(a.layers):
         hf = f"model.layers.{layer}."
         for kind in ("weight", "bias") if a.qkv_bias else ("weight",):
-            parts = zip(Q_K_V, (a.heads, a.kv_heads, a.kv_heads))
+            parts = zip(Q_K_V, (a.heads, a.kv_heads, a.kv_heads), strict=True)
             shards[f"{hf}self_attn.qkv_proj.{kind}"] = torch.cat(
                 [heads(f"{hf}self_attn.{p}_proj.{kind}", count) for p, count in parts])
         shards[f"{hf}mlp.gate_up_proj.weight"] = torch.cat(

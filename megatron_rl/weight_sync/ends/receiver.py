@@ -8,6 +8,7 @@ before ends; those of one slot run at the same time, since they may wait for one
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -82,7 +83,7 @@ class WeightReceiver:
         results = self._run_all(self._member, epoch)
         digests: dict = {}
         arrivals: dict[str, float] = {}
-        for inlet, result in zip(self._inlets, results):
+        for inlet, result in zip(self._inlets, results, strict=True):
             key = (inlet.stream.rank, *self.me)
             digests[key] = add(digests.get(key, 0), result.digest)
             arrivals[inlet.sender] = max(arrivals.get(inlet.sender, 0.0), result.arrived - started)
@@ -189,7 +190,7 @@ class _Inlet:
 def at_once(streams: Sequence[Stream]) -> int:
     """Most streams that a receiver runs at the same time: those of two slots that follow one another."""
     counts = [count for _, count in sorted(Counter(stream.slot for stream in streams).items())]
-    return max((sum(pair) for pair in zip(counts, [*counts[1:], 0])), default=0)
+    return max((sum(pair) for pair in itertools.pairwise([*counts, 0])), default=0)
 
 
 def _own_stream(device: torch.device):

@@ -164,9 +164,9 @@ def local_box(layout: ParamLayout, tile: Tile) -> Box:
     out.
     """
     strides = contiguous_stride(layout.shape)
-    extent_of = {stride: extent for stride, extent in zip(tile.stride, tile.shape) if extent > 1}
+    extent_of = {stride: extent for stride, extent in zip(tile.stride, tile.shape, strict=True) if extent > 1}
     start, shape, rest = [], [], tile.offset
-    for size, stride in zip(layout.shape, strides):
+    for size, stride in zip(layout.shape, strides, strict=True):
         at, rest = divmod(rest, stride)
         extent = extent_of.pop(stride, 1) if size > 1 else 1
         start.append(at)
@@ -213,7 +213,7 @@ def _subtract_one(box: Box, hole: Box) -> Iterator[Box]:
         yield box
         return
     start, shape = list(box[0]), list(box[1])
-    for d, (a, n) in enumerate(zip(*common)):
+    for d, (a, n) in enumerate(zip(*common, strict=True)):
         before, after = a - start[d], start[d] + shape[d] - (a + n)
         if before:
             yield tuple(start), (*shape[:d], before, *shape[d + 1:])
@@ -224,8 +224,8 @@ def _subtract_one(box: Box, hole: Box) -> Iterator[Box]:
 
 def _common(a: Box, b: Box) -> Box | None:
     start = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
-    stop = [min(x + n, y + m) for x, n, y, m in zip(*a, *b)]
-    shape = tuple(e - s for s, e in zip(start, stop))
+    stop = [min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True)]
+    shape = tuple(e - s for s, e in zip(start, stop, strict=True))
     return (start, shape) if all(extent > 0 for extent in shape) else None
 
 
@@ -235,7 +235,7 @@ def _contains(tile: Tile, part: Tile) -> bool:
 
 
 def _box_text(box: Box) -> str:
-    return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(*box)) + "]"
+    return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(*box, strict=True)) + "]"
 
 
 def _text(tile: Tile) -> str:
