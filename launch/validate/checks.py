@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import cast
 
-from launch.validate.interface import KindModule
+from launch.validate.interface import KindModule, SyncModule
 from launch.validate.points import Point
 from launch.validate.score import Row, module, predict
 
@@ -27,10 +28,11 @@ class Check:
 
 def run_checks(rows: Sequence[Row], find: Callable[[str], KindModule] = module) -> list[Check]:
     """All checks whose kind is among the rows."""
-    checks = {"parameters": [_exact_counts], "memory": [_known_oom],
-              "training": [_tensor_parallel_order, lambda mine: _tp4_beats_tp8(mine, find), _weak_scaling],
-              "weight_sync": [lambda mine: _lower_bound(mine, find("weight_sync")),
-                              lambda mine: _within_twice(mine, find("weight_sync"))]}
+    checks: dict[str, list[Callable[[Sequence[Row]], Check]]] = {
+        "parameters": [_exact_counts], "memory": [_known_oom],
+        "training": [_tensor_parallel_order, lambda mine: _tp4_beats_tp8(mine, find), _weak_scaling],
+        "weight_sync": [lambda mine: _lower_bound(mine, cast(SyncModule, find("weight_sync"))),
+                        lambda mine: _within_twice(mine, cast(SyncModule, find("weight_sync")))]}
     found = []
     for kind, each in checks.items():
         mine = [row for row in rows if row.point.kind == kind]
@@ -75,8 +77,8 @@ def _rates(row: Row) -> tuple[float, float] | None:
     """Measured and predicted tokens/s/GPU."""
     if row.result.predicted is None:
         return None
-    rates = _rate(row, row.result.measured_low), _rate(row, row.result.predicted)
-    return None if None in rates else rates
+    measured, predicted = _rate(row, row.result.measured_low), _rate(row, row.result.predicted)
+    return None if measured is None or predicted is None else (measured, predicted)
 
 
 def _setting(point: Point, *names: str) -> tuple:
@@ -148,7 +150,7 @@ def _weak_scaling(rows: Sequence[Row]) -> Check:
     return replace(check, detail=check.detail + aside)
 
 
-def _lower_bound(rows: Sequence[Row], model: KindModule) -> Check:
+def _lower_bound(rows: Sequence[Row], model: SyncModule) -> Check:
     wrong, checked = [], 0
     coefficients = model.default()
     for row in rows:
@@ -165,7 +167,7 @@ GOOD = 10.0
 """A good system: its transfer takes at most this many times the lower bound."""
 
 
-def _within_twice(rows: Sequence[Row], model: KindModule) -> Check:
+def _within_twice(rows: Sequence[Row], model: SyncModule) -> Check:
     wrong, checked = [], 0
     coefficients = model.default()
     for row in rows:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from launch.cluster.spec import ClusterSpec
 from launch.coefficients.collectives import CollectiveCoefficients
 from launch.planner.time.collectives import Fabric, Group
 from launch.validate.fit import log_error, robust_mean, rounded, search
@@ -33,22 +35,24 @@ def predict(point: Point, coefficients: CollectiveCoefficients) -> list[Predicte
         bandwidth = point.number("measured.bandwidth_bytes_per_s")
         return [] if bandwidth is None else [measured("bandwidth_bytes_per_s", bandwidth, None,
                                                       "copies over the host link are not modelled")]
-    problem = _problem(point)
-    return [measured("time_s", seconds, None if problem else _seconds(point, coefficients), problem)]
+    run = _run(point)
+    if isinstance(run, str):
+        return [measured("time_s", seconds, None, run)]
+    return [measured("time_s", seconds, _seconds(run, coefficients))]
 
 
 def calibrate(points: Sequence[Point], start: CollectiveCoefficients) -> CollectiveCoefficients:
     """Fit of `TYPICAL`'s coefficients, each regime weighted with the root of its points."""
-    regimes: dict[str, list[tuple[Point, float]]] = {}
+    regimes: dict[str, list[tuple[_Run, float]]] = {}
     for point in points:
-        seconds = _measured(point)
-        if point.calibrates and seconds is not None and not _problem(point):
-            regimes.setdefault(point.regime, []).append((point, seconds))
+        seconds, run = _measured(point), _run(point)
+        if point.calibrates and seconds is not None and not isinstance(run, str):
+            regimes.setdefault(point.regime, []).append((run, seconds))
 
     def cost(values: Mapping[str, float]) -> float:
         coefficients = start.changed(dict(values))
-        fit = sum(len(rows) ** 0.5 * robust_mean([log_error(_seconds(point, coefficients), seconds)
-                                                  for point, seconds in rows]) for rows in regimes.values())
+        fit = sum(len(rows) ** 0.5 * robust_mean([log_error(_seconds(run, coefficients), seconds)
+                                                  for run, seconds in rows]) for rows in regimes.values())
         return fit + HOLD * sum(log_error(values[name], TYPICAL[name]) ** 2 for name in values)
 
     return start.changed(rounded(search(cost, TYPICAL, bounds=LIMITS, evaluations=900)))
@@ -62,19 +66,32 @@ def _measured(point: Point) -> float | None:
     return None
 
 
-def _problem(point: Point) -> str:
+@dataclass(frozen=True)
+class _Run:
+    """A point in the model's terms."""
+
+    operation: str
+    cluster: ClusterSpec
+    bytes: float
+    ranks: int
+    own_kernel: bool
+    """An inference engine's all-reduce."""
+
+
+def _run(point: Point) -> _Run | str:
+    """The point in the model's terms, or the reason why it cannot be."""
     if point.gpu is None:
         return point.gpu_problem
-    if point.text("op") not in OPERATIONS:
-        return f"operation {point.text('op')} is not modelled"
-    if not point.number("message_bytes") or not point.num_gpus:
+    operation, size, ranks = point.text("op"), point.number("message_bytes"), point.num_gpus
+    if operation not in OPERATIONS:
+        return f"operation {operation} is not modelled"
+    if not size or not ranks:
         return "message size or number of GPUs is not stated"
-    return ""
+    return _Run(operation, cluster_of(point, point.gpu), size, ranks, point.text("kernel") is not None)
 
 
-def _seconds(point: Point, coefficients: CollectiveCoefficients) -> float:
-    cluster = cluster_of(point)
-    fabric, size, ranks = Fabric(cluster, coefficients), point.number("message_bytes"), point.num_gpus
-    if point.text("op") == "all_reduce" and point.text("kernel") is not None:      # an inference engine's own kernel
-        return fabric.direct_all_reduce(size, ranks)
-    return getattr(fabric, point.text("op"))(size, Group(ranks, min(ranks, cluster.gpus_per_node)))
+def _seconds(run: _Run, coefficients: CollectiveCoefficients) -> float:
+    fabric = Fabric(run.cluster, coefficients)
+    if run.operation == "all_reduce" and run.own_kernel:
+        return fabric.direct_all_reduce(run.bytes, run.ranks)
+    return getattr(fabric, run.operation)(run.bytes, Group(run.ranks, min(run.ranks, run.cluster.gpus_per_node)))

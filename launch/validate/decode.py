@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.rollout import RolloutCoefficients
+from launch.model.shape import ModelShape
 from launch.plan.layouts import Precision, RolloutLayout
 from launch.planner.memory.rollout import rollout_memory
 from launch.planner.time.decode import Engine, EngineClass, engine_of
@@ -81,7 +82,7 @@ def calibrate(points: Sequence[Point], start: RolloutCoefficients) -> RolloutCoe
 class _Run:
     """A point in the model's terms. Several layouts where the source does not say: the fastest counts."""
 
-    point: Point
+    shape: ModelShape
     engine: EngineClass
     cluster: ClusterSpec
     layouts: tuple[RolloutLayout, ...]
@@ -142,7 +143,7 @@ def _run(point: Point) -> _Run | str:
     concurrency, requests = point.integer("workload.concurrency"), point.integer("workload.num_prompts")
     if concurrency is not None:
         concurrency, requests = max(1, round(concurrency / held[0][0].replicas)), None
-    return _Run(point, engine, cluster, tuple(layout for layout, _ in held), tuple(cache for _, cache in held),
+    return _Run(point.model, engine, cluster, tuple(layout for layout, _ in held), tuple(cache for _, cache in held),
                 prompt, lengths, requests, concurrency)
 
 
@@ -173,7 +174,7 @@ def _lengths(point: Point) -> tuple[float | None, Lengths | None]:
 
 def _predictions(run: _Run, coefficients: RolloutCoefficients) -> dict[str, float]:
     """Of the layout with the highest throughput."""
-    found = [_of_layout(run, engine_of(run.point.model, layout, run.cluster, coefficients, run.engine), layout, cache)
+    found = [_of_layout(run, engine_of(run.shape, layout, run.cluster, coefficients, run.engine), layout, cache)
              for layout, cache in zip(run.layouts, run.kv_tokens, strict=True)]
     return max(found, key=lambda each: each["output_tokens_per_s_per_gpu"])
 

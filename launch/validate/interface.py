@@ -55,9 +55,8 @@ class KindModule(Protocol):
     A memory point that is known to have run out of memory gives `Predicted("fits", 0, 0, ...)`, one that ran may give
     `Predicted("fits", 1, 1, ...)`.
 
-    `weight_sync` also has `lower_bound_s(point, coefficients) -> float | None`, the time below which no route can be,
-    or None where a point does not say enough, and `class_of(point) -> str`: classes that share no coefficient, so that
-    points of one say nothing about another.
+    A module may also have `class_of(point) -> str`: classes that share no coefficient, so that points of one say
+    nothing about another.
     """
 
     QUANTITIES: Mapping[str, str]
@@ -77,3 +76,10 @@ class KindModule(Protocol):
 
     def default(self) -> Coefficients:
         """The shipped coefficients."""
+
+
+class SyncModule(KindModule, Protocol):
+    """`launch/validate/weight_sync.py`."""
+
+    def lower_bound_s(self, point: Point, coefficients: Coefficients) -> float | None:
+        """The time below which no route can be; None where a point does not say enough."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from launch.cluster.spec import ClusterSpec
+from launch.cluster.spec import ClusterSpec, Gpu
 from launch.validate.points import Point
 
 GBIT = 1e9 / 8
@@ -12,12 +12,12 @@ NIC_GBIT = {"A100": 200.0}
 """Of a GPU's own NIC where a source does not say: DGX A100 200, DGX H100 and later 400."""
 
 
-def cluster_of(point: Point) -> ClusterSpec:
-    """Nodes, GPUs and NICs of a point whose GPU is known. `8x400Gbit` is eight NICs, `3200Gbit EFA` all of a node
+def cluster_of(point: Point, gpu: Gpu) -> ClusterSpec:
+    """Nodes, GPUs and NICs of a point with this GPU. `8x400Gbit` is eight NICs, `3200Gbit EFA` all of a node
     together; one NIC a GPU where not stated."""
     gpus, per_node = point.num_gpus or 1, max(1, point.integer("hardware.gpus_per_node", 8) or 8)
-    nics, each = per_node, next((rate for name, rate in NIC_GBIT.items() if name in point.gpu.name), 400.0)
-    stated = re.search(r"(?:(\d{1,3})\s*x\s*)?(\d{1,5})\s*G(?:bit|b/s|bps)", point.text("hardware.nic", "") or "")
+    nics, each = per_node, next((rate for name, rate in NIC_GBIT.items() if name in gpu.name), 400.0)
+    stated = re.search(r"(?:(\d{1,3})\s*x\s*)?(\d{1,5})\s*G(?:bit|b/s|bps)", point.text("hardware.nic", ""))
     if stated and int(stated[2]):
         each = float(stated[2])
         if stated[1] and int(stated[1]):
@@ -25,4 +25,4 @@ def cluster_of(point: Point) -> ClusterSpec:
         elif each > 800:
             each /= per_node
     names = tuple(f"node{number}" for number in range(-(-gpus // per_node)))
-    return ClusterSpec("measured", names, per_node, point.gpu, nics, each * GBIT, nics, 0)
+    return ClusterSpec("measured", names, per_node, gpu, nics, each * GBIT, nics, 0)

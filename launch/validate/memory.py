@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launch.cluster.gpus import H100
+from launch.cluster.spec import Gpu
 from launch.coefficients.memory import MemoryCoefficients
 from launch.model.shape import ModelShape
-from launch.plan.layouts import RolloutLayout, TrainingLayout
+from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout
 from launch.planner.memory.activations import TrainerEngine
 from launch.planner.memory.rollout import colocated_memory, rollout_memory
 from launch.planner.memory.training import MANY, StageMemory, TrainingMemory, training_memory
@@ -55,21 +56,19 @@ def default() -> MemoryCoefficients:
 
 def predict(point: Point, coefficients: MemoryCoefficients) -> list[Predicted]:
     """Each measured quantity of a memory point."""
-    known = [name for name in STAGE_BYTES if point.number(f"measured.{name}") is not None]
+    listed = {name: point.number(f"measured.{name}") for name in STAGE_BYTES}
+    known = {name: value for name, value in listed.items() if value is not None}
     fitted = _fitted(point)
     setup, problem = _setup(point)
     if setup is None:
-        return [measured(name, point.number(f"measured.{name}"), None, problem) for name in known] + (
+        return [measured(name, value, None, problem) for name, value in known.items()] + (
             [measured("fits", int(fitted), None, problem)] if fitted is not None else [])
     memory = _memory(point, setup, coefficients)
-    found = []
-    for name in known:
-        value = point.number(f"measured.{name}")
-        found.append(measured(name, value, _reported(point, memory, STAGE_BYTES[name], value)))
-    if fitted is not None and point.gpu is None:
-        found.append(measured("fits", int(fitted), None, point.gpu_problem))
-    elif fitted is not None:
-        found.append(measured("fits", int(fitted), int(_fits(point, setup, memory, coefficients))))
+    found = [measured(name, value, _reported(point, memory, STAGE_BYTES[name], value))
+             for name, value in known.items()]
+    if fitted is not None:
+        fits = None if point.gpu is None else int(_fits(point, point.gpu, setup, memory, coefficients))
+        found.append(measured("fits", int(fitted), fits, point.gpu_problem))
     return found
 
 
@@ -81,7 +80,8 @@ def calibrate(points: Sequence[Point], start: MemoryCoefficients) -> MemoryCoeff
     def cost(values: Mapping[str, float]) -> float:
         tried = start.changed(dict(values))
         return robust_mean([log_error(each.predicted, each.measured_low) for point in reserved
-                            for each in predict(point, tried) if each.quantity == "peak_reserved_bytes"])
+                            for each in predict(point, tried)
+                            if each.quantity == "peak_reserved_bytes" and each.predicted is not None])
 
     reserved = [point for point in used if point.number("measured.peak_reserved_bytes") is not None
                 and point.sizes().get("pp", 1) == 1]
@@ -118,8 +118,9 @@ def _setup(point: Point) -> tuple[Setup | None, str]:
     if point.model is None:
         return None, point.model_problem
     sizes, length = point.sizes(), point.integer("seq_len")
-    budget = point.integer("max_tokens_per_micro_batch")
-    if not (length or 0) > 0 and not (budget or 0) > 0:
+    micro, budget = point.integer("micro_batch"), point.integer("max_tokens_per_micro_batch")
+    tokens = micro * length if micro and length else budget or length
+    if not tokens:
         return None, "neither seq_len nor max_tokens_per_micro_batch is stated"
     if not sizes:
         return None, "the parallel layout is not stated"
@@ -134,14 +135,12 @@ def _setup(point: Point) -> tuple[Setup | None, str]:
         distributed_optimizer=point.flag("distributed_optimizer", True))
     if layout.pp > point.model.layers:
         return None, f"PP {layout.pp} exceeds the {point.model.layers} layers"
-    micro = point.integer("micro_batch")
-    tokens = micro * length if micro and length else budget or length
     sequences = point.integer("global_batch")
     per_rank = sequences * (length or tokens) // (layout.dp * tokens) if sequences else MANY
-    return Setup(_shape(point), layout, engine, tokens, max(1, per_rank)), ""
+    return Setup(_shape(point, point.model), layout, engine, tokens, max(1, per_rank)), ""
 
 
-def _precision(point: Point) -> str:
+def _precision(point: Point) -> Precision:
     text = (point.text("precision") or "bf16").lower()
     return "fp8" if "fp8" in text or "fp4" in text else "fp32" if text in ("fp32", "tf32") else "bf16"
 
@@ -157,10 +156,10 @@ def _recompute(point: Point, engine: TrainerEngine) -> tuple[str, ...]:
     return point.recompute()
 
 
-def _shape(point: Point) -> ModelShape:
+def _shape(point: Point, model: ModelShape) -> ModelShape:
     if point.model_data.get("mlp") != "gelu":
-        return point.model
-    return replace(point.model, all_biases=True, learned_positions=point.integer("seq_len", 0))
+        return model
+    return replace(model, all_biases=True, learned_positions=point.integer("seq_len", 0))
 
 
 def _reported(point: Point, memory: TrainingMemory, field: str, value: float) -> int:
@@ -184,12 +183,12 @@ def _colocated(point: Point) -> bool:
     return point.number("rollout_gpu_memory_utilization") is not None
 
 
-def _fits(point: Point, setup: Setup, memory: TrainingMemory, coefficients: MemoryCoefficients) -> bool:
-    if not _colocated(point):
+def _fits(point: Point, gpu: Gpu, setup: Setup, memory: TrainingMemory, coefficients: MemoryCoefficients) -> bool:
+    share = point.number("rollout_gpu_memory_utilization")
+    if share is None:       # not colocated
         return memory.fits
-    engine = RolloutLayout(tp=point.integer("rollout_tp", 1),
-                           memory_utilization=min(1.0, point.number("rollout_gpu_memory_utilization")))
-    rollout = rollout_memory(setup.shape, engine, point.gpu, coefficients, max_tokens=point.integer("seq_len", 0))
-    both = colocated_memory(memory, rollout, point.gpu, coefficients,
+    engine = RolloutLayout(tp=point.integer("rollout_tp", 1), memory_utilization=min(1.0, share))
+    rollout = rollout_memory(setup.shape, engine, gpu, coefficients, max_tokens=point.integer("seq_len", 0))
+    both = colocated_memory(memory, rollout, gpu, coefficients,
                             trainer_offloaded=bool(point.flag("trainer_offload")))
     return both.fits and rollout.fits

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import yaml
 
@@ -61,6 +61,10 @@ class Point:
             value = value.get(name, _MISSING) if isinstance(value, Mapping) else _MISSING
         return default if value is _MISSING or value is None or value == NOT_STATED else value
 
+    @overload
+    def number(self, path: str, default: None = None) -> float | None: ...
+    @overload
+    def number(self, path: str, default: float) -> float: ...
     def number(self, path: str, default: float | None = None) -> float | None:
         """A finite number of at least 0 at a path; numbers in text ("1e9") count, anything else is absent."""
         value = self.get(path)
@@ -72,16 +76,28 @@ class Point:
             return default
         return number if 0 <= number < float("inf") else default      # NaN compares false
 
+    @overload
+    def integer(self, path: str, default: None = None) -> int | None: ...
+    @overload
+    def integer(self, path: str, default: int) -> int: ...
     def integer(self, path: str, default: int | None = None) -> int | None:
         """A whole number at a path, of a size that counts of anything here have."""
         number = self.number(path)
         return default if number is None or number != int(number) or number > LARGEST else int(number)
 
+    @overload
+    def text(self, path: str, default: None = None) -> str | None: ...
+    @overload
+    def text(self, path: str, default: str) -> str: ...
     def text(self, path: str, default: str | None = None) -> str | None:
         """A text at a path; `not stated (rank 0 ...)` is a text."""
         value = self.get(path)
         return value if isinstance(value, str) and value else default
 
+    @overload
+    def flag(self, path: str, default: None = None) -> bool | None: ...
+    @overload
+    def flag(self, path: str, default: bool) -> bool: ...
     def flag(self, path: str, default: bool | None = None) -> bool | None:
         value = self.get(path)
         return value if isinstance(value, bool) else default

@@ -6,11 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from launch.cluster.spec import ClusterSpec
+from launch.cluster.spec import ClusterSpec, Gpu
 from launch.coefficients.rl import RlCoefficients
 from launch.coefficients.training import TrainingCoefficients
 from launch.errors import UserError
+from launch.model.shape import ModelShape
 from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout, TrainingWork
+from launch.planner.memory.activations import TrainerEngine
 from launch.planner.memory.rollout import rollout_memory
 from launch.planner.memory.training import training_memory
 from launch.planner.parameters import count, tensor_count
@@ -170,10 +172,10 @@ def _job(point: Point) -> _Job | str:
     mode = MODES.get(point.text("mode") or "")
     if mode is None:
         return f"mode {point.text('mode', 'not stated')} is not modelled"
-    responses, longest = point.integer("rollouts_per_step"), point.integer("max_seq_len")
-    train_gpus = point.integer("num_gpus_train") or point.num_gpus
-    rollout_gpus = point.integer("num_gpus_rollout") or point.num_gpus
-    if not all(count and 0 < count <= most for count, most in (
+    responses, longest = point.integer("rollouts_per_step", 0), point.integer("max_seq_len")
+    train_gpus = point.integer("num_gpus_train") or point.num_gpus or 0
+    rollout_gpus = point.integer("num_gpus_rollout") or point.num_gpus or 0
+    if not all(0 < count <= most for count, most in (
             (responses, 1 << 24), (train_gpus, MOST_GPUS), (rollout_gpus, MOST_GPUS))):
         return "responses of a step, or the number of GPUs, are not stated"
     found = _lengths(point, longest)
@@ -184,16 +186,18 @@ def _job(point: Point) -> _Job | str:
         1, responses // (point.integer("global_batch") or responses))
     group = point.integer("samples_per_prompt") or 1
     budget = longest or round(prompt + lengths.cap)
-    cluster = _cluster(point, max(train_gpus, rollout_gpus))
-    layout = _trainer_layout(point, train_gpus, budget)
+    cluster = _cluster(point, point.gpu, max(train_gpus, rollout_gpus))
+    layout = _trainer_layout(point, point.model, point.gpu, train_gpus, budget)
     if layout is None:
         return "no training layout fits"
     work = _work(responses // updates, prompt, lengths, layout, budget)
     training_s = training_time(point.model, layout, work, cluster, TrainingCoefficients()).total_s
     forward_s = logprob_time(point.model, layout, work, cluster, TrainingCoefficients()).total_s
-    demands = _demands(point, rollout_gpus, responses, group, prompt, lengths, budget)
+    engines = _engines(point, point.model, point.gpu, rollout_gpus, budget)
     generate = synchronous if mode != "fully_async" or not point.number("staleness", 1.0) else asynchronous
-    times = [generate(engine_of(point.model, engine, cluster), demand).total_s for engine, demand in demands]
+    times = [generate(engine_of(point.model, engine, cluster),
+                      Demand(max(1, responses // group), group, prompt, lengths, engine.replicas, MAX_NUM_SEQS, cache)
+                      ).total_s for engine, cache in engines]
     if not times:
         return "no engine layout holds one sequence"
     return _Job(mode, bool(point.model.experts), updates, responses, training_s, forward_s,
@@ -221,13 +225,13 @@ def _lengths(point: Point, longest: int | None) -> tuple[float, Lengths, str] | 
         return error.what
 
 
-def _cluster(point: Point, gpus: int) -> ClusterSpec:
+def _cluster(point: Point, gpu: Gpu, gpus: int) -> ClusterSpec:
     per_node = max(1, point.integer("hardware.gpus_per_node", 8))
     nodes = tuple(f"node{i}" for i in range(-(-gpus // per_node)))
-    return ClusterSpec("measured", nodes, per_node, point.gpu, per_node, 50e9, per_node, 0)
+    return ClusterSpec("measured", nodes, per_node, gpu, per_node, 50e9, per_node, 0)
 
 
-def _trainer_layout(point: Point, gpus: int, budget: int) -> TrainingLayout | None:
+def _trainer_layout(point: Point, model: ModelShape, gpu: Gpu, gpus: int, budget: int) -> TrainingLayout | None:
     """As stated; where TP or PP are not, the smallest that fits."""
     sizes, fsdp = point.sizes(), _is_fsdp(point.text("framework") or "")
     cp = sizes.get("cp", 1) * sizes.get("sp", 1)        # Ulysses splits sequences as CP does
@@ -236,11 +240,11 @@ def _trainer_layout(point: Point, gpus: int, budget: int) -> TrainingLayout | No
     tried = sorted((tp * pp, pp, tp) for tp in tps for pp in pps if gpus % (tp * pp * cp) == 0)
     for _, pp, tp in tried:
         dp = gpus // (tp * pp * cp)
-        ep = sizes.get("ep", 1 if not point.model.experts else min(8, dp * cp))
+        ep = sizes.get("ep", 1 if not model.experts else min(8, dp * cp))
         layout = TrainingLayout(tp=tp, pp=pp, vpp=sizes.get("vpp", 1), cp=cp, dp=dp, ep=ep, fsdp=dp if fsdp else 1,
                                 recompute=point.recompute(), precision=_precision(point, "train"))
-        engine = "fsdp" if fsdp else "megatron"
-        if stated or training_memory(point.model, layout, budget, point.gpu, engine=engine).fits:
+        engine: TrainerEngine = "fsdp" if fsdp else "megatron"
+        if stated or training_memory(model, layout, budget, gpu, engine=engine).fits:
             return layout
     return None
 
@@ -265,9 +269,9 @@ def _work(sequences: int, prompt: float, lengths: Lengths, layout: TrainingLayou
                         micro_batches=micro_batches, longest=budget)
 
 
-def _demands(point: Point, gpus: int, responses: int, group: int, prompt: float, lengths: Lengths,
-             longest: int) -> list[tuple[RolloutLayout, Demand]]:
-    """Engines as stated; where their TP is not, all that hold one sequence."""
+def _engines(point: Point, model: ModelShape, gpu: Gpu, gpus: int, longest: int) -> list[tuple[RolloutLayout, int]]:
+    """Engines as stated, with the tokens that their KV cache holds; where their TP is not, all that hold one
+    sequence."""
     sizes = point.sizes("rollout_parallelism")
     pp = sizes.get("pp", 1)
     share = point.number("rollout_gpu_memory_utilization", UTILIZATION[point.text("mode") or ""])
@@ -276,10 +280,9 @@ def _demands(point: Point, gpus: int, responses: int, group: int, prompt: float,
         layout = RolloutLayout(tp=tp, pp=pp, replicas=max(1, gpus // (tp * pp)),
                                weight_precision=_precision(point, "rollout"), max_num_seqs=MAX_NUM_SEQS,
                                memory_utilization=share)
-        cache = rollout_memory(point.model, layout, point.gpu).kv_tokens
+        cache = rollout_memory(model, layout, gpu).kv_tokens
         if cache >= longest:
-            found.append((layout, Demand(max(1, responses // group), group, prompt, lengths, layout.replicas,
-                                         MAX_NUM_SEQS, cache)))
+            found.append((layout, cache))
     return found
 
 

@@ -148,7 +148,7 @@ def score(label: str, rows: Sequence[Row], target: Target | None = None) -> Scor
     scored = [row for row in rows if row.scored]
     if not scored:
         return None
-    errors = [row.result.error for row in scored]
+    errors = [row.result.error for row in scored if row.result.error is not None]
     return Score(label, len({row.point.id for row in scored}), len(scored), median([abs(error) for error in errors]),
                  median(errors), target)
 
@@ -223,6 +223,8 @@ def _left_out(find: Callable[[str], KindModule], job: tuple[str, list[Row], list
     part, mine, others = job
     kind, source = mine[0].point.kind, mine[0].point.source
     inside = score(source, mine)
+    if inside is None:
+        return None
     if not others:
         return LeftOut(kind, source, part, inside, None, f"no other source has points of {part or kind}")
     model = find(kind)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.training import TrainingCoefficients
 from launch.model.shape import ModelShape
-from launch.plan.layouts import TrainingLayout, TrainingWork
-from launch.planner.parameters import flops_per_token
+from launch.plan.layouts import Precision, TrainingLayout, TrainingWork
+from launch.planner.parameters import FlopsConvention, flops_per_token
 from launch.planner.time.training import TrainingTime, training_time
 from launch.validate.fit import log_error, robust_mean, rounded, search
 from launch.validate.interface import Predicted, measured
@@ -46,7 +47,8 @@ MANY = 32
 UNKNOWN_CHUNKS = 2
 """Of a pipeline rank whose schedule is not stated: between 1F1B and one layer a chunk."""
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-PRECISIONS = {"bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "fp32": "fp32"}
+PRECISIONS: Mapping[str, Precision] = {"bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "fp32": "fp32"}
+CONVENTIONS: Mapping[str, FlopsConvention] = {name: name for name in get_args(FlopsConvention)}
 LORA_RANK = 16
 
 
@@ -114,16 +116,14 @@ def _measured(point: Point) -> tuple[str, float] | None:
             value = point.number(f"{place}.{quantity}")
             if value is not None and value > 0 and (quantity != "step_time_s" or _batch(point)):
                 return quantity, value
-    rate, convention = point.number("measured.model_tflops_per_gpu"), point.text("flops_convention")
+    rate = point.number("measured.model_tflops_per_gpu")
+    convention = CONVENTIONS.get(point.text("flops_convention", ""))
     if rate is None or rate <= 0:
         return None
     length = point.integer("seq_len")
     if point.model is None or convention is None or not length:
         return "tokens_per_s_per_gpu", rate * 1e12      # run_of says why it cannot be compared
-    try:
-        return "tokens_per_s_per_gpu", rate * 1e12 / flops_per_token(point.model, length, convention=convention)
-    except KeyError:
-        return "tokens_per_s_per_gpu", rate * 1e12
+    return "tokens_per_s_per_gpu", rate * 1e12 / flops_per_token(point.model, length, convention=convention)
 
 
 def _batch(point: Point) -> int | None:
@@ -144,7 +144,7 @@ def run_of(point: Point) -> Run | str:
     if point.number("measured.step_time_s") is None and point.number("measured.tokens_per_s_per_gpu") is None \
             and point.get("derived") is None and point.text("flops_convention") is None:
         return "the FLOP convention of its TFLOP/s is not stated"
-    layout, micro = _layout(point, gpus, precision)
+    layout, micro = _layout(point, point.model, gpus, precision)
     if isinstance(layout, str):
         return layout
     batch = _batch(point) or layout.dp * micro * MANY
@@ -156,10 +156,10 @@ def run_of(point: Point) -> Run | str:
                         micro_batch_tokens=micro * length, micro_batches=micro_batches, longest=length)
     quantity, value = _measured(point) or ("step_time_s", 0.0)
     lora_rank = LORA_RANK if point.text("task") == "lora" else 0
-    return Run(point.model, layout, work, cluster_of(point), lora_rank, quantity, value)
+    return Run(point.model, layout, work, cluster_of(point, point.gpu), lora_rank, quantity, value)
 
 
-def _layout(point: Point, gpus: int, precision: str) -> tuple[TrainingLayout | str, int]:
+def _layout(point: Point, model: ModelShape, gpus: int, precision: Precision) -> tuple[TrainingLayout | str, int]:
     """The layout, and sequences of a micro-batch."""
     sizes = point.sizes()
     tp, pp, cp = (sizes.get(name, 1) for name in ("tp", "pp", "cp"))
@@ -168,8 +168,8 @@ def _layout(point: Point, gpus: int, precision: str) -> tuple[TrainingLayout | s
     dp = sizes.get("dp") or gpus // (tp * pp * cp)
     if tp * pp * cp * dp != gpus:
         return f"tp x pp x cp x dp is {tp * pp * cp * dp}, not the {gpus} GPUs", 1
-    if pp > point.model.layers:
-        return f"{pp} pipeline stages for {point.model.layers} layers", 1
+    if pp > model.layers:
+        return f"{pp} pipeline stages for {model.layers} layers", 1
     fsdp, ep = sizes.get("fsdp", 1), sizes.get("ep", 1)
     if fsdp > dp * cp or (tp * dp * cp) % ep:
         return "fsdp does not lie inside dp x cp, or ep inside tp x cp x dp", 1
