@@ -47,7 +47,8 @@ class _Taking(threading.Thread):
 
     def __init__(self, path: Path) -> None:
         super().__init__(name=f"lock {path.name}", daemon=True)
-        self._path, self._file, self._given_up = path, None, False
+        self._path, self._given_up = path, False
+        self._file: int | None = None
         self._error: OSError | None = None
         self._guard = threading.Lock()
 

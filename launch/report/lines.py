@@ -38,7 +38,8 @@ def node_list(names: Sequence[str], most: int = 6) -> str:
         while end + 1 < len(names) and _follows(names[end], names[end + 1]):
             end += 1
         if end > at:
-            head, low = re.fullmatch(r"(.*?)(\d+)", names[at]).groups()
+            head = names[at].rstrip("0123456789")
+            low = names[at][len(head):]
             parts.append(f"{head}[{low}-{names[end][len(head):]}]")
         else:
             parts.append(names[at])

@@ -95,7 +95,7 @@ def locate(run: str, folder: str, hints: Hints, attempt: int | None = None) -> t
         if record is None:
             raise
         return Found(run, None, None, record.job_id), record
-    if found.folder is None and (record := hints.record(found.job)) and record.job_id != found.job:
+    if found.folder is None and found.job and (record := hints.record(found.job)) and record.job_id != found.job:
         return find_run(record.job_id, folder), record      # 7_1 of an array has a number of its own, which runs know
     return found, None
 
@@ -108,6 +108,5 @@ def unknown_job(run: str, folder: str, hints: Hints) -> SlurmError:
 
 def _final(found: Found) -> bool:
     """Whether the outcome leaves nothing to ask: an attempt that was stopped may have been requeued."""
-    if not found.ended:
-        return False
-    return read_outcome(found.attempt).status in ("finished", "user_error")
+    outcome = read_outcome(found.attempt) if found.attempt else None
+    return outcome is not None and outcome.status in ("finished", "user_error")

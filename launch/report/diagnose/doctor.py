@@ -127,8 +127,10 @@ def exit_meaning(line: str) -> str:
 def _by_slurm(line: str, record: JobRecord | None) -> Iterable[Finding]:
     for symptom in TABLE:
         if line and symptom.slurm and re.search(symptom.slurm, line):
-            missing = symptom.code == "output-folder" and record is not None and not Path(record.stdout).exists()
-            yield _finding(symptom, line, f"Slurm; {record.stdout} does not exist" if missing else "Slurm")
+            absent = ""
+            if symptom.code == "output-folder" and record is not None and not Path(record.stdout).exists():
+                absent = f"; {record.stdout} does not exist"
+            yield _finding(symptom, line, f"Slurm{absent}")
 
 
 def _by_outcome(outcome: Outcome | None, decided: str) -> Iterable[Finding]:
@@ -144,9 +146,10 @@ def _by_outcome(outcome: Outcome | None, decided: str) -> Iterable[Finding]:
 
 def _decided(found: Found) -> str:
     """Why nothing follows the attempt."""
-    if found.attempt is None:
+    if found.attempt is None or found.folder is None:
         return ""
-    return next((past.why for past in read_history(found.folder) if past.attempt == int(found.attempt.name)), "")
+    attempt = int(found.attempt.name)
+    return next((past.why for past in read_history(found.folder) if past.attempt == attempt), "")
 
 
 def _by_logs(logs: Iterable[Source]) -> Iterable[Finding]:
@@ -161,7 +164,7 @@ def _by_logs(logs: Iterable[Source]) -> Iterable[Finding]:
 
 def _by_ledger(found: Found) -> Iterable[Finding]:
     """Nodes of this attempt that the run's ledger keeps out by now."""
-    if found.attempt is None or not (found.folder / LEDGER).exists():
+    if found.attempt is None or found.folder is None or not (found.folder / LEDGER).exists():
         return
     ledger = Ledger(found.folder / LEDGER)
     nodes = read_json(found.attempt / "job.json").get("nodes") or ()

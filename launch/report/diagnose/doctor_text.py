@@ -61,7 +61,7 @@ def _well(diagnosis: Diagnosis) -> bool:
 
 def _tells_more(diagnosis: Diagnosis) -> bool:
     """Whether the first error is not already the evidence of a cause."""
-    summary = diagnosis.first.summary.splitlines()[0][:80] if diagnosis.first.summary else ""
+    summary = diagnosis.first.summary.splitlines()[0][:80] if diagnosis.first and diagnosis.first.summary else ""
     return not any(summary and summary in finding.evidence for finding in diagnosis.causes)
 
 

@@ -118,9 +118,10 @@ def read_status(found: Found, now: float, record: JobRecord | None = None) -> St
         now: seconds since 1970.
         record: what Slurm says of the job, None if it was not asked or does not know it.
     """
-    if found.attempt is None:
+    folder, run_folder = found.attempt, found.folder
+    if folder is None or run_folder is None:
         return _only_slurm(found, now, record)
-    folder, job = found.attempt, read_json(found.attempt / "job.json")
+    job = read_json(folder / "job.json")
     outcome, progress = read_outcome(folder), read_progress(folder)
     placement, given = read_json(folder / "placement.json"), tuple(job.get("nodes") or ())
     nodes = tuple(placement.get("nodes") or given)
@@ -128,7 +129,7 @@ def read_status(found: Found, now: float, record: JobRecord | None = None) -> St
     steps = _steps(folder)
     rows = metric_rows(folder / "metrics.jsonl")
     waiting = _waiting(record, now, first=False) if record and record.state == "PENDING" else ""
-    alive, silent = _alive(found, given, now, record)
+    alive, silent = _alive(run_folder, folder, given, now, record)
     if outcome is not None:
         stages.append(Stage(ENDS[outcome.status]))
     elif waiting or not alive:
@@ -145,17 +146,17 @@ def read_status(found: Found, now: float, record: JobRecord | None = None) -> St
     ended = outcome is not None or not alive
     ends = job.get("end_time") or (record.ends if record and record.state == "RUNNING" else None)
     return Status(
-        run=found.name, folder=str(found.folder), attempt=int(folder.name), attempts=len(attempts_of(found.folder)),
+        run=found.name, folder=str(run_folder), attempt=int(folder.name), attempts=len(attempts_of(run_folder)),
         state=stages[-1].name, stages=tuple(stages), job=found.job, job_state=record.state if record else None,
         restarts=record.restarts if record else int(job.get("restart_count") or 0), partition=job.get("partition"),
         waiting=waiting, missing=() if ended else missing, silent=() if ended else silent, nodes=nodes,
         spares=tuple(placement.get("spares") or ()), step=done, steps=steps,
-        checkpoint=newest_checkpoint(found.folder, now), running_s=None if ended else _started(folder, now),
+        checkpoint=newest_checkpoint(run_folder, now), running_s=None if ended else _started(folder, now),
         left_s=None if ended or not ends else ends - now,
         needed_s=None if ended or steps is None else _needed(rows, steps - done),
         since_progress_s=None if ended or progress is None else max(0.0, now - progress.at),
         metrics=rows[-1] if rows else {}, outcome=outcome.model_dump(mode="json") if outcome else None,
-        decision=_decision(found, folder), warnings=_warnings(outcome, rows))
+        decision=_decision(run_folder, folder), warnings=_warnings(outcome, rows))
 
 
 def newest_checkpoint(run_folder: Path, now: float) -> Checkpoint | None:
@@ -189,7 +190,8 @@ def _only_slurm(found: Found, now: float, record: JobRecord | None) -> Status:
 def _stages(folder: Path, given: tuple[str, ...], nodes: tuple[str, ...], placed: bool,
             progress: Progress | None) -> tuple[list[Stage], tuple[str, ...]]:
     """(stations so far, nodes that the last one waits for)."""
-    stages, missing = [], ()
+    stages: list[Stage] = []
+    missing: tuple[str, ...] = ()
     if given:
         checked = {node for node in given if (folder / "nodes" / node / "preflight.json").exists()}
         stages += [Stage("QUEUED"), Stage("PREFLIGHT", len(checked), len(given))]
@@ -208,15 +210,15 @@ def _stages(folder: Path, given: tuple[str, ...], nodes: tuple[str, ...], placed
     return [*stages, Stage("LOAD"), Stage("STEP", progress.step, steps, progress.phase)], ()
 
 
-def _alive(found: Found, given: tuple[str, ...], now: float,
+def _alive(run_folder: Path, folder: Path, given: tuple[str, ...], now: float,
            record: JobRecord | None) -> tuple[bool, tuple[str, ...]]:
     """(whether something of the attempt lives, nodes not heard of lately)."""
     if not given:                                   # one machine: its launcher holds the run's lock
-        return lock_is_held(found.folder / ".lock") or bool(record and record.state == "RUNNING"), ()
-    beats = {node: newest_beat(found.attempt / "nodes" / node) for node in given}
+        return lock_is_held(run_folder / ".lock") or bool(record and record.state == "RUNNING"), ()
+    beats = {node: newest_beat(folder / "nodes" / node) for node in given}
     silent = tuple(node for node, beat in beats.items() if beat is not None and now - beat > SILENT_S)
     heard = any(beat is not None and now - beat <= SILENT_S for beat in beats.values())
-    starting = now - (found.attempt / "job.json").stat().st_mtime <= SILENT_S
+    starting = now - (folder / "job.json").stat().st_mtime <= SILENT_S
     if record is not None:
         return record.state in ("RUNNING", "COMPLETING") or heard, silent
     return heard or starting, silent
@@ -227,17 +229,18 @@ def _waiting(record: JobRecord, now: float, *, first: bool) -> str:
     if record.reason == "BeginTime" and not first:
         begins = f" in {record.started - now:.0f} s" if record.started and record.started > now else ""
         return f"requeued; Slurm starts a requeued job about two minutes after its end{begins}: nothing to do"
-    why = {"Priority": "jobs of higher priority come first", "Resources": "the nodes are in use",
-           "Dependency": "another job of this name, or one it depends on, has to end first",
-           "BeginTime": "its begin time has not come"}
-    why = why.get(record.reason, f"Slurm's reason: {record.reason or 'none'}")
+    known = {"Priority": "jobs of higher priority come first", "Resources": "the nodes are in use",
+             "Dependency": "another job of this name, or one it depends on, has to end first",
+             "BeginTime": "its begin time has not come"}
+    why = known.get(record.reason, f"Slurm's reason: {record.reason or 'none'}")
     return f"waits for its {'first ' if first else ''}start: {why}"
 
 
 def _started_again(folder: Path, record: JobRecord | None) -> bool:
     """Whether the job runs anew since this attempt's end, and its leader has not made the next attempt yet."""
-    running = record is not None and record.state in ("RUNNING", "CONFIGURING")
-    return running and (record.started or 0.0) > (folder / "outcome.json").stat().st_mtime
+    if record is None or record.state not in ("RUNNING", "CONFIGURING"):
+        return False
+    return (record.started or 0.0) > (folder / "outcome.json").stat().st_mtime
 
 
 def _steps(folder: Path) -> int | None:
@@ -266,9 +269,9 @@ def _needed(rows: list[Row], left: int) -> float | None:
     return sum(times) / len(times) * left if times else None
 
 
-def _decision(found: Found, folder: Path) -> str:
+def _decision(run_folder: Path, folder: Path) -> str:
     """What the launcher decided after this attempt: `requeue: a crash after new steps`."""
-    for past in read_history(found.folder):
+    for past in read_history(run_folder):
         if past.attempt == int(folder.name) and past.decision is not None:
             after = f"{past.decision} as job {past.successor}" if past.successor else past.decision
             return f"{after}: {past.why}" if past.why else after

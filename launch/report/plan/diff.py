@@ -169,7 +169,9 @@ def _numbers(a: Forecast | None, b: Forecast | None) -> list[str]:
     """Lines of the book that changed: what was given first, then what follows from it."""
     before, after = ({each.key: each for each in (forecast.numbers if forecast else ())} for forecast in (a, b))
     keys = [*before, *(key for key in after if key not in before)]
-    given, computed, alone = [], [], {"only in the first": 0, "only in the second": 0}
+    given: list[str] = []
+    computed: list[str] = []
+    alone = {"only in the first": 0, "only in the second": 0}
     for key in keys:
         old, new = before.get(key), after.get(key)
         if old is None or new is None:

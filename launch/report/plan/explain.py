@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from launch.errors import UserError
 from launch.plan.forecast import Alternative, Choice, Forecast, Number
@@ -55,7 +55,7 @@ def _under(forecast: Forecast, key: str) -> list[str]:
 
 
 def _nearest(forecast: Forecast, key: str) -> list[str]:
-    known = {each.key for each in (*forecast.numbers, *forecast.choices)}
+    known = {each.key for each in forecast.numbers} | {each.key for each in forecast.choices}
     for each in list(known):
         words = each.split(".")
         known |= {".".join(words[:count]) for count in range(1, len(words))}
@@ -127,7 +127,7 @@ def _tree(key: str, numbers: dict[str, Number]) -> list[str]:
     return lines
 
 
-def _wrapped(text: str, indent: int) -> Iterable[str]:
+def _wrapped(text: str, indent: int) -> list[str]:
     pad = " " * indent
     return textwrap.wrap(plain(text), WIDTH, initial_indent=pad, subsequent_indent=pad + " " * STEP,
                          break_long_words=False, break_on_hyphens=False) or [pad.rstrip()]

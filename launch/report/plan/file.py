@@ -40,7 +40,10 @@ def load_plan(path: str | Path) -> Plan:
     try:
         return Plan.model_validate(content)
     except (ValidationError, RecursionError) as error:
-        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": "nested too deeply"}
-        field = plain(".".join(map(str, first["loc"]))) or "the whole file"
-        raise UserError(f"{name} is not a valid plan: {field}: {plain(first['msg'])}",
+        field, why = "", "nested too deeply"
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            field, why = plain(".".join(map(str, first["loc"]))), first["msg"]
+        field = field or "the whole file"
+        raise UserError(f"{name} is not a valid plan: {field}: {plain(why)}",
                         where=f"{name}: {field}", fix=again) from error

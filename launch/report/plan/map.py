@@ -94,13 +94,13 @@ def _seats(plan: Plan, placement: Placement | Seating) -> tuple[list[str], list[
                                                                list[tuple[int, list[Where]]]]:
     """Nodes, and where each rank and each rank of an engine sits."""
     if isinstance(placement, Seating):
-        seats = [(seat.node, seat.gpu, seat.nic) for seat in placement.training]
-        engines = [[(seat.node, seat.gpu, seat.nic) for seat in each] for each in placement.rollout]
-        return ([*placement.training_nodes, *placement.rollout_nodes, *placement.spares], list(enumerate(seats)),
-                list(enumerate(engines)))
+        return ([*placement.training_nodes, *placement.rollout_nodes, *placement.spares],
+                [(rank, (seat.node, seat.gpu, seat.nic)) for rank, seat in enumerate(placement.training)],
+                [(replica, [(seat.node, seat.gpu, seat.nic) for seat in each])
+                 for replica, each in enumerate(placement.rollout)])
     sizes = {engine.replica: engine.tp for engine in plan.rollout.engines}
-    ranks = [(each.rank, (each.node, each.gpu, each.nic)) for each in placement.training]
-    engines = []
+    ranks: list[tuple[int, Where]] = [(each.rank, (each.node, each.gpu, each.nic)) for each in placement.training]
+    engines: list[tuple[int, list[Where]]] = []
     for each in placement.rollout:
         gpus = each.gpus or (None,) * sizes.get(each.replica, 1)
         nodes, nics = each.nodes or (each.node,) * len(gpus), each.nics or (None,) * len(gpus)

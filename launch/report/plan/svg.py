@@ -58,7 +58,7 @@ def _few(rows: Sequence[MemoryOf]) -> list[MemoryOf]:
 def step(forecast: Forecast) -> str:
     """Two steps of the steady state as a Gantt chart, a lane a partition; light is idle time."""
     spans = phases(forecast, STEPS)
-    by_name = {each.name: each for each in forecast.phases}
+    by_name: dict[str, Phase] = {each.name: each for each in forecast.phases}
     left, bar, pitch = 130.0, 30.0, 36.0
     total = max([STEPS * forecast.step_s, 1e-9, *(each.start + each.seconds for each in spans)])
     scale = (WIDE - left - 8) / total

@@ -26,9 +26,9 @@ def print_sweep(points: Sequence[SweepPoint], target: float | None, console: Con
     console = console or terminal()
     smallest = smallest_that_reaches(points, target)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for title, justify in (("", "left"), ("nodes", "right"), ("training + rollout", "left"),
-                           ("predicted\nprompts/h", "right"), ("GPU-hours\nper 1,000", "right"), ("verdict", "left")):
-        table.add_column(title, justify=justify)
+    numbers = ("nodes", "predicted\nprompts/h", "GPU-hours\nper 1,000")
+    for title in ("", "nodes", "training + rollout", "predicted\nprompts/h", "GPU-hours\nper 1,000", "verdict"):
+        table.add_column(title, justify="right" if title in numbers else "left")
     for point in points:
         mark = ">" if point is smallest else ""
         table.add_row(mark, f"{point.nodes}", Text(plain(point.split)), _number(point.prompts_per_hour, 0),
@@ -73,14 +73,14 @@ def capacity_curve(points: Sequence[SweepPoint], target: float | None, *, width:
 
 
 def _answer(points: Sequence[SweepPoint], target: float | None, smallest: SweepPoint | None) -> str:
-    rated = [each for each in points if each.prompts_per_hour is not None]
+    rated = [(each.prompts_per_hour, each.nodes) for each in points if each.prompts_per_hour is not None]
     if not rated:
         return "no plan fits any of these sizes"
     if smallest is not None:
         return (f"smallest cluster that reaches {target:,.0f} prompts/h: {smallest.nodes} nodes "
                 f"({smallest.prompts_per_hour:,.0f} prompts/h predicted)")
-    best = max(rated, key=lambda each: each.prompts_per_hour)
-    most = f"the most is {best.prompts_per_hour:,.0f} prompts/h with {best.nodes} nodes (predicted)"
+    rate, nodes = max(rated, key=lambda pair: pair[0])
+    most = f"the most is {rate:,.0f} prompts/h with {nodes} nodes (predicted)"
     return most if target is None else f"none of these sizes reaches {target:,.0f} prompts/h: {most}"
 
 

@@ -8,13 +8,16 @@ from typing import Literal
 
 from launch.plan.forecast import Forecast
 
+Partition = Literal["training", "rollout"]
+PARTITIONS: tuple[Partition, ...] = ("training", "rollout")
+
 
 @dataclass(frozen=True)
 class Span:
     """Something that takes time. Spans of one (partition, row) never overlap."""
 
     name: str
-    partition: Literal["training", "rollout"]
+    partition: Partition
     row: int
     start: float
     """Seconds."""
@@ -27,7 +30,7 @@ def phases(forecast: Forecast, steps: int) -> list[Span]:
     inside a partition goes to further rows. Nodes that both roles share are one partition, `training`."""
     shared = forecast.split.mode != "disaggregated"
     found: list[Span] = []
-    for partition in ("training",) if shared else ("training", "rollout"):
+    for partition in PARTITIONS[:1] if shared else PARTITIONS:
         ends: list[float] = []
         slots = sorted((index * forecast.step_s + phase.starts, number, index, phase)
                        for index in range(steps) for number, phase in enumerate(forecast.phases)

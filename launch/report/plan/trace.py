@@ -39,8 +39,8 @@ def trace(plan: Plan) -> dict[str, Any]:
 
 def _phases(forecast: Forecast) -> list[Event]:
     events = []
-    details = {each.name: {"low_s": each.low, "nominal_s": each.seconds, "high_s": each.high}
-               for each in forecast.phases}
+    details: dict[str, dict[str, float]] = {
+        each.name: {"low_s": each.low, "nominal_s": each.seconds, "high_s": each.high} for each in forecast.phases}
     spans = phases(forecast, STEPS)
     shared = forecast.split.mode != "disaggregated"
     for partition in ("training",) if shared else ("training", "rollout"):

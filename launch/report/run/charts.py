@@ -131,7 +131,7 @@ def _curve(axes, history: Sequence[Row], name: str, colour: str, label: str, *, 
     pairs = [(step, value) for step, value in zip(steps, values, strict=True) if not positive or value > 0]
     if not pairs:
         return False
-    steps, values = zip(*pairs, strict=True)
+    steps, values = [step for step, _ in pairs], [value for _, value in pairs]
     if smooth and len(values) > SMOOTHING:
         axes.plot(steps, values, color=colour, alpha=0.3, linewidth=0.8)
         values = smoothed(values, SMOOTHING)

@@ -90,9 +90,9 @@ def print_calibration(found: Calibration) -> None:
     click.echo(f"\n{'phase':10}{'run' if several else '':{width}}{'measured':>12}{'predicted before':>19}"
                f"{'predicted now':>16}")
     for phase in found.phases:
-        for run in phase.runs:
-            click.echo(f"{phase.phase:10}{run.run if several else '':{width}}{seconds(run.measured):>12}"
-                       f"{seconds(run.before):>19}{seconds(run.after):>16}")
+        for each in phase.runs:
+            click.echo(f"{phase.phase:10}{each.run if several else '':{width}}{seconds(each.measured):>12}"
+                       f"{seconds(each.before):>19}{seconds(each.after):>16}")
     keys = [change.key for phase in found.phases for change in phase.changes]
     if keys:
         width = max(map(len, keys)) + 2

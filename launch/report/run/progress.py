@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Protocol
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -103,7 +103,8 @@ class LiveProgress:
         self._name, self._steps, self._console = name, steps, console
         self._pace = Pace(steps)
         self._rewards: deque[float] = deque(maxlen=60)
-        self._phase, self._step, self._metrics = "starting", 0, {}
+        self._phase, self._step = "starting", 0
+        self._metrics: Mapping[str, float] = {}
         self._accuracy: float | None = None
         self._live = Live(self._render(), console=console, refresh_per_second=4, transient=False)
 
@@ -133,7 +134,7 @@ class LiveProgress:
     def _render(self) -> Panel:
         title = f"{self._name}   step {self._step}/{self._steps}"
         bar = ProgressBar(total=self._steps, completed=self._step)
-        body = [_row(bar, Text(f"left {self._pace.left()}", justify="right"))]
+        body: list[RenderableType] = [_row(bar, Text(f"left {self._pace.left()}", justify="right"))]
         if self._metrics:
             body += [self._numbers(), split_bar(self._metrics), split_legend(self._metrics)]
         return Panel(Group(*body), title=Text(title), title_align="left", subtitle=Text(self._phase),
