@@ -120,12 +120,13 @@ def _rate(text: str) -> float:
 def _live(config: str, overrides: tuple[str, ...], cluster_file: str | None, partition: str | None,
           nodelist: str | None, gpu: str | None):
     from launch.cluster.file import load_cluster
-    from launch.cluster.slurm import read_cluster
     from launch.config.load import load_config
+    from launch.slurm.client import Slurm
+    from launch.slurm.live_cluster import read_cluster
 
     named = cluster_file or load_config(config, overrides).config.cluster
     base = None if named == "local" else load_cluster(named)
-    return read_cluster(partition=partition, nodelist=nodelist, gpu=gpu, base=base, base_file=named)
+    return read_cluster(Slurm(), partition=partition, nodelist=nodelist, gpu=gpu, base=base, base_file=named)
 
 
 def _write_files(prepared, out: str | None, html: str | None, trace: str | None) -> None:

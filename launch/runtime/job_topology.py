@@ -21,7 +21,7 @@ def switches_of_job(hellos: Mapping[str, Hello], nodes: Sequence[str], slurm: Sl
     if not silent or len(nodes) == 1:
         return ()       # Slurm has no topology plug-in, and all nodes say so
     try:
-        found = restrict(slurm.topology(), set(nodes))
+        found = restrict(slurm.topology(blocks=True), set(nodes))
         misfits = [what for _, what, _ in faults(found, list(nodes))]
         why = misfits[0] if misfits else "" if found else "Slurm knows no switches"
     except UserError as error:

@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from launch import envvars, processes
-from launch.cluster import slurm_text
-from launch.cluster.slurm_text import Node
 from launch.cluster.spec import Switch
 from launch.errors import UserError
+from launch.slurm import show
 from launch.slurm.records import (
     QUEUE_FORMAT,
     Account,
@@ -31,6 +30,7 @@ from launch.slurm.records import (
     queued,
 )
 from launch.slurm.refusals import SlurmError, explain
+from launch.slurm.show import Node
 
 TIMEOUT_S = 60.0
 PATIENCE_S = 300.0
@@ -67,11 +67,6 @@ class Slurm:
         other._patience = lambda: _Patience(patience_s, pause_s, say)
         return other
 
-    @property
-    def rpcs(self) -> int:
-        """Questions to the controller so far."""
-        return len(self.calls)
-
     def show_job(self, job_id: str, *, local: bool = False) -> JobRecord:
         """One job, running, waiting or ended not long ago (MinJobAge).
 
@@ -89,7 +84,7 @@ class Slurm:
     def nodes(self, names: Sequence[str] = ()) -> tuple[Node, ...]:
         """States and resources of these nodes, or all, in one question."""
         arguments = [",".join(names)] if names else []
-        found = slurm_text.nodes(self._ask("scontrol", "show", "node", "-o", *arguments))
+        found = show.nodes(self._ask("scontrol", "show", "node", "-o", *arguments))
         missing = sorted(set(names) - {node.name for node in found})
         if missing or not found:
             raise SlurmError(f"Slurm does not know {', '.join(missing[:8]) or 'any node'}",
@@ -103,20 +98,24 @@ class Slurm:
         states = dict(line.strip().split("|") for line in text.splitlines() if line.strip())
         fit = USABLE
         if reservation:
-            record = slurm_text.key_values(self._ask("scontrol", "--oneliner", "show", "reservation", reservation))
+            record = show.key_values(self._ask("scontrol", "--oneliner", "show", "reservation", reservation))
             reserved, fit = set(names_of(record.get("Nodes", "").replace("(null)", ""))), (*USABLE, "reserved")
             states = {name: state for name, state in states.items() if name in reserved} or states
         return {name: state.rstrip("~#!%@^-") in fit for name, state in states.items()}
 
-    def topology(self) -> tuple[Switch, ...]:
-        """The switch tree, blocks (topology/block) as leaves; () on a Slurm that has none (topology plug-in absent)."""
+    def topology(self, *, blocks: bool = False) -> tuple[Switch, ...]:
+        """The switch tree; () on a Slurm that has none (topology plug-in absent).
+
+        Args:
+            blocks: take the blocks of topology/block for leaves, see `show.topology`; an error otherwise.
+        """
         try:
             text = self._ask("scontrol", "show", "topology")
         except SlurmError as error:
             if "no topology information" in error.what.lower():     # said as an error, with status 0
                 return ()
             raise
-        return slurm_text.topology(text, blocks=True)
+        return show.topology(text, blocks=blocks)
 
     def queue(self, *, name: str | None = None) -> tuple[Queued, ...]:
         """This user's waiting and running jobs, or those of one name."""

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from launch.cluster import hostlist, slurm_text
+from launch.cluster import hostlist
+from launch.slurm import show
 from launch.slurm.refusals import SlurmError
 
 WHOLE_LINE = frozenset({"Command", "WorkDir", "StdErr", "StdIn", "StdOut", "Comment", "AdminComment",
@@ -123,7 +124,7 @@ def _record(block: str) -> JobRecord:
     fields: dict[str, str] = {}
     for line in block.splitlines():
         key, _, value = line.strip().partition("=")
-        for name, text in {key: value}.items() if key in WHOLE_LINE else slurm_text.key_values(line.strip()).items():
+        for name, text in {key: value}.items() if key in WHOLE_LINE else show.key_values(line.strip()).items():
             fields.setdefault(name, "" if text in ("(null)", "None") else text)
     status, _, number = fields.get("ExitCode", "0:0").partition(":")
     names = names_of(fields.get("NodeList", ""))

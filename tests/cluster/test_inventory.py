@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from launch.cluster.file import parse_cluster
-from launch.cluster.inventory import ASSUMED, NodeFacts, join, ports, read
+from launch.cluster.inventory import ASSUMED, NodeFacts, join, read
 from launch.cluster.spec import ClusterSpec
 from launch.errors import UserError
 from tests.cluster.test_file import TEXT
@@ -44,6 +44,9 @@ class Nvml(types.SimpleNamespace):
 
     def nvmlDeviceGetHandleByIndex(self, index):
         return self.gpus[index]
+
+    def nvmlDeviceGetUUID(self, handle):
+        return f"GPU-{self.gpus.index(handle)}"
 
     def nvmlDeviceGetName(self, handle):
         if self.answer:
@@ -126,4 +129,6 @@ def test_ports_of_the_network(tmp_path):
         port.mkdir(parents=True)
         (port / "rate").write_text(rate + "\n")
         (port / "state").write_text(state + "\n")
-    assert ports(tmp_path) == (("mlx5_0", 400.0), ("mlx5_1", 200.0)) and ports(tmp_path / "none") == ()
+        (port / "link_layer").write_text("InfiniBand\n")
+    assert read(Nvml([H100]), tmp_path).ports == (("mlx5_0", 400.0), ("mlx5_1", 200.0))
+    assert read(Nvml([H100]), tmp_path / "none").ports == ()

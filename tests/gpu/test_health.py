@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launch.health import nvml
+from launch.cluster import nvml
 from launch.health.checks import gpus
 from launch.health.expected import Expected
 from launch.health.fabric import Member, Result, Task

@@ -11,12 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch.cluster.rdma import Nic
 from launch.health.check import worst
 from launch.health.checks import environment, interface, limits, model, nics, scratch, versions
 from launch.health.checks.interface import nccl_selects
 from launch.health.checks.nics import selected
 from launch.health.expected import Expected, expected_of
-from launch.health.machine import Limit, Nic, RealMachine
+from launch.health.machine import Limit, RealMachine
 from launch.slurm.profiles import Profile
 from tests.health.conftest import bad, named
 

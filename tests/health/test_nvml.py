@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 
-from launch.health import nvml
+from launch.cluster import nvml
 from launch.health.checks import gpus
 from launch.health.expected import Expected
 from launch.health.machine import RealMachine

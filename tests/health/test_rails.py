@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from launch.cluster.nvml import GpuReport, GpuState
+from launch.cluster.rdma import Nic
 from launch.health.checks import nics
 from launch.health.expected import Expected
-from launch.health.machine import Nic, RealMachine
-from launch.health.nvml import GpuReport, GpuState
+from launch.health.machine import RealMachine
 from launch.health.rails import candidates, rails_of
 from tests.health.conftest import named
 

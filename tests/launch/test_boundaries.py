@@ -1,8 +1,10 @@
-"""House rules: `launch/` is light, one module runs processes, one reads the environment."""
+"""House rules: `launch/` is light; one module runs processes, one reads the environment, one asks each of Slurm, NVML and
+sysfs."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -69,9 +71,21 @@ def uses(tree: ast.AST) -> set[str]:
                 found.add("process")
             if isinstance(node, ast.ImportFrom) and node.module == "os":
                 found.update("environment" for alias in node.names if alias.name in ("environ", "getenv"))
+            if "pynvml" in names:
+                found.add("NVML")
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
             found.add("eval")
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value in ("scontrol", "squeue", "sinfo", "sacct", "scancel"):
+                found.add("Slurm's commands")
+            if node.value.startswith("/sys/class/infiniband"):
+                found.add("RDMA in sysfs")
     return found
+
+
+@functools.cache
+def used_by(module: str) -> set[str]:
+    return uses(ast.parse((ROOT / module).read_text(encoding="utf-8")))
 
 
 MODULES = sorted(file.relative_to(ROOT).as_posix() for package in ("launch", "megatron_rl")
@@ -79,7 +93,9 @@ MODULES = sorted(file.relative_to(ROOT).as_posix() for package in ("launch", "me
 
 
 @pytest.mark.parametrize("thing, allowed", [("process", {"launch/processes.py"}),
-                                            ("environment", {"launch/envvars.py"}), ("eval", set())])
+                                            ("environment", {"launch/envvars.py"}), ("eval", set()),
+                                            ("Slurm's commands", {"launch/slurm/client.py"}),
+                                            ("NVML", {"launch/cluster/nvml.py"}),
+                                            ("RDMA in sysfs", {"launch/cluster/rdma.py"})])
 def test_one_module_only(thing, allowed):
-    users = {name for name in MODULES if thing in uses(ast.parse((ROOT / name).read_text(encoding="utf-8")))}
-    assert users == allowed
+    assert {name for name in MODULES if thing in used_by(name)} == allowed

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from launch.cluster import slurm_text
 from launch.cluster.spec import Switch
 from launch.run.node_files import Hello
 from launch.runtime.job_topology import switches_of_job
+from launch.slurm import show
 from launch.slurm.refusals import SlurmError
 
 TREE = """\
@@ -32,11 +32,11 @@ class Asked:
     def __init__(self, text: str | None = None) -> None:
         self.text, self.times = text, 0
 
-    def topology(self):
+    def topology(self, blocks):
         self.times += 1
         if self.text is None:
             raise SlurmError("slurmctld does not answer")
-        return slurm_text.topology(self.text, blocks=True)
+        return show.topology(self.text, blocks=blocks)
 
 
 def hellos(addresses: dict[str, str], pattern: str) -> dict[str, Hello]:

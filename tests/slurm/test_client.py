@@ -128,9 +128,9 @@ def test_a_real_job(slurm: SlurmCluster, tmp_path):
     assert len(estimate.nodes) == 3 and abs(estimate.starts - time.time()) < 600
     job_id = client.submit(script, ["a=1", "b c"], options, cwd=tmp_path)
     slurm.wait_for(int(job_id), "RUNNING")
-    before = client.rpcs
+    before = len(client.calls)
     job = client.show_job(job_id)
-    assert client.rpcs == before + 1
+    assert len(client.calls) == before + 1
     assert job.state == "RUNNING" and job.node_count == len(job.nodes) == 3 and not set(job.nodes) & set(job.excluded)
     assert job.excluded == ("h100-001", "h100-002") and job.comment == "megatron-rl:plan:00ff"
     assert job.command == f"{script} a=1 b c" and job.work_dir == str(tmp_path) and job.requeue and job.restarts == 0
@@ -189,7 +189,7 @@ def test_facts_of_a_job(slurm: SlurmCluster, tmp_path):
     script = tmp_path / "facts.sh"
     script.write_text("#!/bin/bash\nexec python3 -c 'from launch.slurm.client import Slurm; "
                       "from launch.slurm.job_facts import read; client = Slurm(); "
-                      "print(read(client).model_dump_json()); print(client.rpcs)'\n")
+                      "print(read(client).model_dump_json()); print(len(client.calls))'\n")
     job_id = slurm.submit("--nodes=4", "--exclusive", "--gpus-per-node=8", "--time=10", f"--output={tmp_path}/log",
                           str(script))
     slurm.wait_for(job_id, "COMPLETED")

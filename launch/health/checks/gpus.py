@@ -9,11 +9,11 @@ import psutil
 from launch import envvars
 from launch.cluster.gpus import find
 from launch.cluster.local import visible
+from launch.cluster.nvml import HW_POWER_BRAKE, HW_SLOWDOWN, HW_THERMAL, SW_THERMAL, GpuProcess, GpuReport, GpuState
 from launch.errors import UserError
 from launch.health.check import Check, critical, ok, warning
 from launch.health.expected import GIB, Expected
 from launch.health.machine import Machine
-from launch.health.nvml import HW_POWER_BRAKE, HW_SLOWDOWN, HW_THERMAL, SW_THERMAL, GpuProcess, GpuReport, GpuState
 
 MAX_USED_BYTES = 2 * GIB
 """An idle GPU holds less; more without a process is memory that a dead one left behind."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from launch.cluster.rdma import Nic
 from launch.health.check import Check, critical, ok, warning
 from launch.health.expected import Expected
-from launch.health.machine import Machine, Nic
+from launch.health.machine import Machine
 from launch.health.rails import candidates, rails_of
 
 

@@ -1,17 +1,17 @@
-"""What the NVIDIA driver says about this node's GPUs, as plain values: the one place that talks to NVML.
+"""What the NVIDIA driver says about this machine's GPUs, as plain values: the one place that talks to NVML.
 
-Read only: no setting is changed and no CUDA context is made. Judging is done elsewhere (`checks.gpus`), on these
-values, so that faults can be injected here (`launch.health.simulated`).
+Read only: no setting is changed and no CUDA context is made. `cards` is for whoever plans or starts processes, and fails
+if the driver does not answer; `read_gpus` is for the preflight, which judges faults (`launch.health.checks.gpus`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import pynvml
+from launch.errors import UserError
 
 HW_SLOWDOWN, HW_THERMAL, HW_POWER_BRAKE = "HW slowdown", "HW thermal slowdown", "HW power brake"
 SW_THERMAL, SW_POWER_CAP = "SW thermal slowdown", "SW power cap"
@@ -23,6 +23,17 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("nvmlClocksEventReasonSwPowerCap", SW_POWER_CAP),
 )
 """Not among them: idle clocks, which are normal, and clocks that somebody has set."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU that answers."""
+
+    uuid: str
+    name: str
+    """Of the product, `NVIDIA H100 80GB HBM3`."""
+    usable_bytes: int
+    """What a process can use: total less what the driver reserves."""
 
 
 @dataclass(frozen=True)
@@ -81,36 +92,84 @@ class GpuReport:
     """Why the driver does not answer at all."""
 
 
+def cards(nvml: Any = None) -> tuple[Card, ...]:
+    """All GPUs, in PCI bus order; () where there is no NVIDIA driver (a login node).
+
+    Args:
+        nvml: the module `pynvml`, or what answers like it. None: the installed one, if any.
+
+    Raises:
+        UserError: there is a driver, and it or a GPU does not answer.
+    """
+    nvml = nvml or _installed()
+    if nvml is None:
+        return ()
+    what = "the NVIDIA driver"
+    try:
+        with _opened(nvml):
+            what = "a GPU"
+            return tuple(_card(nvml, nvml.nvmlDeviceGetHandleByIndex(index))
+                         for index in range(nvml.nvmlDeviceGetCount()))
+    except (nvml.NVMLError_LibraryNotFound, nvml.NVMLError_DriverNotLoaded):
+        return ()
+    except nvml.NVMLError as error:
+        raise UserError(f"{what} does not answer: {error}", where="NVML",
+                        fix="see `nvidia-smi`; or use the CPU: --device cpu") from error
+
+
 def read_gpus() -> GpuReport:
-    """Ask NVML. A driver or GPU that does not answer is in the report, not an exception."""
+    """The state of every GPU. A driver or GPU that does not answer is in the report, not an exception."""
+    nvml = _installed()
+    if nvml is None:
+        return GpuReport(None, error="the package nvidia-ml-py is not installed")
+    try:
+        with _opened(nvml):
+            cuda = _optional(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2)
+            return GpuReport(driver=str(nvml.nvmlSystemGetDriverVersion()),
+                             cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
+                             gpus=tuple(_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())))
+    except nvml.NVMLError as error:
+        return GpuReport(None, error=str(error))
+
+
+def _installed() -> Any:
+    """The module `pynvml`; None without it: nvidia-ml-py comes with the GPU stack."""
     try:
         import pynvml
     except ImportError:
-        return GpuReport(None, error="the package nvidia-ml-py is not installed")
+        return None
+    return pynvml
+
+
+@contextlib.contextmanager
+def _opened(nvml: Any) -> Iterator[None]:
+    nvml.nvmlInit()
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return GpuReport(None, error=str(error))
-    try:
-        cuda = _optional(pynvml, pynvml.nvmlSystemGetCudaDriverVersion_v2)
-        return GpuReport(driver=str(pynvml.nvmlSystemGetDriverVersion()),
-                         cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
-                         gpus=tuple(_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())))
-    except pynvml.NVMLError as error:
-        return GpuReport(None, error=str(error))
+        yield
     finally:
-        pynvml.nvmlShutdown()
+        nvml.nvmlShutdown()
 
 
-def _gpu(nvml: pynvml, index: int) -> GpuState:
+def _memory(nvml: Any, handle: Any) -> Any:
+    """NVML's first version of this call counts the driver's reserve as used; the second names it."""
+    return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+
+
+def _card(nvml: Any, handle: Any) -> Card:
+    memory = _memory(nvml, handle)
+    return Card(_text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle)),
+                int(memory.total - memory.reserved))
+
+
+def _gpu(nvml: Any, index: int) -> GpuState:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)  # v1 counts the reserve as used
+        memory = _memory(nvml, handle)
         remapped = _optional(nvml, nvml.nvmlDeviceGetRemappedRows, handle)
         links = _links(nvml, handle)
         power = _optional(nvml, nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
         return GpuState(
-            index=index, uuid=str(nvml.nvmlDeviceGetUUID(handle)), name=str(nvml.nvmlDeviceGetName(handle)),
+            index=index, uuid=_text(nvml.nvmlDeviceGetUUID(handle)), name=_text(nvml.nvmlDeviceGetName(handle)),
             memory_bytes=int(memory.total), used_bytes=int(memory.used),
             ecc_uncorrected=_optional(nvml, nvml.nvmlDeviceGetTotalEccErrors, handle,
                                       nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC),
@@ -131,10 +190,10 @@ def _gpu(nvml: pynvml, index: int) -> GpuState:
 
 def _text(value: str | bytes) -> str:
     """nvidia-ml-py has returned both."""
-    return value.decode("ascii") if isinstance(value, bytes) else value
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
-def _links(nvml: pynvml, handle: Any) -> list[bool]:
+def _links(nvml: Any, handle: Any) -> list[bool]:
     """Of each NVLink that the card has: whether it is up."""
     states = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
@@ -145,12 +204,12 @@ def _links(nvml: pynvml, handle: Any) -> list[bool]:
     return states
 
 
-def _throttle(nvml: pynvml, handle: Any) -> tuple[str, ...]:
+def _throttle(nvml: Any, handle: Any) -> tuple[str, ...]:
     bits = _optional(nvml, nvml.nvmlDeviceGetCurrentClocksEventReasons, handle) or 0
     return tuple(label for name, label in _REASONS if bits & getattr(nvml, name))
 
 
-def _optional(nvml: pynvml, function: Callable, *arguments: Any) -> Any:
+def _optional(nvml: Any, function: Callable, *arguments: Any) -> Any:
     """The answer, or None where this card or driver does not have it."""
     try:
         return function(*arguments)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.cluster import slurm_text
-from launch.cluster.slurm import assemble, survey
 from launch.cluster.spec import Switch
 from launch.errors import UserError
+from launch.slurm import show
+from launch.slurm.live_cluster import assemble, survey
 
 NODE = ("NodeName={name} Arch=x86_64 CoresPerSocket=48  CPUAlloc=0 CPUEfctv=96 CPUTot=96 CPULoad=1.66 "
         "AvailableFeatures=(null) ActiveFeatures=(null) Gres={gres} NodeAddr=10.0.0.1 NodeHostName={name} Port=6818 "
@@ -30,7 +30,7 @@ def line(name: str = "h1", gres: str = "gpu:h100:8(S:0-1)", state: str = "IDLE",
 
 
 def test_a_node():
-    (node,) = slurm_text.nodes(line(partitions="batch,long"))
+    (node,) = show.nodes(line(partitions="batch,long"))
     assert (node.name, node.gpus, node.partitions) == ("h1", (("h100", 8),), ("batch", "long"))
     assert node.memory_bytes == 2_000_000 * 2**20 and node.unfit == ""
 
@@ -42,7 +42,7 @@ def test_a_node():
     ("nvme:1,gpu:h200:8(S:0-1),mps:100", (("h200", 8),)),
     ("gpu:h100:4(S:0),gpu:h100:4(S:1)", (("h100", 8),)), ("gpumem:80G", ()), ("gpu:h100:0", ())])
 def test_gres(gres, gpus):
-    assert slurm_text.nodes(line(gres=gres))[0].gpus == gpus
+    assert show.nodes(line(gres=gres))[0].gpus == gpus
 
 
 @pytest.mark.parametrize(("state", "unfit"), [
@@ -53,20 +53,20 @@ def test_gres(gres, gpus):
     ("DOWN+INVALID_REG", "DOWN+INVALID_REG"),
     ("WHATEVER_COMES_NEXT", "WHATEVER_COMES_NEXT")])
 def test_states(state, unfit):
-    assert slurm_text.nodes(line(state=state))[0].unfit == unfit
+    assert show.nodes(line(state=state))[0].unfit == unfit
 
 
 def test_what_an_admin_wrote_does_not_change_the_state():
     """A reason is free text; and Slurm prints it last."""
-    (node,) = slurm_text.nodes(line(state="IDLE+DRAIN", reason="Reason=GPU 3 fell off State=IDLE [root@2026-11-28]"))
+    (node,) = show.nodes(line(state="IDLE+DRAIN", reason="Reason=GPU 3 fell off State=IDLE [root@2026-11-28]"))
     assert node.unfit.startswith("DRAIN (GPU 3 fell off")
 
 
 def test_topology():
-    assert slurm_text.topology(TOPOLOGY) == (
+    assert show.topology(TOPOLOGY) == (
         Switch("leaf1", (), ("h1", "h2")), Switch("leaf2", (), ("h3", "h4", "cpu-001")),
         Switch("core", ("leaf1", "leaf2"), ()))
-    assert slurm_text.topology("") == slurm_text.topology("No topology information available\n") == ()
+    assert show.topology("") == show.topology("No topology information available\n") == ()
 
 
 @pytest.mark.parametrize(("text", "words"), [
@@ -76,7 +76,7 @@ def test_topology():
     ("slurm_load_topo error: Unable to contact slurm controller\n", "not a line of Slurm's topology")])
 def test_a_topology_that_cannot_be_read(text, words):
     with pytest.raises(UserError, match=words) as error:
-        slurm_text.topology(text)
+        show.topology(text)
     assert error.value.where.startswith("scontrol show topology, line 1") and error.value.fix
 
 
@@ -84,12 +84,12 @@ def test_a_topology_that_cannot_be_read(text, words):
                                   "NodeName=h1 State=IDLE RealMemory=lots\n", line(gres="gpu:h100:8:9:x")])
 def test_nodes_that_cannot_be_read(text):
     with pytest.raises(UserError) as error:
-        slurm_text.nodes(text)
+        show.nodes(text)
     assert error.value.where.startswith("scontrol show node -o")
 
 
 def test_a_cluster_without_nodes():
-    assert slurm_text.nodes("No nodes in the system\n") == ()
+    assert show.nodes("No nodes in the system\n") == ()
     with pytest.raises(UserError, match="Slurm offers no node"):
         survey(())
 
@@ -110,7 +110,7 @@ def pieces(text: str) -> st.SearchStrategy[str]:
 @given(pieces(SOUND) | pieces(SOUND).map(lambda text: SOUND + text), pieces(TOPOLOGY) | st.just(TOPOLOGY))
 def test_any_output_is_read_or_refused(node_text, topology_text):
     try:
-        spec = assemble(survey(slurm_text.nodes(node_text)), slurm_text.topology(topology_text))
+        spec = assemble(survey(show.nodes(node_text)), show.topology(topology_text))
     except UserError as error:
         assert error.exit_code == 2
     else:

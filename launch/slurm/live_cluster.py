@@ -12,16 +12,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from launch import envvars, processes
-from launch.cluster import gpus, hostlist, inventory, slurm_text
+from launch import envvars
+from launch.cluster import gpus, hostlist, inventory
 from launch.cluster.file import GBIT
 from launch.cluster.inventory import NodeFacts
-from launch.cluster.slurm_text import SHOW_NODES, SHOW_TOPOLOGY, Node
 from launch.cluster.spec import ClusterSpec, Gpu, Switch
 from launch.cluster.tree import faults, restrict
 from launch.errors import UserError
+from launch.slurm.client import Slurm
+from launch.slurm.show import SHOW_NODES, SHOW_TOPOLOGY, Node
 
-TIMEOUT_S = 60.0
 NIC_GBIT = {"A100-SXM-40GB": 200, "A100-SXM-80GB": 200}
 """Of a DGX A100; every later machine of the table is sold with 400."""
 
@@ -35,7 +35,7 @@ class Survey:
     """(node, why): `DRAIN (bad GPU)`, `no GPU`."""
 
 
-def read_cluster(*, partition: str | None = None, nodelist: str | None = None, gpu: str | None = None,
+def read_cluster(slurm: Slurm, *, partition: str | None = None, nodelist: str | None = None, gpu: str | None = None,
                  idle_only: bool = False, base: ClusterSpec | None = None, base_file: str = "the cluster file",
                  facts: NodeFacts | None = None, node: str | None = None) -> ClusterSpec:
     """The cluster that Slurm describes.
@@ -51,12 +51,12 @@ def read_cluster(*, partition: str | None = None, nodelist: str | None = None, g
             a node of the cluster with a driver.
 
     Raises:
-        UserError: Slurm does not answer, no node is left, kinds of GPUs are mixed, the topology cannot be read, or
-            Slurm, the cluster file and NVML contradict each other.
+        SlurmError: Slurm does not answer.
+        UserError: no node is left, kinds of GPUs are mixed, the topology cannot be read, or Slurm, the cluster file
+            and NVML contradict each other.
     """
-    found = survey(slurm_text.nodes(_ask(SHOW_NODES)), partition=partition, nodelist=nodelist, idle_only=idle_only)
-    switches = slurm_text.topology(_ask(SHOW_TOPOLOGY))
-    spec = assemble(found, switches, gpu=gpu, base=base, base_file=base_file)
+    found = survey(slurm.nodes(), partition=partition, nodelist=nodelist, idle_only=idle_only)
+    spec = assemble(found, slurm.topology(), gpu=gpu, base=base, base_file=base_file)
     if facts is None:
         node = envvars.get("SLURMD_NODENAME") or _this_host()
         facts = inventory.read() if node in spec.nodes else None
@@ -187,15 +187,6 @@ def _why_not(node: Node, idle_only: bool) -> str:
 
 def _this_host() -> str:
     return socket.gethostname().split(".")[0]
-
-
-def _ask(command: str) -> str:
-    done = processes.output_of(command.split(), timeout_s=TIMEOUT_S)
-    if done.returncode:
-        text = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
-        raise UserError(f"`{command}` failed with status {done.returncode}: {text[-1][:200]}",
-                        fix="see whether Slurm answers (`scontrol ping`), or plan with a cluster file: --cluster")
-    return done.stdout
 
 
 def _listed(left_out: Sequence[tuple[str, str]]) -> str:

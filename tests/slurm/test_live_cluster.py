@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from launch.cluster import slurm_text
 from launch.cluster.file import parse_cluster
-from launch.cluster.slurm import assemble, read_cluster, survey
 from launch.cluster.spec import Switch
 from launch.errors import UserError
-from tests.cluster.test_slurm_text import line
+from launch.slurm import show
+from launch.slurm.client import Slurm
+from launch.slurm.live_cluster import assemble, read_cluster, survey
+from tests.slurm.test_show import line
 
 FILE = """\
 nodes: {count: 2}
@@ -21,8 +22,8 @@ TREE = (Switch("leaf1", (), ("h1", "h2")), Switch("leaf2", (), ("h3", "h4", "c1"
         Switch("core", ("leaf1", "leaf2"), ()))
 
 
-def nodes(*lines: str) -> tuple[slurm_text.Node, ...]:
-    return slurm_text.nodes("".join(lines))
+def nodes(*lines: str) -> tuple[show.Node, ...]:
+    return show.nodes("".join(lines))
 
 
 def h100s(count: int = 4) -> list[str]:
@@ -131,4 +132,4 @@ def test_a_topology_that_does_not_fit(tree, words):
 def test_without_slurm(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="cannot run scontrol"):
-        read_cluster()
+        read_cluster(Slurm())

@@ -10,8 +10,10 @@ import pytest
 
 from launch.cli.main import main
 from launch.cluster.inventory import NodeFacts
-from launch.cluster.slurm import read_cluster
 from launch.errors import UserError
+from launch.slurm.client import Slurm
+from launch.slurm.live_cluster import read_cluster
+from launch.slurm.refusals import SlurmError
 from tests.slurm_cluster import Group, requires_slurm, running
 
 pytestmark = requires_slurm
@@ -38,7 +40,7 @@ def slurm():
 
 
 def test_a_whole_partition_with_its_tree(slurm):
-    spec = read_cluster(partition="batch")
+    spec = read_cluster(Slurm(), partition="batch")
     assert list(spec.nodes) == H100.names and spec.gpus_per_node == 8 and spec.gpu.name == "H100-SXM-80GB"
     assert spec.host_memory_bytes == 2_000_000 * 2**20
     tree = {switch.name: switch for switch in spec.switches}
@@ -60,10 +62,10 @@ def test_the_command_plans_for_the_nodes_that_slurm_names(slurm, capsys):
 
 def test_mixed_kinds(slurm):
     with pytest.raises(UserError, match="several kinds of nodes") as error:
-        read_cluster()
+        read_cluster(Slurm())
     assert "32 nodes with 8 x H100-SXM-80GB" in error.value.what
     assert "2 nodes with 4 x A100-SXM-80GB" in error.value.what
-    spec = read_cluster(gpu="a100")
+    spec = read_cluster(Slurm(), gpu="a100")
     assert spec.nodes == ("a100-001", "a100-002") and spec.gpus_per_node == 4
     assert "cpu-001: no GPU" in spec.sources["cluster.nodes"]
 
@@ -72,7 +74,7 @@ def test_nodes_that_are_drained_or_down(slurm):
     slurm.run("scontrol", "update", "nodename=h100-003", "state=drain", "reason=GPU 3 fell off State=IDLE")
     slurm.run("scontrol", "update", "nodename=h100-004", "state=down", "reason=fan")
     try:
-        spec = read_cluster(nodelist="h100-[001-010]")
+        spec = read_cluster(Slurm(), nodelist="h100-[001-010]")
     finally:
         slurm.run("scontrol", "update", "nodename=h100-[003-004]", "state=resume")
     assert list(spec.nodes) == [name for name in H100.names[:10] if name not in ("h100-003", "h100-004")]
@@ -83,20 +85,20 @@ def test_nodes_that_are_drained_or_down(slurm):
 
 def test_names_that_slurm_does_not_know(slurm):
     with pytest.raises(UserError, match="no node 'h100-033'"):
-        read_cluster(nodelist="h100-[030-033]")
+        read_cluster(Slurm(), nodelist="h100-[030-033]")
     with pytest.raises(UserError, match="no partition 'bach'") as error:
-        read_cluster(partition="bach")
+        read_cluster(Slurm(), partition="bach")
     assert "did you mean batch?" in error.value.fix
 
 
 def test_nvml_on_a_node_is_joined(slurm):
     """NVML has no simulated GPU to ask, so its answer is given; everything else is Slurm's."""
     usable = 84_900_000_000
-    spec = read_cluster(partition="batch", node="h100-001",
+    spec = read_cluster(Slurm(), partition="batch", node="h100-001",
                         facts=NodeFacts(("NVIDIA H100 80GB HBM3",) * 8, (usable,) * 8))
     assert spec.gpu.usable_bytes == usable and spec.sources["gpu.usable_bytes"].startswith("NVML on h100-001")
     with pytest.raises(UserError, match="Slurm and h100-001 disagree") as error:
-        read_cluster(partition="batch", node="h100-001",
+        read_cluster(Slurm(), partition="batch", node="h100-001",
                      facts=NodeFacts(("NVIDIA H200",) * 7, (150_000_000_000,) * 7))
     assert "H200-SXM-141GB" in error.value.what and "7 GPUs, not 8" in error.value.what
 
@@ -105,11 +107,12 @@ def test_a_flat_network_and_a_controller_that_is_gone(monkeypatch):
     with running([Group("h100", 2)], settings="MessageTimeout=3") as cluster:
         monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
         monkeypatch.setenv("PATH", cluster.environment["PATH"])
-        spec = read_cluster()
+        spec = read_cluster(Slurm())
         assert spec.nodes == ("h100-001", "h100-002") and spec.switches == ()
         cluster.daemons.pop("slurmctld").end()
-        with pytest.raises(UserError, match="`scontrol show node -o` failed with status 1"):
-            read_cluster()
+        with pytest.raises(SlurmError, match="Slurm does not answer") as error:
+            read_cluster(Slurm())
+        assert "`scontrol show node -o`" in error.value.where
 
 
 def test_nothing_is_left_running():
