@@ -66,7 +66,7 @@ def check_runnable(loaded: LoadedConfig, here: bool, on: Literal["local", "slurm
             ("model.lora_rank", config.model.lora_rank is not None, "null"),
             ("algorithm.asynchronous", config.algorithm.asynchronous, "false"),
             ("placement.mode", config.placement.mode != "disaggregated", "disaggregated")):
-        if planned_only and not (on == "slurm" and config.run.work != "train"):
+        if planned_only and not (on == "slurm" and config.run.rehearse):
             value = json.dumps(loaded.value(key)).strip('"')
             instead_of_training = ", run.rehearse=true" if on == "slurm" else ""
             problems.add(f"{key} = {value} can be planned, and this version does not run it", where=loaded.where(key),
@@ -78,10 +78,9 @@ def check_runnable(loaded: LoadedConfig, here: bool, on: Literal["local", "slurm
         problems.add(f"cluster = {config.cluster} is this machine, and Slurm's nodes are others",
                      where=loaded.where("cluster"),
                      fix="name the file that describes them: cluster=configs/clusters/h100x2.yaml")
-    for key, given in (("run.rehearse", config.run.rehearse), ("run.workload", config.run.workload != "train")):
-        if given and on == "local":
-            problems.add(f"{key} = {json.dumps(loaded.value(key))} is for jobs of Slurm", where=loaded.where(key),
-                         fix="leave it out, or use --on slurm")
+    if config.run.rehearse and on == "local":
+        problems.add(f"run.rehearse = {json.dumps(config.run.rehearse)} is for jobs of Slurm",
+                     where=loaded.where("run.rehearse"), fix="leave it out, or use --on slurm")
     problems.raise_if_any()
 
 

@@ -65,13 +65,6 @@ class Run(Section):
     (docs/preflight.md)."""
     profile: str | None = None
     """Slurm only. Site profile (slurm/profiles): container, modules, interfaces."""
-    workload: Literal["train", "rehearse", "stub"] = "train"
-    """For tests of the launcher. Users set `run.rehearse`."""
-
-    @property
-    def work(self) -> Literal["train", "rehearse", "stub"]:
-        """What the processes do, by both keys."""
-        return "rehearse" if self.rehearse else self.workload
 
 
 class Model(Section):

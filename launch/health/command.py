@@ -33,6 +33,7 @@ from launch.planner.here import is_here
 from launch.planner.prepare import Prepared
 from launch.ports import allocate
 from launch.run.attempts import Attempt
+from launch.run.faults import trains
 from launch.run.node_files import END, NodeFiles, greeting
 from launch.slurm import step as slurm_step
 from launch.slurm.container import folders_of
@@ -73,7 +74,7 @@ def run(request: Request, say: Say = lambda line: None) -> Verdict:
     if prepared is not None:
         config = prepared.loaded.config
         expected = expected_of(config, cluster, device, profile=profile,
-                               computes=config.run.work == "train")
+                               computes=trains(config))
     nodes = allocation()
     if nodes:
         read = folders_of(prepared.loaded.config) if prepared else []

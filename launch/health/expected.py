@@ -64,7 +64,7 @@ def expected_of(config: RunConfig, cluster: ClusterSpec | None, device: envvars.
     Args:
         cluster: None where only this machine is known: GPUs, NICs and NVLink are then not judged.
         profile: of the site: NICs that it names for NCCL, the folder on each node's own disk.
-        computes: the workload loads the model (training). A rehearsal or a stub needs neither libraries nor weights.
+        computes: the workload loads the model (training). A rehearsal needs neither libraries nor weights.
         cpus: cores that Slurm was asked for on each node; 0: not judged.
     """
     variables = {role: {name: value for name, value in envvars.environment(role, device, config, job="").items()

@@ -16,6 +16,7 @@ from launch.health.check import Check, critical, ok, warning
 from launch.health.checks import versions
 from launch.model.folder import check_model_folder
 from launch.planner.prepare import Prepared, prepare
+from launch.run.faults import trains
 
 SLOW_WRITE_S = 1.0
 Result = TypeVar("Result")
@@ -40,7 +41,7 @@ def check_login(config: str, overrides: Sequence[str] = (), device: Literal["aut
     if loaded is None:
         return checks, None
     prepared = attempt("plan.feasible", lambda: prepare(config, overrides, device), _plan_text)
-    if loaded.config.run.work == "train":
+    if trains(loaded.config):
         attempt("paths.model", lambda: _model(loaded), lambda folder: f"{folder} is complete")
         attempt("paths.data", lambda: check_data_files(loaded), lambda _: "the data files are there")
     checks += [_run_dir(Path(loaded.config.run.dir)), _stack()]

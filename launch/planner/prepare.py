@@ -24,6 +24,7 @@ from launch.planner.here import is_here, local_forecast, pinned_candidate, this_
 from launch.planner.planning import Planned, plan_on_cluster
 from launch.planner.search.candidate import Candidate
 from launch.planner.workload.workload import workload_of
+from launch.run.faults import trains
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def prepare(path: str, words: Sequence[str] = (), device: Literal["auto", "cpu",
         if to_run:
             check_runnable(loaded, here=False, on=on)
         inputs = planning_inputs(loaded, named)
-        if to_run and loaded.config.run.work == "train":
+        if to_run and trains(loaded.config):
             _check_files(loaded)
         planned = plan_on_cluster(inputs.loaded, inputs.architecture, inputs.shape, inputs.cluster,
                                   inputs.cluster.gpu.device)

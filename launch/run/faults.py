@@ -1,7 +1,8 @@
-"""Faults on purpose, for drills and tests: `MEGATRON_RL_FAULT=trainer-1:update:3:sleep`.
+"""What drills and tests put in the place of the real thing, by variables of the environment; without them nothing here
+does anything.
 
-The named component does, at the named point and step, one of: `sleep` (never arrives), `exit` (dies without a word),
-`raise`. Without the variable nothing here does anything.
+`MEGATRON_RL_FAULT=trainer-1:update:3:sleep`: the named component does, at the named point and step, one of: `sleep`
+(never arrives), `exit` (dies without a word), `raise`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,20 @@ import signal
 from collections.abc import Sequence
 
 from launch import envvars
+from launch.config.schema import RunConfig
 from launch.errors import UserError
 
 VARIABLE = "MEGATRON_RL_FAULT"
 SWAP = "MEGATRON_RL_FAULT_SWAP"
+WORKLOAD = "MEGATRON_RL_WORKLOAD"
+"""A Python module that the supervisors of a job start in the place of the training, with the interface of
+`launch.runtime.workloads.train`. Not a key of the configuration: a file that somebody shares must not name code."""
 ACTIONS = ("sleep", "exit", "raise")
+
+
+def trains(config: RunConfig) -> bool:
+    """Whether the processes of a job load the model and train it: not in a rehearsal, and not under `WORKLOAD`."""
+    return not config.run.rehearse and envvars.get(WORKLOAD) is None
 
 
 def strike(component: str, point: str, step: int) -> None:

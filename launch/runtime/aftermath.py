@@ -88,7 +88,7 @@ class Aftermath:
             record = self._record()
             past = _with_slurms_reason(past, record, self.facts)
             decision = self._as_slurm_has_it(decide(past, before, run.max_attempts), record)
-        if run.work == "rehearse" and not decision.ends_the_run:
+        if run.rehearse and not decision.ends_the_run:
             decision = replace(decision, action="stop", why=f"{decision.why}; a rehearsal is not repeated")
         exit_code = code if code is not None and decision.ends_the_run else decision.exit_code
         past = past.model_copy(update={"decision": decision.action, "why": decision.why, "exit_code": int(exit_code)})
@@ -227,7 +227,7 @@ class Aftermath:
         have nothing to do. A job's name is that of its script, which other runs share: a job is of this run if it
         would start by the same command in the same folder, and the configuration still says the same run. The jobs of
         an array have one command, and each its own run."""
-        if loaded.config.run.work == "rehearse":
+        if loaded.config.run.rehearse:
             return
         commands = {(each.get("command"), each.get("submit_dir")) for each in
                     (read_json(folder / JOB) for folder in attempts_of(self.attempt.run_folder))}
@@ -288,7 +288,7 @@ def _same_run(loaded: LoadedConfig, words: Sequence[str]) -> bool:
         run, now = loaded.config.run, load_config(loaded.path, words).config.run
     except UserError:
         return False
-    return (run.dir, run.name, run.work) == (now.dir, now.name, now.work)
+    return (run.dir, run.name, bool(run.rehearse)) == (now.dir, now.name, bool(now.rehearse))
 
 
 def _with_slurms_reason(past: PastAttempt, record: JobRecord | None, facts: JobFacts) -> PastAttempt:

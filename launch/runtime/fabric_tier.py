@@ -13,6 +13,7 @@ from launch.health.check import Check, worst
 from launch.health.expected import Expected
 from launch.run.attempt_log import PastAttempt
 from launch.run.attempts import Attempt
+from launch.run.faults import trains
 from launch.run.node_files import Hello
 from launch.slurm.profiles import Profile
 
@@ -24,7 +25,7 @@ def wanted(config: RunConfig, before: Sequence[PastAttempt]) -> str:
     no node sees by itself."""
     if config.run.preflight == "fabric":
         return "run.preflight = fabric"
-    last = before[-1] if before and config.run.work == "train" else None
+    last = before[-1] if before and trains(config) else None
     if last is None:
         return ""
     # Of a crash, `nodes` says where the component ran that failed first; who waits longest for a bad link is no culprit.

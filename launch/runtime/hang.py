@@ -25,9 +25,9 @@ STACK_SIGNAL = signal.SIGUSR1
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 _WAITS = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
           "megatron/core/pipeline_parallel/p2p_communication.py", "megatron_rl/weight_sync/wire/transport.py",
-          "launch/runtime/file_barrier.py")
+          "launch/files/waiting.py")
 """A process with one of these near the top of a stack waits for its peers: a collective, or a point-to-point call,
-whose wait happens in C++ below the caller."""
+whose wait happens in C++ below the caller, or a file that a peer writes."""
 _IDLE = ("ray/_private/workers/default_worker.py",)
 _BOTTOM = re.compile(r" in (<module>|_run_module_as_main)\n\Z")
 """Where a Python process begins: the last line of its main thread's stack."""

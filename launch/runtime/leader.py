@@ -31,6 +31,7 @@ from launch.run import node_files
 from launch.run.attempt_log import PastAttempt, record_of
 from launch.run.attempts import Attempt
 from launch.run.components import record_error
+from launch.run.faults import trains
 from launch.run.node_files import Beat, Hello, NodeFiles
 from launch.run.outcome import Outcome, write_outcome
 from launch.run.stop import stop_requested
@@ -157,7 +158,7 @@ class Leader:
             say(f"warning profile.late: {', '.join(late)} of {config.run.profile} came too late for this job's batch "
                 "script; `megatron-rl launch CONFIG --on slurm --profile FILE` writes one with them")
         cluster = load_cluster(config.cluster)
-        expected_of(config, cluster, cluster.gpu.device, profile=self.profile, computes=config.run.work == "train",
+        expected_of(config, cluster, cluster.gpu.device, profile=self.profile, computes=trains(config),
                     cpus=self.facts.cpus_per_node).write(self.attempt.folder)
         self._start_supervisors()
         with _answering(self.attempt):
@@ -183,7 +184,7 @@ class Leader:
         """The job stops in time for what this plan needs, and must have more time than that."""
         config, plan = made.prepared.loaded.config, made.prepared.plan
         self.clock.margin_s = stop_margin(config, plan, self.profile)
-        self.clock.warned_in_time = config.run.work != "rehearse"
+        self.clock.warned_in_time = not config.run.rehearse
         left_s = None if self.facts.end_time is None else self.facts.end_time - time.time()
         check_time_left(left_s, self.facts.time_limit, self.clock.margin_s, needed(plan, self.profile))
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from launch.config.load import LoadedConfig
 from launch.plan.plan import Plan
+from launch.run.faults import trains
 from launch.runtime.job_plan import JobPlan
 from launch.slurm.margin import needed
 from launch.slurm.profiles import Profile
@@ -26,7 +27,7 @@ def start_deadline_s(loaded: LoadedConfig, plan: Plan, profile: Profile) -> floa
     take, at least the default."""
     asked = loaded.config.run.deadline_s
     source = loaded.sources.get("run.deadline_s")
-    if source is not None and source.kind in ("file", "override") or loaded.config.run.work != "train":
+    if source is not None and source.kind in ("file", "override") or not trains(loaded.config):
         return asked
     engine_s = ENGINE_S if plan.device == "gpu" else asked
     need = needed(plan, profile)

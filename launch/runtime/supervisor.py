@@ -9,7 +9,6 @@ host. It always exits 0: an exit code must not make Slurm kill ranks that still 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import signal
@@ -39,6 +38,7 @@ from launch.run.node_files import Beat, NodeFiles, greeting
 from launch.run.outcome import read_outcome
 from launch.run.stop import ask_to_stop
 from launch.runtime import caches, hang, teardown
+from launch.runtime.workloads import workload_of
 from launch.runtime.workloads.context import Running
 
 WITHOUT_LEADER_S = 120.0
@@ -171,7 +171,7 @@ class Supervisor:
 
     def _work(self, ports: Ports) -> None:
         """Start the workload and watch it until the leader ends the attempt."""
-        workload = importlib.import_module(f"launch.runtime.workloads.{self.attempt.config().run.work}")
+        workload = workload_of(self.attempt.config())
         with _ignored(signal.SIGUSR1, signal.SIGUSR2), _blocked(signal.SIGTERM):
             self.running = workload.start(Context(self.attempt, self.node, ports, self._check, self.say))
         taken = False

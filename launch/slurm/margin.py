@@ -78,7 +78,7 @@ def stop_margin(config: RunConfig, plan: Plan, profile: Profile) -> int:
     if asked != "auto" and asked < need.total_s:
         raise UserError(f"run.stop_margin_s = {asked:g} is too short: a stop needs {need.text}",
                         where="run.stop_margin_s", fix=f"use {math.ceil(need.total_s)} or more, or auto")
-    if config.run.work == "rehearse":
+    if config.run.rehearse:
         return math.ceil(RESERVE_S)     # it saves nothing
     if asked == "auto":
         return min(LONGEST_S, max(math.ceil(need.total_s / 60) * 60, math.ceil(profile.stop_margin_s or 0)))
@@ -88,7 +88,7 @@ def stop_margin(config: RunConfig, plan: Plan, profile: Profile) -> int:
 def explained(config: RunConfig, plan: Plan, profile: Profile) -> str:
     """The margin and what it is made of, for who submits."""
     seconds = stop_margin(config, plan, profile)
-    why = "a rehearsal saves nothing" if config.run.work == "rehearse" else f"needed: {needed(plan, profile).text}"
+    why = "a rehearsal saves nothing" if config.run.rehearse else f"needed: {needed(plan, profile).text}"
     return f"{seconds} s before the end of the time limit; {why}"
 
 

@@ -25,7 +25,7 @@ gpus: {{kind: {kind}, per_node: {per_node}}}
 network: {{nics_per_node: {per_node}, nic_gbit_per_s: 400, rails: {per_node}}}
 host: {{memory_gb: 1024}}
 """
-WORDS = ("run.workload=stub", "trainer.tp=1", "trainer.pp=2", "trainer.dp=4", "rollout.replicas=auto")
+WORDS = ("trainer.tp=1", "trainer.pp=2", "trainer.dp=4", "rollout.replicas=auto")
 """On nodes of 2 GPUs: four nodes train (DP 4), the others roll out."""
 
 

@@ -17,11 +17,12 @@ from launch.run.attempts import Attempt
 from launch.run.components import component
 from launch.run.outcome import Outcome, read_outcome
 from launch.run.progress import read_progress, steps_done
-from launch.runtime.stub import HOLD_VARIABLE, STEP_VARIABLE
 from launch.slurm.render import Flags
 from launch.slurm.submit import compose
+from tests.launcher_stub import VARIABLES
+from tests.launcher_stub.process import HOLD_VARIABLE, STEP_VARIABLE
 from tests.patience import patient, still_there
-from tests.slurm_cluster import REPOSITORY, SlurmCluster
+from tests.slurm_cluster import SlurmCluster
 
 CONFIG = "configs/tiny/grpo.yaml"
 CLUSTER = """\
@@ -30,7 +31,7 @@ gpus: {{kind: H100-SXM-80GB, per_node: 8}}
 network: {{nics_per_node: 8, nic_gbit_per_s: 400, rails: 8}}
 host: {{memory_gb: 2048}}
 """
-WORDS = ("run.workload=stub", "trainer.tp=2", "trainer.pp=2", "trainer.dp=2", "rollout.replicas=auto",
+WORDS = ("trainer.tp=2", "trainer.pp=2", "trainer.dp=2", "rollout.replicas=auto",
          "algorithm.prompts_per_step=512", "algorithm.group_size=2", f"run.hang_min_s={patient(8)}",
          f"run.node_silent_s={patient(8)}")
 """A node of 8 GPUs trains, the others roll out."""
@@ -55,7 +56,7 @@ class StubRun:
         cluster.write_text(CLUSTER.format(nodes=nodes), encoding="utf-8")
         self.words = (f"cluster={cluster}", f"run.dir={folder / 'runs'}", f"run.name={name}", f"run.steps={steps}",
                       *WORDS, *words)
-        self.variables = {STEP_VARIABLE: str(step_s), "PYTHONPATH": str(REPOSITORY)}
+        self.variables = {**VARIABLES, STEP_VARIABLE: str(step_s)}
         self.gate = folder / f"{name}-go"
         if hold:
             self.variables[HOLD_VARIABLE] = f"{hold}:{self.gate}"

@@ -10,8 +10,8 @@ import pytest
 
 from launch.health.ledger import Ledger
 from launch.run.node_files import vanished
-from launch.runtime.stub import newest_step
 from launch.runtime.workloads.train import TOKEN_FILE
+from tests.launcher_stub.process import newest_step
 from tests.slurm.stub_run import Scenario, StubRun, alone, side_by_side
 from tests.slurm_cluster import SlurmCluster
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 
 from launch.run.attempt_log import read_history
+from tests.launcher_stub import VARIABLES
 from tests.slurm.rehearsing import SCRIPT_7B
 
-STUB = ("run.workload=stub", "algorithm.asynchronous=false", "run.steps=3", "trainer.optimizer.warmup_steps=0")
+WORDS = ("algorithm.asynchronous=false", "run.steps=3", "trainer.optimizer.warmup_steps=0")
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +17,7 @@ def chain(slurm, tmp_path_factory):
     """A rehearsal, the run, the run again, another run: job ids, when all have ended; and the folder of the runs."""
     folder = tmp_path_factory.mktemp("chain")
     submit = lambda *words: slurm.submit("--time=20", f"--output={folder}/%x-%j.log", SCRIPT_7B, f"run.dir={folder}",
-                                         *STUB, *words)
+                                         *WORDS, *words, variables=VARIABLES)
     jobs = {"rehearsal": submit("run.name=a", "run.rehearse=true"), "a": submit("run.name=a"),
             "again": submit("run.name=a"), "b": submit("run.name=b")}
     slurm.wait_until(lambda: not set(jobs.values()) & set(slurm.jobs()), "all four jobs to end", 180)

@@ -14,7 +14,7 @@ import pytest
 from launch.health.ledger import Ledger
 from launch.run.components import component
 from launch.run.stop import stop_reason
-from launch.runtime.stub import newest_step
+from tests.launcher_stub.process import newest_step
 from tests.patience import patient
 from tests.slurm.stub_run import StubRun, alone, side_by_side
 from tests.slurm_cluster import SlurmCluster
@@ -137,7 +137,7 @@ def test_a_hang_names_the_rank_that_never_arrived_and_its_node(ends, slurm):
     assert "never arrived: trainer-2" in slurm.output(run.job)
     stacks = run.attempt(1).folder / "stacks"
     assert "faults.py" in (stacks / "trainer-2.txt").read_text()
-    assert "file_barrier.py" in (stacks / "trainer-0.txt").read_text()
+    assert "files/waiting.py" in (stacks / "trainer-0.txt").read_text()
 
 
 def test_a_gpu_that_broke_while_the_job_ran_is_found_after_the_crash_and_its_node_left_out(ends):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from launch.run.stop import stop_reason
-from launch.runtime.stub import newest_step
+from tests.launcher_stub.process import newest_step
 from tests.slurm.stub_run import StubRun
 from tests.slurm_cluster import Group, SlurmCluster, running
 

@@ -16,6 +16,7 @@ from launch import processes
 from launch.run.node_files import NodeFiles
 from launch.runtime.ray_node import FOR_MANY_NODES
 from launch.runtime.workloads.train import TOKEN_FILE
+from tests.launcher_stub import VARIABLES
 from tests.slurm.rehearsing import SCRIPT_7B, SCRIPT_70B, Rehearsed, rehearse, rehearsed
 from tests.slurm_cluster import REPOSITORY
 
@@ -132,7 +133,8 @@ def test_a_job_asks_the_controller_at_most_three_times_whatever_its_number_of_no
 
 
 def test_a_time_limit_that_the_margin_takes_up_is_refused_with_the_sum(slurm, tmp_path):
-    job = slurm.submit("--time=2", f"--output={tmp_path}/log", SCRIPT_7B, "run.workload=stub", f"run.dir={tmp_path}/runs")
+    job = slurm.submit("--time=2", f"--output={tmp_path}/log", SCRIPT_7B, f"run.dir={tmp_path}/runs",
+                       "algorithm.asynchronous=false", variables=VARIABLES)
     assert slurm.wait_for(job, "FAILED")["ExitCode"] == "2:0"
     said = slurm.output(job)
     assert "the time limit 00:02:00 leaves" in said and "it would stop at once; a stop needs" in said

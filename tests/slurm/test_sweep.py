@@ -14,7 +14,6 @@ import pytest
 
 from launch.errors import UserError
 from launch.run.outcome import Outcome, read_outcome, write_outcome
-from launch.runtime.stub import STEP_VARIABLE
 from launch.slurm import sweep as sweep_module
 from launch.slurm.records import Queued
 from launch.slurm.refusals import SlurmError
@@ -22,6 +21,8 @@ from launch.slurm.render import Flags
 from launch.slurm.sweep import Member, Shape, parameters, state_of, wait_for
 from launch.slurm.sweep_points import Point, points, split
 from launch.slurm.sweep_task import SweepTask, attempts_after, attempts_before, outcome_after
+from tests.launcher_stub import VARIABLES
+from tests.launcher_stub.process import STEP_VARIABLE
 from tests.slurm.stub_run import CLUSTER, CONFIG, WORDS
 from tests.slurm_accounting import NO_ACCOUNTING, missing_programs
 from tests.slurm_cluster import REPOSITORY, Group, SlurmCluster, running
@@ -163,7 +164,7 @@ def accounted() -> Iterator[SlurmCluster]:
 def sweep(cluster: SlurmCluster, folder: Path, *words: str, check: bool = True, **variables: str):
     """Two points of two nodes each, followed to their ends."""
     (folder / "cluster.yaml").write_text(CLUSTER.format(nodes=2), encoding="utf-8")
-    variables = {STEP_VARIABLE: "0.05", "PYTHONPATH": str(REPOSITORY), **variables}
+    variables = {**VARIABLES, STEP_VARIABLE: "0.05", **variables}
     return cluster.run(sys.executable, "-m", "launch", "launch", CONFIG, f"cluster={folder}/cluster.yaml",
                        f"run.dir={folder}/runs", "run.steps=3", *WORDS, *words, "--on", "slurm", "--time", "10:00",
                        "--sweep", "--wait", timeout_s=120, variables=variables, check=check)

@@ -248,9 +248,8 @@ def _steps(folder: Path) -> int | None:
 
 
 def _uses_ray(folder: Path) -> bool:
-    """A rehearsal does if asked to, the workload of tests does not."""
-    run = _run_section(folder)
-    return run["rehearse"] == "ray" if run.get("rehearse") else run.get("workload", "train") == "train"
+    """A rehearsal does if it was asked to."""
+    return _run_section(folder).get("rehearse") in (None, False, "ray")
 
 
 def _run_section(folder: Path) -> dict:

@@ -1,4 +1,4 @@
-"""A workload that only steps and checkpoints, one process a node: `python -m launch.runtime.stub ATTEMPT NUMBER`.
+"""The stub's process, one a node: `python -m tests.launcher_stub.process ATTEMPT NUMBER`.
 
 What the launcher does around a job can be tested with it: processes that meet at every step, agree on the stop flag at
 a step boundary, checkpoint, resume, die, hang. Number 0 is the driver as well: it writes the progress and the outcome.
@@ -18,14 +18,14 @@ from pathlib import Path
 
 from launch import envvars
 from launch.errors import UserError
-from launch.files.shared import write_atomically
+from launch.files import waiting
+from launch.files.shared import seen, write_atomically
 from launch.run import faults
 from launch.run.attempts import Attempt
 from launch.run.components import record_error, register
 from launch.run.outcome import Outcome, write_outcome
 from launch.run.progress import write_progress
 from launch.run.stop import stop_requested
-from launch.runtime.file_barrier import arrive, meet
 from launch.runtime.hang import STACK_SIGNAL, stack_file
 
 STEP_VARIABLE, HOLD_VARIABLE = "MEGATRON_RL_STUB_STEP_S", "MEGATRON_RL_STUB_HOLD"
@@ -34,6 +34,7 @@ MEETING = "stub"
 
 
 def main() -> int:
+    waiting.LOOK_EVERY_S = 0.02
     attempt, number = Attempt(Path(sys.argv[1])), int(sys.argv[2])
     name = f"trainer-{number}"
     register(attempt, name, envvars.get(envvars.NODE, ""))
@@ -101,6 +102,22 @@ class Stub:
         else:
             meet(self.folder, others, self.config.trainer.collective_timeout_s)
             arrive(self.folder, f"{point}.0")
+
+
+def arrive(folder: Path, name: str) -> None:
+    (folder / name).touch()
+
+
+def meet(folder: Path, names: list[str], deadline_s: float) -> None:
+    """Wait until all signs are there: a meeting through a shared folder, as there are no collectives.
+
+    Raises:
+        TimeoutError: naming who has not come.
+    """
+    missing = waiting.wait_for(lambda: [name for name in names if not seen(folder / name)], "to arrive", deadline_s,
+                               say=print)
+    if missing:
+        raise TimeoutError(f"did not arrive within {deadline_s:.0f} s: {', '.join(missing)}")
 
 
 def save(checkpoints: Path, step: int) -> None:

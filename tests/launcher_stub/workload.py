@@ -1,4 +1,4 @@
-"""The stub on one node: a process that steps and checkpoints (`launch.runtime.stub`)."""
+"""What a supervisor starts on its node: see `launch.runtime.workloads`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def start(context: NodeContext) -> Started:
     number = attempt.placement().nodes.index(node)
     environment = {**envvars.inherited(), envvars.JOB_MARK: attempt.mark, envvars.NODE: node,
                    "PYTHONPATH": ":".join(filter(None, [os.getcwd(), envvars.get("PYTHONPATH")]))}
-    command = [sys.executable, "-m", "launch.runtime.stub", str(attempt.folder), str(number)]
+    command = [sys.executable, "-m", "tests.launcher_stub.process", str(attempt.folder), str(number)]
     return Started([processes.start(f"trainer-{number}", command, log=attempt.logs / f"trainer-{number}.log",
                                     environment=environment)])
