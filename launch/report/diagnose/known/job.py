@@ -35,8 +35,8 @@ JOB: tuple[Symptom, ...] = (
             weight=0),
     Symptom("node-fail", "DUE TO NODE FAILURE",
             "A node of the job crashed, lost its network, or was switched off.",
-            "Slurm requeues the job if it may (--requeue), and the next attempt excludes a node with evidence. To "
-            "exclude it by hand: sbatch --exclude=NODE.",
+            "Nothing, if Slurm requeues the job: the next attempt excludes a node with evidence. By hand: sbatch "
+            "--exclude=NODE.",
             logs=r"DUE TO NODE FAILURE",
             slurm=r"^NODE_FAIL",
             outcome=r"^(?:node_failure|died): ",
@@ -49,8 +49,7 @@ JOB: tuple[Symptom, ...] = (
             slurm=r"^PREEMPTED",
             weight=0),
     Symptom("time-limit", "DUE TO TIME LIMIT",
-            "The time limit ended the job before its last checkpoint: the stop margin was too small, or no step "
-            "ended in it.",
+            "The time limit ended the job before its last checkpoint.",
             "Increase run.stop_margin_s (the plan prints what it needs) or --time. The next attempt continues from "
             "the last checkpoint.",
             logs=r"DUE TO TIME LIMIT",
@@ -63,8 +62,7 @@ JOB: tuple[Symptom, ...] = (
             slurm=r"^CANCELLED",
             weight=2),
     Symptom("slurm-memory", "oom_kill event",
-            "The job used more host memory than Slurm gave it, and the kernel killed a process. The default of "
-            "--mem is often small.",
+            "The job used more host memory than Slurm gave it. The default of --mem is often small.",
             "Request all memory (--mem=0 with --exclusive), or use fewer reward workers or a smaller "
             "rollout.kv_cache_gb on CPUs.",
             logs=r"[Dd]etected \d+ oom[-_]kill event|oom_kill event|task \d+: Out Of Memory",
@@ -90,10 +88,9 @@ JOB: tuple[Symptom, ...] = (
 
 ENDS: tuple[Symptom, ...] = (
     Symptom("hang", "never arrived",
-            "No progress for longer than a phase may take. The process that the others wait for is named; all "
-            "stacks are in the attempt's stacks/.",
-            "Check the stack and the log of the named process. For a slow phase increase run.hang_factor or "
-            "run.hang_min_s.",
+            "No progress for longer than a phase may take. The process that the others wait for is named.",
+            "Check the stack (attempt's stacks/) and the log of that process. For a slow phase increase "
+            "run.hang_factor or run.hang_min_s.",
             slurm=r"exit=75:0",
             outcome=r"^hang: "),
     Symptom("bad-node", "kept out by the ledger",
@@ -123,12 +120,12 @@ ENDS: tuple[Symptom, ...] = (
             outcome=r"has had its \d+ attempts",
             weight=2),
     Symptom("unfinished", "stopped in order before the last step",
-            "The run stopped in order with a checkpoint, and another job continues it, or none does. The exit code "
+            "The run stopped in order with a checkpoint. Another job continues it, or none does. The exit code "
             "keeps dependent jobs (afterok) from starting.",
             "`megatron-rl status RUN` says what follows. If no job continues, submit again.",
             slurm=r"exit=94:0"),
     Symptom("faulty-node", "GPU, node or network fault, with evidence",
-            "A node died, or its checks found broken hardware after the failure. The run's ledger names it.",
+            "A node died, or its checks found broken hardware after the failure.",
             "Nothing, if a fresh job continues without the node (`megatron-rl status RUN`). Tell the administrator.",
             slurm=r"exit=76:0"),
     Symptom("slurm-refused", "Slurm refused the request or cannot be reached",
@@ -138,13 +135,12 @@ ENDS: tuple[Symptom, ...] = (
             outcome=r"^user_error: srun ended with status"),
     Symptom("interrupted", "interrupted a second time",
             "The run ended before its checkpoint was complete: Ctrl-C twice, or Slurm ended the job.",
-            "Start it again to continue from its last checkpoint. To stop with a checkpoint, interrupt once and "
-            "wait, or use `megatron-rl stop`.",
+            "Start it again to continue from its last checkpoint. To stop with a checkpoint, interrupt once, or use"
+            " `megatron-rl stop`.",
             slurm=r"exit=130:0",
             outcome=r"^interrupted: "),
     Symptom("internal", "a bug in megatron-rl itself",
-            "An unexpected error ended the command, or the batch script failed before it, for example at a missing "
-            "module.",
+            "An unexpected error ended the command, or the batch script failed before it.",
             "Read the end of the job's log. Report a traceback of megatron-rl as a bug; otherwise fix the site "
             "profile (modules, python).",
             slurm=r"exit=1:0",

@@ -8,7 +8,7 @@ MEMORY: tuple[Symptom, ...] = (
     Symptom("gpu-memory", "CUDA out of memory",
             "A GPU has no memory for an allocation of PyTorch. Much reserved but unallocated memory means "
             "fragmentation; otherwise the plan's estimate was too small.",
-            "Lower trainer.token_budget, set trainer.recompute=full, or increase trainer.tp, pp or cp. For an "
+            "Lower trainer.token_budget, set trainer.recompute=full, or increase trainer.tp, pp or cp; for an "
             "engine lower rollout.memory_utilization. `megatron-rl plan --explain memory` shows the estimate.",
             logs=r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA error: out of memory|"
                  r"CUBLAS_STATUS_ALLOC_FAILED"),
@@ -20,8 +20,8 @@ MEMORY: tuple[Symptom, ...] = (
                  r"larger than the maximum number of tokens that can be stored in KV cache"),
     Symptom("ray-memory", "node running low on memory",
             "Ray killed a worker because the node used 95% of its host memory.",
-            "Use fewer or smaller processes per node (reward.workers, rollout.kv_cache_gb on CPUs) or larger nodes."
-            " `megatron-rl logs RUN --role ray-logs` names the largest processes.",
+            "Use fewer or smaller processes per node (reward.workers, rollout.kv_cache_gb on CPUs). `megatron-rl "
+            "logs RUN --role ray-logs` names the largest.",
             logs=r"[Tt]ask was killed due to the node running low on memory|"
                  r"Workers \(tasks / actors\) killed due to memory pressure",
             weight=0),
@@ -31,20 +31,19 @@ MEMORY: tuple[Symptom, ...] = (
             logs=r"Out of memory: Killed process|std::bad_alloc|OSError: \[Errno 12\]|\bMemoryError\b"),
     Symptom("silent-death", "died without an error of its own",
             "A process ended without a message: killed, out of memory, or crashed in native code.",
-            "Check the end of its log and `dmesg -T` on its node (killed, segfault, Xid). If it was memory, use "
-            "fewer processes per node.",
+            "Check the end of its log and `dmesg -T` on its node (killed, segfault, Xid).",
             outcome=r"died without an error of its own|lost its process \d+|died without a word",
             weight=2),
     Symptom("shared-memory", "insufficient shared memory",
             "/dev/shm is full or small (64 MB in many containers). NCCL, Ray, vLLM and data workers need it.",
-            "Start the container with the host's /dev/shm (--ipc=host, or --shm-size). On a node without running "
-            "jobs of yours, `find /dev/shm -user $USER -type f` lists leftovers; -delete removes them.",
+            "Start the container with the host's /dev/shm (--ipc=host, or --shm-size). On a node without jobs of "
+            "yours, `find /dev/shm -user $USER -type f -delete` removes leftovers.",
             logs=r"insufficient shared memory|out of shared memory|unable to (?:open|mmap) shared memory|"
                  r"/dev/shm.*No space"),
     Symptom("disk-full", "No space left on device",
-            "A disk or quota is full: the run's folder, /tmp of a node, or the home folder.",
-            "Free space, or set run.dir to another file system. checkpoint.keep limits what a run keeps. Complete "
-            "checkpoints are intact.",
+            "A disk or quota is full: the run's folder, /tmp of a node, or the home folder. Complete checkpoints "
+            "are intact.",
+            "Free space, set run.dir to another file system, or lower checkpoint.keep.",
             logs=r"No space left on device|Disk quota exceeded|\[Errno (?:28|122)\]",
             outcome=r"no space left",
             weight=0),
@@ -67,16 +66,16 @@ NETWORK: tuple[Symptom, ...] = (
             weight=2),
     Symptom("infiniband", "NET/IB : Got completion from peer",
             "InfiniBand gave up sending to a peer (status 12: retries exhausted): a cable, port or switch is down, "
-            "or there is no route between two rails.",
-            "Run `ibstat` on both nodes, exclude the node (--exclude) and tell the administrator. For RoCE also "
-            "check NCCL_IB_GID_INDEX and NCCL_IB_TC in the site profile.",
+            "or two rails have no route.",
+            "Run `ibstat` on both nodes, exclude the node (--exclude) and tell the administrator. For RoCE check "
+            "NCCL_IB_GID_INDEX and NCCL_IB_TC in the site profile.",
             logs=r"NET/IB\w* ?: ?Got completion from peer|IBV_WC_RETRY_EXC_ERR|transport retry counter exceeded",
             weight=0),
     Symptom("interface", "Unable to find address for",
-            "A configured network interface does not exist on this node, or its name is not exact. gloo takes one "
-            "name; for NCCL `=eth0` is exact and `eth0` a prefix.",
+            "A configured network interface does not exist on this node. gloo takes one exact name; for NCCL "
+            "`=eth0` is exact and `eth0` a prefix.",
             "Set the interfaces in the site profile (slurm/profiles), or unset NCCL_SOCKET_IFNAME and "
-            "GLOO_SOCKET_IFNAME and let the launcher choose.",
+            "GLOO_SOCKET_IFNAME.",
             logs=r"Unable to find (?:address|interface) for|no socket interface found|"
                  r"connecting to address  with family",
             weight=0),
@@ -101,17 +100,16 @@ NETWORK: tuple[Symptom, ...] = (
 GPU: tuple[Symptom, ...] = (
     Symptom("gpu-fault", "uncorrectable ECC error",
             "A GPU or its link is broken: memory errors, off the bus, NVLink down.",
-            "The launcher excludes the node if a check shows evidence (exit 76); otherwise use --exclude=NODE. Tell"
-            " the administrator: the GPU needs a reset or a replacement.",
+            "Nothing, if the launcher excludes the node (exit 76); otherwise use --exclude=NODE. Tell the "
+            "administrator.",
             logs=r"uncorrectable (?:ECC|NVLink) error|fallen off the bus|\bNVRM: Xid|CUDA_ERROR_ECC_UNCORRECTABLE|"
                  r"unspecified launch failure|hardware error",
             outcome=r"^hardware_fault: ",
             weight=0),
     Symptom("gpu-ordinal", "invalid device ordinal",
-            "A process sees fewer GPUs than it was placed on, because of --gpus-per-task, --gpu-bind, or a changed "
-            "CUDA_VISIBLE_DEVICES.",
-            "Request one task per node with all GPUs (--gpus-per-node), and do not set CUDA_VISIBLE_DEVICES in the "
-            "shell or the container.",
+            "A process sees fewer GPUs than it was placed on.",
+            "Request one task per node with all GPUs (--gpus-per-node, not --gpus-per-task or --gpu-bind), and do "
+            "not set CUDA_VISIBLE_DEVICES.",
             logs=r"invalid device ordinal",
             weight=0),
     Symptom("driver", "Driver/library version mismatch",

@@ -39,7 +39,7 @@ STACK: tuple[Symptom, ...] = (
             weight=0),
     Symptom("digest", "the engines do not hold what the trainer sent",
             "After a weight sync an engine holds other weights than the trainer sent: a fault of memory, network or"
-            " this program. Nothing was served from them.",
+            " this program. They were not served.",
             "Start again to continue from the checkpoint. If the same node is named twice, exclude it.",
             logs=r"the engines do not hold what the trainer sent",
             weight=0),
