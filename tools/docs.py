@@ -1,4 +1,4 @@
-"""Writes the generated tables of docs/config.md, docs/plan.md and docs/slurm.md and the whole of docs/exit-codes.md.
+"""Writes the generated parts of docs/config.md, docs/plan.md and docs/slurm.md and the whole of docs/exit-codes.md.
 
     python -m tools.docs            write the files again
 """
@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic_core import PydanticUndefined
@@ -39,7 +40,7 @@ def plan_page(text: str) -> str:
 def slurm_page(text: str) -> str:
     """docs/slurm.md with its table of a site profile's keys written anew."""
     rows = [(f"`{key.dotted}`", _default(key), _meaning(key)) for key in all_keys(Profile) if key.section is None]
-    return _with_tables(text, {"profile keys": _table(("Key", "Default", "Meaning"), rows)})
+    return _with_tables(text, {"profile keys": _keys(rows)})
 
 
 def _with_tables(text: str, tables: Mapping[str, str]) -> str:
@@ -62,7 +63,7 @@ def exit_codes_page() -> str:
 
 
 def keys_table() -> str:
-    """One table a top-level section."""
+    """One list for each top-level section."""
     parts: list[str] = []
     rows: list[tuple[str, ...]] = []
     for key in all_keys():
@@ -95,9 +96,21 @@ def environment_table() -> str:
 
 
 def _flush(rows: list[tuple[str, ...]]) -> list[str]:
-    table = [_table(("Key", "Default", "Meaning"), rows)] if rows else []
+    part = [_keys(rows)] if rows else []
     rows.clear()
-    return table
+    return part
+
+
+def _keys(rows: Sequence[tuple[str, ...]]) -> str:
+    """A list item for each (key, default, meaning), wrapped."""
+    return "\n".join(item(f"{key} ({default}): {meaning}") for key, default, meaning in rows)
+
+
+def item(text: str) -> str:
+    """A list item of lines of at most 120 columns, none of which reads as an item of its own."""
+    text = re.sub(r" ([-+]) ", "\0\\1\0", text)
+    return textwrap.fill(f"- {text}", 120, subsequent_indent="  ", break_long_words=False,
+                         break_on_hyphens=False).replace("\0", " ")
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -5,19 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from launch.report.diagnose.doctor import GROUPS, PAGE
+from launch.report.diagnose.known.symptom import Symptom
+from tools.docs import item
 
 BEGIN, END = "<!-- begin rows -->", "<!-- end rows -->"
 
 
 def rows() -> str:
-    """A table for each group; the code is an anchor, which `megatron-rl doctor` prints."""
-    parts = []
-    for title, group in GROUPS:
-        lines = [f"### {title}", "", "| Code | You see | Cause | What to do |", "| --- | --- | --- | --- |"]
-        lines += [f'| <a id="{each.code}"></a>{each.code} | `{each.see}` | {_cell(each.cause)} '
-                  f'| {_cell(each.remedy)} |' for each in group]
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+    """A list for each group; the code is an anchor, which `megatron-rl doctor` prints."""
+    return "\n\n".join("\n".join([f"### {title}", "", *map(_row, group)]) for title, group in GROUPS)
 
 
 def page(text: str) -> str:
@@ -27,8 +23,8 @@ def page(text: str) -> str:
     return f"{head}{BEGIN}\n\n{rows()}\n\n{END}{tail}"
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+def _row(each: Symptom) -> str:
+    return item(f'<a id="{each.code}"></a>**{each.code}** (`{each.see}`): {each.cause} **Fix:** {each.remedy}')
 
 
 if __name__ == "__main__":

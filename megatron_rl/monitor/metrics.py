@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 log = logging.getLogger(__name__)
+NONE = "–"
+"""No unit, or no healthy range."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Metric:
     name: str
     unit: str
     meaning: str
-    healthy: str = "–"
+    healthy: str = NONE
 
     @property
     def is_family(self) -> bool:
@@ -178,7 +180,8 @@ def markdown() -> str:
 
 def _table_row(metric: Metric) -> str:
     meaning = metric.meaning.replace("|", "\\|")  # a bar would end the cell
-    return f"| `{metric.name}` | {metric.unit} | {meaning} | {metric.healthy} |"
+    unit, healthy = ("" if cell == NONE else cell for cell in (metric.unit, metric.healthy))
+    return f"| `{metric.name}` | {unit} | {meaning} | {healthy} |"
 
 
 if __name__ == "__main__":
