@@ -16,7 +16,7 @@ from megatron_rl.sync_bench.rank import TrainerRank
 from megatron_rl.sync_bench.worker import RolloutWorker
 from megatron_rl.weight_sync.plan.manifest import Destination, Edge
 from megatron_rl.weight_sync.wire.packing import HEADER_BYTES, buffer_bytes, pack_bucket, unpack_bucket
-from megatron_rl.weight_sync.wire.transport import Deadline
+from megatron_rl.weight_sync.wire.transport import Deadline, Group, gloo_group
 
 RANK, WORKER = "benchmarks.sync_baselines:GatheringRank", "benchmarks.sync_baselines:BroadcastWorker"
 IN_FLIGHT = 2
@@ -32,14 +32,12 @@ class Meeting:
     size: int
     timeout_s: float
 
-    def join(self, member: int, address: str) -> dist.Backend:
+    def join(self, member: int, address: str) -> Group:
         """A process group with the options of our own links: one gloo device with one thread, on this host's NIC."""
         timeout = timedelta(seconds=self.timeout_s)
         store = tcp_store(self.address, self.port, host=member == 0, timeout=timeout)
-        options = dist.ProcessGroupGloo._Options()
-        options._devices, options._threads = [dist.ProcessGroupGloo.create_device(hostname=address)], 1
-        options._timeout = timeout
-        return dist.ProcessGroupGloo(dist.PrefixStore(f"port{self.port}", store), member, self.size, options)
+        return gloo_group(dist.PrefixStore(f"port{self.port}", store), member, self.size, timeout,
+                          dist.ProcessGroupGloo.create_device(hostname=address))
 
 
 def whole_tensors(canonical: Sequence[CanonicalTensor], dtype: str) -> Destination:
@@ -186,7 +184,7 @@ class BroadcastWorker(RolloutWorker):
                 tile_view(self._parameters[name], tile).copy_(whole[box])
 
 
-def broadcast(group: dist.Backend, message: torch.Tensor) -> dist.Work:
+def broadcast(group: Group, message: torch.Tensor) -> dist.Work:
     """From member 0 to all others."""
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0

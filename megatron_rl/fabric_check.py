@@ -148,7 +148,8 @@ def _combined(task: Task, everybody: list[dict]) -> Result:
     slowest: dict[tuple[int, int], float] = {}
     for rank, found in enumerate(everybody):
         for partner, seconds in found["pairs"].items():
-            pair = tuple(sorted((rank // per_node, int(partner))))
+            node, other = rank // per_node, int(partner)
+            pair = (min(node, other), max(node, other))
             slowest[pair] = max(slowest.get(pair, 0.0), seconds)
     return Result(
         task.allreduce_bytes, max(found["allreduce_s"] for found in everybody), members=len(everybody),

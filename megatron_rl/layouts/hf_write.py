@@ -223,7 +223,7 @@ class Exporter:
             run_dims -= 1
         # Dimensions run_dims-1 and later form one run: the later ones are whole.
         run = prod(tile.shape[run_dims - 1:]) * item
-        data = memoryview(values.view(torch.uint8).flatten().numpy())
+        data = values.view(torch.uint8).flatten().numpy().data
         strides = contiguous_stride(shape)
         first = begin + sum(a * s for a, s in zip(tile.start, strides, strict=True)) * item
         starts = [0]

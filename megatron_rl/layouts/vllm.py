@@ -8,9 +8,10 @@ absent, never silently wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import cast
 
 import torch
 from torch import nn
@@ -68,7 +69,7 @@ def trace_layout(model: nn.Module, canonical: Sequence[CanonicalTensor], dtype: 
         raise LayoutError(f"live parameters are not contiguous: {', '.join(strided[:4])}")
     recorder = _Recorder(parameters)
     with torch.no_grad(), recorder:
-        model.load_weights(iter(recorder.meta_tensor(tensor, dtype) for tensor in canonical))
+        cast(Callable, model.load_weights)(iter(recorder.meta_tensor(tensor, dtype) for tensor in canonical))
     recorder.check_storages(parameters)
 
     layouts = tuple(ParamLayout(name, tuple(parameter.shape), tuple(recorder.tiles[name]))
@@ -79,14 +80,14 @@ def trace_layout(model: nn.Module, canonical: Sequence[CanonicalTensor], dtype: 
     return TracedLayout(layouts, tuple(recorder.padding), tuple(t.name for t in canonical if t.name not in used))
 
 
-def assert_not_empty(parameters: dict[str, torch.Tensor]) -> None:
+def assert_not_empty(parameters: Mapping[str, torch.Tensor]) -> None:
     """Refuse a model whose weights were packed away after loading: writes into it would have no effect."""
     empty = [name for name, parameter in parameters.items() if parameter.numel() == 0]
     if empty:
         raise LayoutError(f"{len(empty)} live parameters are empty (packed after loading): {', '.join(empty[:4])}")
 
 
-def write_padding(parameters: dict[str, torch.Tensor], padding: Iterable[Padding]) -> None:
+def write_padding(parameters: Mapping[str, torch.Tensor], padding: Iterable[Padding]) -> None:
     """Fill padded regions as vLLM's loader would: an engine started with dummy weights has noise there."""
     for pad in padding:
         parameter = parameters[pad.name].detach()
@@ -109,7 +110,7 @@ def decode_layout(plain: list) -> ParamLayout:
 class _Recorder(TorchDispatchMode):
     """Follows source and destination storages through views; turns writes into tiles."""
 
-    def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.tiles: dict[str, list[Tile]] = {name: [] for name in parameters}
         self.padding: list[Padding] = []
@@ -123,7 +124,7 @@ class _Recorder(TorchDispatchMode):
         self._alive.append(tensor)               # a freed storage's identity would be given to the next tensor
         return canonical.name, tensor
 
-    def check_storages(self, parameters: dict[str, torch.Tensor]) -> None:
+    def check_storages(self, parameters: Mapping[str, torch.Tensor]) -> None:
         moved = [name for name, p in parameters.items() if _storage(p) not in self._destinations]
         if moved:
             raise LayoutError(f"loading replaced the storage of {', '.join(moved[:4])}")
@@ -185,7 +186,8 @@ def _check_filled(layout: ParamLayout, padding: list[Padding]) -> None:
     """Every element of the parameter is loaded once or padded; marked one by one, in a byte each."""
     size = prod(layout.shape)
     writes = torch.zeros(size, dtype=torch.uint8)
-    for region in (*layout.tiles, *padding):
+    regions: tuple[Tile | Padding, ...] = (*layout.tiles, *padding)
+    for region in regions:
         writes.as_strided(region.shape, region.stride, region.offset).add_(1)
     missing, twice = int((writes == 0).sum()), int((writes > 1).sum())
     if missing or twice:

@@ -14,6 +14,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -79,7 +80,7 @@ def tiny_config(family: str, **overrides) -> PretrainedConfig:
     return config
 
 
-def random_model(config: PretrainedConfig, seed: int, *, lively: bool = False) -> torch.nn.Module:
+def random_model(config: PretrainedConfig, seed: int, *, lively: bool = False) -> PreTrainedModel:
     """The model of `config` in fp32 with weights drawn from `seed`.
 
     `lively` draws norms and biases too and widens the rest, so that no two parameters of a kind are equal and a

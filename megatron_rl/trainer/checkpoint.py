@@ -121,7 +121,7 @@ def load_checkpoint(folder: Path, chunks: list[torch.nn.Module], optimizer: Poli
         UserError: on every rank. Not complete, not ours, of another model, or its tensors are not exactly those of
             this model and optimizer (a checkpoint without optimizer state is refused, never half loaded).
     """
-    shared: list[dict[str, Any] | None] = [None]
+    shared: list[dict[str, Any]] = [{}]
     with _together(folder):
         if dist.get_rank() == 0:
             shared = [read_state(folder)]
@@ -190,7 +190,8 @@ def _told(error: BaseException, folder: Path, needed: int | None) -> UserError |
 
 def _random_states_of_all_ranks(coordinates: RankCoordinates) -> dict[str, torch.Tensor]:
     """Every rank's random states under its coordinates, on the first rank; nothing on the others."""
-    gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    first = dist.get_rank() == 0
+    gathered: list[tuple[str, dict[str, torch.Tensor]]] | None = [("", {})] * dist.get_world_size() if first else None
     dist.gather_object((_prefix(coordinates), rng.capture()), gathered)
     return {prefix + name: state for prefix, states in gathered or () for name, state in states.items()}
 

@@ -8,12 +8,13 @@ Engine modules, optimizer hyperparameters) are left out: they would have to be p
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
@@ -27,6 +28,7 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, 
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
@@ -50,7 +52,7 @@ _KNOWN = {
 }
 
 
-def sharded_tensors(chunks: list[torch.nn.Module], optimizer: PolicyOptimizer, *, loading: bool) -> dict[str, Any]:
+def sharded_tensors(chunks: list[MegatronModule], optimizer: PolicyOptimizer, *, loading: bool) -> dict[str, Any]:
     """Megatron's sharded state dict of the model chunks and the optimizer, tensors only.
 
     With the distributed optimizer this gathers, one buffer at a time, fp32 master weights and moments on the first
@@ -100,7 +102,7 @@ class _Disk(FileSystem):
     error: OSError | None = None
 
     @contextmanager
-    def create_stream(self, path: str | Path, mode: str) -> Iterator[IO[bytes]]:
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
         disk = self
 
         class Stream(io.BufferedWriter):
@@ -125,7 +127,7 @@ def write_markers(folder: Path) -> None:
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
-def read(folder: Path, chunks: list[torch.nn.Module], optimizer: PolicyOptimizer, updates: int) -> None:
+def read(folder: Path, chunks: list[MegatronModule], optimizer: PolicyOptimizer, updates: int) -> None:
     """Fill the model, the master weights and Adam's state from `folder`. Collective.
 
     Raises:
@@ -176,7 +178,7 @@ def _enum_member(owner: Any, name: Any) -> Enum:
     return _MEMORY_FORMATS[name]
 
 
-def _named(chunks: list[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+def _named(chunks: list[MegatronModule]) -> dict[str, MegatronModule]:
     """Megatron's names of the chunks in a sharded state dict."""
     return {"model": chunks[0]} if len(chunks) == 1 else {f"model{i}": chunk for i, chunk in enumerate(chunks)}
 

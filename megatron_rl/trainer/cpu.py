@@ -13,6 +13,7 @@ import functools
 import importlib
 import inspect
 import logging
+import operator
 import warnings
 from collections.abc import Iterator
 from types import CodeType, ModuleType
@@ -65,11 +66,11 @@ def nothing_compiled() -> Iterator[None]:
     Megatron compiles them when it is imported, and torch's compiler alone takes more than a second to load."""
     compiler = torch.compile
     if needed():
-        torch.compile = lambda function: function
+        _replace(torch, "compile", lambda function: function)
     try:
         yield
     finally:
-        torch.compile = compiler
+        _replace(torch, "compile", compiler)
 
 
 @functools.cache
@@ -80,20 +81,20 @@ def install() -> None:
     for module_name, functions in _LITERALS.items():
         module = importlib.import_module(module_name)
         for name in functions:
-            _rewrite_device_names(functools.reduce(getattr, name.split("."), module))
+            _rewrite_device_names(operator.attrgetter(name)(module))
 
     cpu = torch.device("cpu")
     # device=torch.cuda.current_device() in layers, mappings, p2p buffers, DDP buffers and the rotary embedding
-    torch.cuda.current_device = lambda: cpu
+    _replace(torch.cuda, "current_device", lambda: cpu)
     # after batched p2p, and around checkpoints
-    torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.empty_cache = lambda: None
+    _replace(torch.cuda, "synchronize", lambda device=None: None)
+    _replace(torch.cuda, "empty_cache", lambda: None)
     # tied embeddings on two stages; tensors that arrive in a checkpoint load
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    _replace(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
     # Megatron's RNG tracker keeps a state per name (data parallel, model parallel) and forks into it
-    torch.cuda.manual_seed = torch.default_generator.manual_seed
-    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    _replace(torch.cuda, "manual_seed", torch.default_generator.manual_seed)
+    _replace(torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state())
+    _replace(torch.cuda, "set_rng_state", lambda state, device=None: torch.set_rng_state(state))
     rng = importlib.import_module("megatron.core.tensor_parallel.random")
     _replace(rng, "_get_cuda_rng_state", lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state())
     _replace(rng, "_set_cuda_rng_state", lambda state, device=-1, graph_safe=False: torch.set_rng_state(state))
@@ -109,12 +110,12 @@ def install() -> None:
     warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)
 
 
-def _replace(module: ModuleType, name: str, function: Callable) -> None:
+def _replace(owner: ModuleType | type, name: str, function: Callable) -> None:
     """An assignment that a renamed function cannot make void."""
-    if not hasattr(module, name):
-        raise RuntimeError(f"{module.__name__} has no {name} any more: "
-                           "megatron_rl.trainer.cpu was written for another megatron-core (0.16.1)")
-    setattr(module, name, function)
+    if not hasattr(owner, name):
+        raise RuntimeError(f"{owner.__name__} has no {name} any more: megatron_rl.trainer.cpu was written for another "
+                           "version (megatron-core 0.16.1, torch 2.13.0)")
+    setattr(owner, name, function)
 
 
 def _rewrite_device_names(function: Callable) -> None:
@@ -142,7 +143,7 @@ class _Send:
 
     def __init__(self, request: torch.distributed.Work, tensor: torch.Tensor) -> None:
         self.request: torch.distributed.Work | None = request
-        self.storage = tensor.detach()      # outlives `tensor.data = ...`
+        self.storage: torch.Tensor | None = tensor.detach()     # outlives `tensor.data = ...`
         _Send.unfinished = [*(send for send in _Send.unfinished if send.request), self]
 
     def wait(self) -> None:

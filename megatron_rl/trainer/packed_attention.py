@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ class _SubBatch:
 class PackedDocuments(PackedSeqParams):
     """Megatron's `PackedSeqParams` plus where each token lies in the padded sub-batches."""
 
-    positions_T: torch.Tensor | None = None
+    positions_T: torch.Tensor = field(kw_only=True)
     """int64, position inside the sequence of each token of this CP rank."""
     sub_batches: tuple[_SubBatch, ...] = ()
     query_rows_T: torch.Tensor | None = None
@@ -137,7 +137,7 @@ class PackedAttention(torch.nn.Module):
         self.cp_group = pg_collection.cp
 
     def forward(self, q_Thd: torch.Tensor, k_Tgd: torch.Tensor, v_Tgd: torch.Tensor, attention_mask: None,
-                packed_seq_params: PackedDocuments | None = None, **_: Any) -> torch.Tensor:
+                packed_seq_params: PackedDocuments, **_: Any) -> torch.Tensor:
         """Tokens of this rank, [T, heads, d] and twice [T, kv heads, d]; returns [T, heads x d]."""
         documents, dtype = packed_seq_params, q_Thd.dtype
         if self.cp_group.size() > 1:
@@ -217,7 +217,7 @@ class PackedRotary(torch.nn.Module):
     def __init__(self, inv_freq: torch.Tensor) -> None:
         super().__init__()
         self.inv_freq = inv_freq        # no buffer: a cast of the module to bf16 must not reach it
-        self._documents: PackedDocuments | None = None
+        self._documents: PackedDocuments        # of the micro-batch: Megatron calls get_rotary_seq_len first
 
     def get_rotary_seq_len(self, inference_context: None, transformer: Any, transformer_input: Any, config: Any,
                            packed_seq_params: PackedDocuments) -> int:
@@ -237,4 +237,4 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel    # type: ignore[attr-defined]  # Megatron's own mark

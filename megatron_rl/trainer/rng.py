@@ -41,12 +41,12 @@ def seed_rank(seed: int, coordinates: RankCoordinates, *, step: int = 0) -> None
 def capture() -> dict[str, torch.Tensor]:
     """This process's random states as flat CPU tensors; `restore` takes them back."""
     _, words, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = np.random.get_state()
+    drawn = np.random.get_state(legacy=False)
     states = {
         "python": torch.tensor(words, dtype=torch.int64),
         "python.gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy": torch.from_numpy(keys.astype(np.int64)),
-        "numpy.rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
+        "numpy": torch.from_numpy(drawn["state"]["key"].astype(np.int64)),
+        "numpy.rest": torch.tensor([drawn["state"]["pos"], drawn["has_gauss"], drawn["gauss"]], dtype=torch.float64),
         "torch": torch.get_rng_state().clone(),
     }
     if torch.cuda.is_available():

@@ -23,7 +23,7 @@ from megatron_rl.algorithms.objective import token_objective
 from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
 from megatron_rl.layouts.hf_write import Exporter, export_part
-from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
+from megatron_rl.layouts.megatron import Implementation, canonical_tensors, megatron_layout
 from megatron_rl.layouts.step_folder import Exported, Part, changed_since
 from megatron_rl.layouts.tiles import ParamLayout
 from megatron_rl.trainer import cpu, rng
@@ -50,7 +50,7 @@ class MegatronTrainer:
         rng.seed_rank(config.run.seed, self.coordinates)
         self._chunks = build_model(plan.architecture, plan.training, config.trainer, self.device)
         self.optimizer = PolicyOptimizer(self._chunks, self._chunks[0].config, config.trainer, learning_rate(config))
-        self._implementation = "local" if cpu.needed() else "transformer_engine"
+        self._implementation: Implementation = "local" if cpu.needed() else "transformer_engine"
         self._layout = megatron_layout(plan.architecture, plan.training, rank, self._implementation)
         self._objective = partial(token_objective, config.algorithm)
         self._reference: ReferenceModel | None = None

@@ -91,7 +91,7 @@ def _is_reloaded(name: str, layer: nn.Module) -> bool:
                               "make the one of the other: it can neither be written in place nor be quantised again")
         return False
     for each in changed:
-        if (live := layer._parameters.get(each)) is None or live.numel() == 0:
+        if (kept := layer._parameters.get(each)) is None or kept.numel() == 0:
             raise LayoutError(f"{type(layer.quant_method).__name__} keeps what it makes of {name}.{each} outside of "
                               "the layer's parameters: it can neither be written in place nor be quantised again")
     return bool(shapes)

@@ -94,7 +94,8 @@ class WeightSender:
     def _send(self, member: Membership, epoch: int) -> TransferReport:
         started = time.perf_counter()
         deadline = Deadline(member.timeout_s)
-        free, in_flight = deque(self._buffers), deque()
+        free = deque(self._buffers)
+        in_flight: deque[tuple[list[Pending], torch.Tensor]] = deque()
         digests = _SourceDigests(self._digested, self._parameters)
         packing = 0.0
         for stream, number in schedule(member.streams):

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -101,9 +102,10 @@ def processed(layer: nn.Module, loaded: Mapping[str, torch.Tensor]
         for name, value in loaded.items():
             getattr(layer, name).data.copy_(value)
         layer.__dict__.pop("_already_called_process_weights_after_loading", None)
-        layer.quant_method.process_weights_after_loading(layer)
+        vllms: Any = layer          # beyond what torch knows of a module
+        vllms.quant_method.process_weights_after_loading(layer)
         if hasattr(layer, "update_param_tp_status"):
-            layer.update_param_tp_status()
+            vllms.update_param_tp_status()
         made = get_layer_tensors(layer)
         yield {name: (tensor, made.get(name)) for name, tensor in live.items()}
 

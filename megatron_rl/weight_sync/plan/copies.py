@@ -72,7 +72,7 @@ def intersect_sides(sources: Sequence[Source], destinations: Sequence[Destinatio
     for shard, holders in held.items():
         if not any(source.coordinates.rank in ranks for source in holders):
             raise ValueError(f"no training rank that holds stage {shard.pp}, TP rank {shard.tp} is left")
-    holders = _Holders({shard: sources[0] for shard, sources in held.items()})
+    first = _Holders({shard: sources[0] for shard, sources in held.items()})
     workers: dict[EngineRank, Worker] = {}
     sorts: dict[tuple, Worker] = {}
     of_flow: dict[tuple[Shard, Worker], tuple[Copy, ...]] = {}
@@ -83,7 +83,7 @@ def intersect_sides(sources: Sequence[Source], destinations: Sequence[Destinatio
             number = sum(worker.tp == destination.worker for worker in sorts.values())
             sorts[key] = Worker(number, destination.worker)
             size = 1 + max(d.worker for d in destinations if d.replica == destination.replica)
-            copies = holders.copies_to(_retarget(destination, holders, aliases or {}), training.tp, size)
+            copies = first.copies_to(_retarget(destination, first, aliases or {}), training.tp, size)
             of_flow |= {(shard, sorts[key]): tuple(part) for shard, part in copies.items()
                         if any(copy.nbytes for copy in part)}
         workers[destination.replica, destination.worker] = sorts[key]

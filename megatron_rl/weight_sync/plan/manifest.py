@@ -47,7 +47,8 @@ class Edge:
 
     @classmethod
     def decode(cls, plain: Mapping) -> Edge:
-        return cls(*plain["key"], tuple(Bucket.decode(bucket) for bucket in plain["buckets"]))
+        rank, replica, worker = plain["key"]
+        return cls(rank, replica, worker, tuple(Bucket.decode(bucket) for bucket in plain["buckets"]))
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class SyncManifest:
     @cached_property
     def requantised_bytes(self) -> int:
         """Of `total_bytes`: what engines quantise at COMMIT. The rest is written in place."""
-        names, counted = set(self.requantised), {}
+        names = set(self.requantised)
+        counted: dict[int, int] = {}
         for stream in self.streams:
             counted.setdefault(id(stream.buckets), sum(     # replicas share the object
                 copy.nbytes for bucket in stream.buckets for copy in bucket.copies if copy.destination in names))
@@ -119,8 +121,9 @@ class SyncManifest:
         """Training rank or engine rank -> the streams that it is on, by number."""
         on: dict[int | EngineRank, list[Stream]] = defaultdict(list)
         for stream in self.streams:
-            for member in (stream.rank, *stream.receivers):
-                on[member].append(stream)
+            on[stream.rank].append(stream)
+            for receiver in stream.receivers:
+                on[receiver].append(stream)
         return {member: tuple(streams) for member, streams in on.items()}
 
     def part_of_rank(self, rank: int) -> tuple[Stream, ...]:

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -162,7 +162,7 @@ class LinkedLane:
 class _Link:
     """One communicator, and whose turn it is on it."""
 
-    def __init__(self, group: dist.Backend, backend: Backend, order: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, group: Group, backend: Backend, order: Sequence[int], timeout_s: float) -> None:
         self.group, self._backend, self._timeout_s = group, backend, timeout_s
         self._order, self._next = order, 0
         self._moved, self._closed = threading.Condition(), False
@@ -242,7 +242,9 @@ class _Transfer:
         return TransportError(f"{self._what} failed: {self._lane.links.closed or error}")
 
 
-Form = Callable[[dist.Store, int, Deadline], dist.Backend]
+Group = Any
+"""A process group of torch by itself. Its annotations in torch have no send, recv or broadcast."""
+Form = Callable[[dist.Store, int, Deadline], Group]
 """Makes the group of a link: (its store, 0 for the sender and 1 for the receiver, for both to connect)."""
 
 
@@ -250,13 +252,16 @@ def _gloo_former(address: str | None) -> Form:
     create = dist.ProcessGroupGloo.create_device
     device = create(hostname=address) if address else dist.ProcessGroupGloo.create_default_device()
 
-    def form(store: dist.Store, rank: int, deadline: Deadline) -> dist.Backend:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices, options._threads = [device], 1            # one device, and its thread, for all links
-        options._timeout = deadline.timedelta(CONNECT_S)
-        return dist.ProcessGroupGloo(store, rank, 2, options)
+    # One device, and its thread, for all links.
+    return lambda store, rank, deadline: gloo_group(store, rank, 2, deadline.timedelta(CONNECT_S), device)
 
-    return form
+
+def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta, device: Any) -> Group:
+    """A communicator over one gloo device."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices, options._threads, options._timeout = [device], 1, timeout
+    return gloo(store, rank, size, options)
 
 
 def _nccl_former(timeout_s: float, device: torch.device | None) -> Form:
@@ -265,7 +270,7 @@ def _nccl_former(timeout_s: float, device: torch.device | None) -> Form:
     return lambda store, rank, deadline: nccl_group(store, rank, 2, timeout_s, device)
 
 
-def nccl_group(store: dist.Store, rank: int, size: int, timeout_s: float, device: torch.device) -> dist.Backend:
+def nccl_group(store: dist.Store, rank: int, size: int, timeout_s: float, device: torch.device) -> Group:
     """A communicator that is connected when this returns."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
