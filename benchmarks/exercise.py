@@ -79,7 +79,7 @@ def _answer(lean: Prepared) -> str:
 
 def _choices(lean: Prepared) -> str:
     """Each choice once, with the alternatives that came nearest."""
-    lines = ["## Choices", "", f"The nearest alternatives; `megatron-rl plan {CONFIG} --explain` prints all.", "",
+    lines = ["## Choices", "", f"The nearest alternatives; `megatron-rl plan explain {CONFIG}` prints all.", "",
              "| Choice | Reason | Rejected |", "|---|---|---|"]
     seen: set[str] = set()
     for choice in lean.plan.forecast.choices:
@@ -133,7 +133,7 @@ def _careful(lean: Prepared, careful: Prepared) -> str:
     return text + f"""
 The careful recipe reaches the target with {missing}:
 
-    megatron-rl plan {CONFIG} {' '.join(CAREFUL)} --target 10000/h --sweep nodes=32..64
+    megatron-rl plan sweep {CONFIG} {' '.join(CAREFUL)} nodes=32..64 --target 10000/h
 
 The lean recipe needs one optimizer step per batch and truncated importance weights (`algorithm.importance_cap`): see
 [old-logprobs.md](old-logprobs.md).

@@ -17,8 +17,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "validation.md"
 TEXT = """\
 # Validation of the planner's models
 
-    megatron-rl validate
-    megatron-rl validate DIR --json
+    megatron-rl plan accuracy
+    megatron-rl plan accuracy DIR --json
 
 compares the planner's models with measured runs. It prints predicted, measured and error of each point, medians by
 kind and regime, and the points that cannot be predicted, with the reason. Without `DIR` it uses

@@ -26,7 +26,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "status": ("launch.cli.status", "Say where a run or job is."),
     "stop": ("launch.cli.stop", "Ask a run to write a checkpoint and end."),
     "sync": ("launch.cli.sync", "Draw the routes of the weight sync, or measure it on this machine."),
-    "validate": ("launch.cli.validate", "Compare the planner's models with measured points."),
+    "validate": ("launch.cli.validate", "Say whether a configuration is valid."),
 }
 """Verb -> (module that defines `command`, one line of help)."""
 

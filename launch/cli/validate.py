@@ -1,41 +1,47 @@
-"""`megatron-rl validate`."""
+"""`megatron-rl validate`, and the old spelling of `plan accuracy`."""
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+from typing import Any
+
 import click
+
+from launch.cli import options
 
 
 @click.command()
-@click.argument("directory", metavar="[DIR]", required=False)
-@click.option("--kind", help="Only this kind of points: training, memory, decode, rl_steps, weight_sync, collectives "
-                             "or parameters.")
-@click.option("--no-leave-out", is_flag=True, help="Do not calibrate again without each source.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(directory: str | None, kind: str | None, no_leave_out: bool, as_json: bool) -> None:
-    """Run the planner's models over measured points and print how far they are off.
+@options.optional_config
+@options.overrides
+@options.device
+@options.as_json
+@click.option("--kind", hidden=True)
+@click.option("--no-leave-out", is_flag=True, hidden=True)
+def command(config: str | None, overrides: tuple[str, ...], device: Any, as_json: bool, kind: str | None,
+            no_leave_out: bool) -> int:
+    """Say whether CONFIG is valid: its keys and values, that they agree, and that a plan fits.
 
-    DIR holds files in the format of benchmarks/measured/README.md; without it, the points that are part of the
-    repository. Prints predicted, measured and error of each point, the medians of each regime and kind beside their
-    targets, what could not be predicted and why, and the error at each source's points when it takes no part in the
-    calibration. The exit code is 0 however large the errors are.
+    Prints what was checked. A warning is no error: a file that a run needs and that is not here, what this version
+    plans and does not run, what the plan warns of. Needs no GPU and no weights; where model.path names a folder, its
+    config.json. Exit code 0 if it is valid, 2 if it is not, 3 if no plan fits.
     """
     import json
 
     from launch.errors import UserError
-    from launch.validate.interface import KINDS
-    from launch.validate.points import load
-    from launch.validate.report import as_json as document
-    from launch.validate.report import evaluate
-    from launch.validate.score import DEVELOPMENT, module
-    from launch.validate.table import print_report
+    from launch.report.plan import validity
 
-    if kind is not None and kind not in KINDS:
-        raise UserError(f"unknown kind of points: {kind}", where="--kind", fix=f"use one of {', '.join(KINDS)}")
-    if directory is None and not DEVELOPMENT.is_dir():
-        raise UserError("this installation has no measured points of its own", where="megatron-rl validate DIR",
-                        fix="name a directory of measured points, such as benchmarks/measured of the repository")
-    report = evaluate(load(directory or DEVELOPMENT), kind, leave_out=not no_leave_out)
-    if as_json:
-        click.echo(json.dumps(document(report), indent=1, allow_nan=False))
-    else:
-        print_report(report, {name: module(name).QUANTITIES for name in {row.point.kind for row in report.rows}})
+    if config is None or Path(config).is_dir() or kind or no_leave_out:
+        words = [*([config] if config else []), *overrides, *(["--kind", kind] if kind else []),
+                 *(["--no-leave-out"] if no_leave_out else []), *(["--json"] if as_json else [])]
+        raise click.UsageError("validate takes a configuration: megatron-rl validate configs/70b/grpo.yaml; measured "
+                               f"points are compared by {shlex.join(['megatron-rl', 'plan', 'accuracy', *words])}")
+    try:
+        found = validity.validate(config, overrides, device)
+    except UserError as error:
+        if not as_json:
+            raise
+        click.echo(json.dumps(validity.refused(config, error), indent=1))
+        return int(error.exit_code)
+    click.echo(json.dumps(found.as_json(), indent=1) if as_json else found.as_text())
+    return 0

@@ -59,7 +59,7 @@ KNOWN: tuple[Gpu, ...] = (
         usable_bytes=8 * 10**9, hbm_bandwidth=8e9, nvlink_bandwidth=2e9, device="cpu",
         sustained=1.0,
         source="rough: torch matrix products measured on one core of an EPYC with avx512_bf16, two cores sharing "
-               "about 16 GB/s; `megatron-rl plan --calibrate RUN` measures yours"),
+               "about 16 GB/s; `megatron-rl plan calibrate RUN` measures yours"),
 )
 
 # A family's plain name means its most common card.

@@ -89,4 +89,4 @@ class ClusterFile(Section):
     """Mean time between failures of one node; without it, the planner's sourced default."""
     coefficients: dict[str, Coefficient] = {}
     """Coefficients of the planner's models that were measured here, such as `training.efficiency`. Written by
-    `megatron-rl plan --calibrate RUN`."""
+    `megatron-rl plan calibrate RUN`."""

@@ -1,7 +1,7 @@
 """Coefficients of a CPU's cores, for a run on a machine that no cluster file describes: those of H100 clusters, which
 every other module here has, are ten times too slow for models and batches of this size.
 
-`megatron-rl plan --calibrate` wrote them into configs/clusters/local-cpu.yaml (docs/calibration.md). A package cannot
+`megatron-rl plan calibrate` wrote them into configs/clusters/local-cpu.yaml (docs/calibration.md). A package cannot
 read the repository's configurations, so that they stand here again; a test compares the two.
 """
 

@@ -1,5 +1,5 @@
 """The book of a plan: every number with its formula, its inputs and where they came from, written down while it is
-computed. `megatron-rl plan --explain` prints it; nothing is derived a second time for the explanation.
+computed. `megatron-rl plan explain` prints it; nothing is derived a second time for the explanation.
 
     hidden = book.given("model.hidden", 8192, "", "configs/70b/grpo.yaml:12, model.path")
     width = book.computed("training.memory.logits", hidden * 4, "bytes", "tokens x V/TP x 10", ("model.hidden", ...))

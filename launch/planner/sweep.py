@@ -28,7 +28,7 @@ def parse(text: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"nodes=(\d+)\.\.(\d+)", text.replace(" ", ""))
     if match is None or not 1 <= int(match[1]) <= int(match[2]) <= MOST_NODES:
-        raise UserError(f"--sweep {text} is no range of cluster sizes", where="--sweep",
+        raise UserError(f"{text} is no range of cluster sizes", where="megatron-rl plan sweep",
                         fix=f"write nodes=8..64, at most {MOST_NODES} nodes")
     return int(match[1]), int(match[2])
 

@@ -1,1 +1,1 @@
-"""The planner's models over measured points: predicted, measured, error (`megatron-rl validate`)."""
+"""The planner's models over measured points: predicted, measured, error (`megatron-rl plan accuracy`)."""

@@ -135,11 +135,11 @@ def load(directory: str | Path) -> list[Point]:
     """
     folder = Path(directory)
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a directory", where="megatron-rl validate DIR",
+        raise UserError(f"{folder} is not a directory", where="megatron-rl plan accuracy DIR",
                         fix=f"name a directory with files like {', '.join(f'{kind}.yaml' for kind in FILE_KINDS)}")
     files = sorted(file for file in folder.iterdir() if file.suffix in (".yaml", ".yml") and file.is_file())
     if not files:
-        raise UserError(f"no measured points (*.yaml) in {folder}", where="megatron-rl validate DIR",
+        raise UserError(f"no measured points (*.yaml) in {folder}", where="megatron-rl plan accuracy DIR",
                         fix=f"put files like {', '.join(f'{kind}.yaml' for kind in FILE_KINDS)} there")
     points: list[Point] = []
     counts: dict[str, Point] = {}

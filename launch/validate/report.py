@@ -65,7 +65,7 @@ def _left_out(rows: Sequence[Row], find: Callable[[str], KindModule]) -> tuple[l
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The document that `megatron-rl validate --json` prints. Keys of `regimes` are "kind/regime"; a range is
+    """The document that `megatron-rl plan accuracy --json` prints. Keys of `regimes` are "kind/regime"; a range is
     measured as [low, high]."""
     return {
         "schema_version": SCHEMA_VERSION,

@@ -11,6 +11,7 @@ import pytest
 
 from launch.cli.main import CONTEXT, VERBS
 from launch.cli.main import cli as root
+from launch.cli.verbs import CommandWithVerbs
 from launch.exit_codes import MEANINGS, ExitCode
 from tests.patience import patient
 
@@ -22,13 +23,16 @@ def all_help() -> str:
     """`--help` of the command and of every verb, at a fixed width."""
     parts = []
 
-    def add(command: click.Command, path: list[str], parent: click.Context | None) -> None:
-        with click.Context(command, info_name=path[-1], parent=parent, terminal_width=100, **CONTEXT) as context:
-            parts.append(f"$ {' '.join(path)} --help\n{command.get_help(context)}\n")
-            for name in command.list_commands(context) if isinstance(command, click.Group) else []:
-                add(command.get_command(context, name), [*path, name], context)
+    def add(command: click.Command, name: str, parent: click.Context | None) -> None:
+        with click.Context(command, info_name=name, parent=parent, terminal_width=100, **CONTEXT) as context:
+            parts.append(f"$ {context.command_path} --help\n{command.get_help(context)}\n")
+            for verb in command.list_commands(context) if isinstance(command, click.Group) else []:
+                if isinstance(command, CommandWithVerbs):       # as its make_context does
+                    add(command.get_command(context, verb), f"{name} {verb}", parent)
+                else:
+                    add(command.get_command(context, verb), verb, context)
 
-    add(root, ["megatron-rl"], None)
+    add(root, "megatron-rl", None)
     return "\n".join(parts)
 
 
@@ -50,7 +54,7 @@ def test_every_verb_has_a_file_of_its_own(cli):
 
 
 @pytest.mark.parametrize("arguments, fragment", [
-    (["nope"], "No such command 'nope'"), (["plan"], "name a configuration first"),
+    (["nope"], "No such command 'nope'"), (["plan"], "Missing argument 'CONFIG'"), (["plan", "trainer.tp=2"], "name a configuration first"),
     (["plan", "x.yaml", "--nope"], "No such option"), (["plan", "x.yaml", "--device", "tpu"], "'tpu' is not one of"),
     (["plan", "x.yaml"], "no configuration file x.yaml"), (["config", "show"], "Missing argument 'CONFIG'")])
 def test_usage_errors_are_exit_code_2(cli, arguments, fragment):

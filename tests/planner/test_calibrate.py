@@ -250,7 +250,7 @@ def broken(tmp_path: Path, what: str) -> Path:
     ("asynchronous", "is asynchronous")])
 def test_a_run_that_cannot_be_used_is_refused_with_the_reason(file, tmp_path, capsys, what, says):
     before = Path(file).read_bytes()
-    assert main(["plan", "--calibrate", str(broken(tmp_path, what)), "--cluster", file]) == 2
+    assert main(["plan", "calibrate", str(broken(tmp_path, what)), "--cluster", file]) == 2
     said = capsys.readouterr().err
     assert says in said and "fix:" in said and "Traceback" not in said
     assert Path(file).read_bytes() == before
@@ -266,7 +266,7 @@ def test_a_run_on_another_kind_of_machine_is_refused(tmp_path):
 
 def test_the_command_prints_old_and_new_measured_and_predicted(file, tmp_path, capsys):
     run = tiny_run(tmp_path / "run", TRUTH)
-    assert main(["plan", "--calibrate", str(run / "attempts" / "1"), "--cluster", file]) == 0
+    assert main(["plan", "calibrate", str(run / "attempts" / "1"), "--cluster", file]) == 0
     said = capsys.readouterr().out
     row = next(line.split() for line in said.splitlines() if line.startswith("coefficients.rl.train_efficiency "))
     expected = [SiteCoefficients().rl.train_efficiency, TRUTH["rl.train_efficiency"]]

@@ -86,18 +86,22 @@ def test_files(plan, tmp_path):
     page = (tmp_path / "a.html").read_text()
     assert page.startswith("<!") and "<svg" in page and "http-equiv" not in page and not re.search(r'src="http', page)
     assert plan(SMALL, "rollout.tp=2", "--out", str(tmp_path / "b.json"))[0] == 0
-    code, out, err = plan("--diff", str(tmp_path / "a.json"), str(tmp_path / "b.json"))
+    code, out, err = plan("diff", str(tmp_path / "a.json"), str(tmp_path / "b.json"))
     assert code == 0 and "prompts" in out, err
 
 
 def test_explain(plan):
-    code, out, _ = plan(SMALL, "--explain")
+    code, out, _ = plan("explain", SMALL)
     assert code == 0 and "step.total_s" in out and "placement.mode" in out
-    for key in ("step.total_s", "memory.training.stage0.optimizer", "rollout", "gpu.hbm_bandwidth"):
-        code, out, err = plan(SMALL, "--explain", key)
+    names = ("step.total_s", "memory.training.stage0.optimizer", "rollout", "gpu.hbm_bandwidth")
+    blocks = []
+    for name in names:
+        code, out, err = plan("explain", SMALL, name)
         assert code == 0 and out.strip(), err
-    assert plan("--explain", SMALL) == plan(SMALL, "--explain")
-    assert plan("--explain", SMALL, "trainer.dp=1") == plan(SMALL, "trainer.dp=1", "--explain")
+        blocks.append(out)
+    assert plan("explain", SMALL, *names)[1] == "\n".join(blocks)
+    pinned = plan("explain", SMALL, "trainer.dp=1", "trainer.dp")[1]
+    assert "override 'trainer.dp=1'" in pinned and pinned == plan("explain", SMALL, "trainer.dp", "trainer.dp=1")[1]
 
 
 def test_sources_are_files_and_lines(plan):
@@ -111,12 +115,12 @@ def test_sources_are_files_and_lines(plan):
 
 
 def test_target_and_sweep(plan):
-    code, out, err = plan(SEVENTY, "--target", "10000/h", "--sweep", "nodes=28..30")
+    code, out, err = plan("sweep", SEVENTY, "nodes=28..30", "--target", "10000/h")
     assert code == 0, err
     assert "smallest cluster that reaches 10,000 prompts/h" in out
-    code, out, _ = plan(SEVENTY, "--target", "1e9/h", "--sweep", "nodes=8..9")
+    code, out, _ = plan("sweep", SEVENTY, "--target", "1e9/h", "nodes=8..9")
     assert code == 0 and "none of these sizes reaches" in out
-    code, out, _ = plan(SMALL, "--sweep", "nodes=1..3", "--json")
+    code, out, _ = plan("sweep", SMALL, "nodes=1..3", "--json")
     points = json.loads(out)["points"]
     assert code == 0 and [point["nodes"] for point in points] == [1, 2, 3]
     rates = [point["prompts_per_hour"] for point in points]
@@ -159,25 +163,66 @@ def test_target_and_sweep(plan):
     (("trainer.dtype=fp32",), ("trainer.dtype", "rollout.dtype")),
     (("--cluster", "nowhere.yaml"), ("nowhere.yaml",)),
     (("--cluster", "configs"), ("is a folder",)),
-    (("--sweep", "3"), ("--sweep", "nodes=8..64")), (("--sweep", "nodes=9..8"), ("nodes=8..64",)),
-    (("--sweep", "nodes=0..8"), ("nodes=8..64",)), (("--sweep", "nodes=1..99999"), ("4096",)),
     (("--target", "many"), ("--target", "10000/h")), (("--target", "-3/h"), ("--target",)),
     (("--target", "nan"), ("--target",)),
-    (("--sweep", "nodes=1..2", "--explain", "step"), ("--explain has no use with --sweep",)),
-    (("--calibrate", "runs/x", "--json"), ("--json has no use with --calibrate",)),
-    (("--explain", "step", "--json"), ("--json has no use with --explain",)),
-    (("--explain", "step", "--partition", "gpu"), ("--partition", "--from-slurm")),
-    (("--nodelist", "node[1-2]"), ("--from-slurm",)), (("--sweep", "nodes=1..2", "--html", "x.html"), ("--html",)),
+    (("--nodelist", "node[1-2]"), ("--from-slurm",)), (("--partition", "gpu"), ("--partition", "--from-slurm")),
     (("trainer.tensor=3",), ("unknown key trainer.tensor",)), (("trainer.tp=many",), ("trainer.tp",))])
 def test_bad_input_is_one_message(plan, words, parts):
     _refused(plan(SEVENTY, *words), parts)
 
 
 @pytest.mark.parametrize("words, parts", [
-    (("--explain", "no.such.key"), ("no.such.key", "nearest")), (("--out", "/"), ("--out", "cannot write")),
+    (("--out", "/"), ("--out", "cannot write")),
     (("--html", "/nowhere/x.html"), ("/nowhere/x.html",)), (("--trace", "/nowhere/x.json"), ("--trace",))])
 def test_an_output_that_cannot_be_is_one_message(plan, words, parts):
     _refused(plan(SMALL, *words), parts)
+
+
+@pytest.mark.parametrize("words, parts", [
+    (("explain", SMALL, "no.such.key"), ("no.such.key", "nearest")),
+    (("explain", SMALL, "step", "--gpu", "H100"), ("--gpu", "--from-slurm")),
+    (("explain", SMALL, "step", "--json"), ("No such option", "--json")),
+    (("sweep", SMALL), ("nodes=8..64",)), (("sweep", SMALL, "3"), ("3 is no range", "nodes=8..64")),
+    (("sweep", SMALL, "nodes=9..8"), ("nodes=8..64",)), (("sweep", SMALL, "nodes=0..8"), ("nodes=8..64",)),
+    (("sweep", SMALL, "nodes=1..99999"), ("4096",)), (("sweep", SMALL, "nodes=1..2", "nodes=3..4"), ("nodes=8..64",)),
+    (("sweep", SMALL, "nodes=1..2", "--html", "x.html"), ("No such option", "--html")),
+    (("diff", "a"), ("Missing argument", "B.json")), (("calibrate", "runs/x"), ("Missing option", "--cluster")),
+    (("calibrate", "--cluster", "x.yaml"), ("Missing argument", "RUN")),
+    (("--json", "explain", SMALL), ("the verb comes first: megatron-rl plan explain",))])
+def test_a_verb_refuses_in_one_message(plan, words, parts):
+    _refused(plan(*words), parts)
+
+
+@pytest.mark.parametrize("old, new", [
+    ((SMALL, "--explain"), ("explain", SMALL)), (("--explain", SMALL), ("explain", SMALL)),
+    ((SMALL, "--explain", "step", "trainer.tp=2"), ("explain", SMALL, "trainer.tp=2", "step")),
+    ((SMALL, "trainer.tp=2", "--explain=step", "--device", "cpu"),
+     ("explain", SMALL, "trainer.tp=2", "--device", "cpu", "step")),
+    (("--explain", "step", SMALL), ("explain", SMALL, "step")),
+    (("--explain", SMALL, "trainer.dp=1"), ("explain", SMALL, "trainer.dp=1")),
+    ((SMALL, "--target", "9/h", "--sweep", "nodes=1..2"), ("sweep", SMALL, "--target", "9/h", "nodes=1..2")),
+    ((SMALL, "--sweep=nodes=1..2", "--json"), ("sweep", SMALL, "nodes=1..2", "--json")),
+    (("--diff", "a.json", "b c.json"), ("diff", "a.json", "'b c.json'")),
+    (("--calibrate", "runs/a", "runs/b", "--cluster", "x.yaml"),
+     ("calibrate", "runs/a", "runs/b", "--cluster", "x.yaml"))])
+def test_an_old_spelling_is_answered_with_the_new_command(plan, old, new):
+    code, out, err = plan(*old)
+    assert code == ExitCode.USER_ERROR and not out
+    assert err.rstrip().endswith(f"is a verb of its own now: megatron-rl plan {' '.join(new)}")
+
+
+def test_a_configuration_with_the_name_of_a_verb(plan, tmp_path, monkeypatch):
+    text = (CONFIGS / "7b" / "grpo.yaml").read_text().replace("configs/", f"{CONFIGS}/")
+    (tmp_path / "diff").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = plan("./diff")
+    assert code == 0 and "prompts/h predicted" in out, err
+    code, out, err = plan("diff")
+    assert code == ExitCode.USER_ERROR and not out
+    assert "Missing argument 'A.json'" in err and "megatron-rl plan ./diff" in err
+    code, out, err = plan("diff", "trainer.tp=2")
+    assert code == ExitCode.USER_ERROR and "megatron-rl plan ./diff" in err
+    assert plan("--device", "gpu", "diff")[0] == 0       # behind an option there is no verb
 
 
 def _refused(result: tuple[int, str, str], parts: tuple[str, ...]) -> None:
@@ -190,9 +235,10 @@ def _refused(result: tuple[int, str, str], parts: tuple[str, ...]) -> None:
         assert err.startswith("error: ") and "where:" in err and "fix:" in err
 
 
-@pytest.mark.parametrize("words", [(), ("nowhere.yaml",), ("--diff",), ("--diff", "a"), ("--diff", "README.md", "README.md"),
-                                   ("trainer.tp=2",), ("--calibrate", "runs/x"), ("configs/clusters/h100x2.yaml",),
-                                   ("configs/tiny/grpo.yaml", "--sweep", "nodes=1..2"), ("configs",)])
+@pytest.mark.parametrize("words", [(), ("nowhere.yaml",), ("diff",), ("diff", "README.md", "README.md"), ("trainer.tp=2",),
+                                   ("explain",), ("explain", "step"), ("calibrate", "runs/x", "--cluster", "nowhere.yaml"),
+                                   ("configs/clusters/h100x2.yaml",),
+                                   ("sweep", "configs/tiny/grpo.yaml", "nodes=1..2"), ("configs",)])
 def test_wrong_words_are_one_message(plan, words):
     code, out, err = plan(*words)
     assert code == ExitCode.USER_ERROR and not out and "Traceback" not in err and err.count("error:") <= 1
@@ -202,7 +248,7 @@ def test_wrong_words_are_one_message(plan, words):
                                      '{"schema_version": 1, "config_hash": "x"}', "\x00"])
 def test_a_diff_of_garbage(plan, tmp_path, content):
     (tmp_path / "a.json").write_text(content)
-    code, _, err = plan("--diff", str(tmp_path / "a.json"), str(tmp_path / "a.json"))
+    code, _, err = plan("diff", str(tmp_path / "a.json"), str(tmp_path / "a.json"))
     assert code == ExitCode.USER_ERROR and "a.json" in err and "fix:" in err
 
 

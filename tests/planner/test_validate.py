@@ -1,4 +1,4 @@
-"""`megatron-rl validate`: how errors are counted, that each check can fail, and the models over the repository's
+"""`megatron-rl plan accuracy`: how errors are counted, that each check can fail, and the models over the repository's
 points."""
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def test_the_page_is_up_to_date(report):
 
 
 def test_json(capsys):
-    assert main(["validate", "--json", "--no-leave-out"]) == 0
+    assert main(["plan", "accuracy", "--json", "--no-leave-out"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert set(document["points"][0]) == {"id", "kind", "regime", "quantity", "measured", "predicted", "error"}
     entries = [(each["kind"], each["id"], each["quantity"]) for each in document["points"] + document["unpredicted"]]
@@ -268,7 +268,7 @@ def test_json(capsys):
 
 
 def test_the_tables_are_at_most_100_columns_wide(capsys):
-    assert main(["validate", "--no-leave-out"]) == 0
+    assert main(["plan", "accuracy", "--no-leave-out"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 100
     for words in ("median errors, by regime", "median errors, by kind", "checks", "not predicted"):
@@ -280,18 +280,18 @@ def test_the_tables_are_at_most_100_columns_wide(capsys):
     (["."], "no measured points")])
 def test_usage(arguments, fragment, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["validate", *arguments]) == 2
+    assert main(["plan", "accuracy", *arguments]) == 2
     assert fragment in capsys.readouterr().err
 
 
 def test_without_the_repository(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(scoring, "DEVELOPMENT", tmp_path / "gone")
-    assert main(["validate"]) == 2
+    assert main(["plan", "accuracy"]) == 2
     assert "name a directory of measured points" in capsys.readouterr().err
 
 
 def test_from_another_directory(tmp_path):
-    command = [sys.executable, "-m", "launch", "validate", "--kind", "parameters", "--json"]
+    command = [sys.executable, "-m", "launch", "plan", "accuracy", "--kind", "parameters", "--json"]
     done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True,
                           text=True, timeout=patient(60))
     assert done.returncode == 0 and all(each["error"] == 0 for each in json.loads(done.stdout)["points"])

@@ -80,7 +80,7 @@ def test_a_wrong_length_is_named_as_the_cause(forecast):
 def test_a_phase_far_off_with_right_lengths_points_at_the_calibration(forecast):
     quiet = forecast.model_copy(update={"numbers": ()})
     far = compare(quiet, rows(train=1e5))
-    assert any("train" in note and "--calibrate" in note for note in far.notes)
+    assert any("train" in note and "plan calibrate" in note for note in far.notes)
 
 
 @pytest.mark.parametrize("count", range(WARM_UP + FEWEST))

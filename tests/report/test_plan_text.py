@@ -1,4 +1,4 @@
-"""--explain, --diff, --trace and plan files."""
+"""What `plan explain`, `plan diff` and --trace print, and plan files."""
 
 from __future__ import annotations
 

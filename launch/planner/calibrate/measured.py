@@ -194,4 +194,4 @@ def _notes(phases: Sequence[PhaseComparison], lengths: Sequence[Length]) -> Iter
     far = [phase.name for phase in phases if not phase.in_range and phase.name != "step"]
     if far and not wrong:
         yield (f"{', '.join(far)} outside the predicted range, with lengths as assumed: "
-               "`megatron-rl plan --calibrate` fits the site's coefficients to this run")
+               "`megatron-rl plan calibrate` fits the site's coefficients to this run")

@@ -117,7 +117,7 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
                        f"training waits for it: use {math.ceil(disk / found.step_s)} or more")
     if problem.cluster.coefficients.items() <= MEASURED.items():       # none, or those that are shipped for a CPU
         of = "a run on another machine" if problem.cluster.coefficients else "published runs"
-        yield "W012", f"efficiencies are those of {of}: `megatron-rl plan --calibrate RUN` measures yours"
+        yield "W012", f"efficiencies are those of {of}: `megatron-rl plan calibrate RUN` measures yours"
 
 
 def _communicators(found: Candidate) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""`megatron-rl plan --diff A.json B.json`: what differs between two plans, by subject, with relative changes."""
+"""`megatron-rl plan diff A.json B.json`: what differs between two plans, by subject, with relative changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def diff(a: Plan, b: Plan, names: tuple[str, str] = ("A", "B")) -> str:
     if a.schema_version != b.schema_version:
         raise UserError(
             f"{plain(names[0])} has schema_version {a.schema_version}, {plain(names[1])} {b.schema_version}",
-            where="--diff",
+            where="megatron-rl plan diff",
             fix="write both with the same program: megatron-rl plan CONFIG --out FILE",
         )
     if a == b:

@@ -1,4 +1,4 @@
-"""`megatron-rl plan --explain`: where each number comes from and why each choice was made, as the book has it."""
+"""`megatron-rl plan explain`: where each number comes from and why each choice was made, as the book has it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def explain(plan: Plan, key: str = "") -> str:
     if not blocks:
         blocks = _under(forecast, key)
     if not blocks:
-        raise UserError(f"the plan has no number and no choice {plain(key)!r}", where=f"--explain {plain(key)}",
-                        fix=f"nearest: {', '.join(_nearest(forecast, key))}; --explain without a key prints all")
+        raise UserError(f"the plan has no number and no choice {plain(key)!r}", where="megatron-rl plan explain",
+                        fix=f"nearest: {', '.join(_nearest(forecast, key))}; without a name all is printed")
     return "\n\n".join(blocks)
 
 

@@ -1,4 +1,4 @@
-"""The capacity curve of `megatron-rl plan --sweep nodes=8..64`: prompts an hour over nodes, and what they cost."""
+"""The capacity curve of `megatron-rl plan sweep nodes=8..64`: prompts an hour over nodes, and what they cost."""
 
 from __future__ import annotations
 

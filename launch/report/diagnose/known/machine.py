@@ -9,7 +9,7 @@ MEMORY: tuple[Symptom, ...] = (
             "A GPU has no memory for an allocation of PyTorch. Much reserved but unallocated memory means "
             "fragmentation; otherwise the plan's estimate was too small.",
             "Lower trainer.token_budget, set trainer.recompute=full, or increase trainer.tp, pp or cp; for an "
-            "engine lower rollout.memory_utilization. `megatron-rl plan --explain memory` shows the estimate.",
+            "engine lower rollout.memory_utilization. `megatron-rl plan explain CONFIG memory` shows the estimate.",
             logs=r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA error: out of memory|"
                  r"CUBLAS_STATUS_ALLOC_FAILED"),
     Symptom("kv-cache", "No available memory for the cache blocks",

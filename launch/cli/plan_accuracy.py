@@ -1,0 +1,43 @@
+"""`megatron-rl plan accuracy`."""
+
+from __future__ import annotations
+
+import click
+
+from launch.cli import options
+
+
+@click.command(short_help="Compare what the planner predicts with what was measured.")
+@click.argument("directory", metavar="[DIR]", required=False)
+@click.option("--kind", help="Only this kind of points: training, memory, decode, rl_steps, weight_sync, collectives "
+                             "or parameters.")
+@click.option("--no-leave-out", is_flag=True, help="Do not calibrate again without each source.")
+@options.as_json
+def command(directory: str | None, kind: str | None, no_leave_out: bool, as_json: bool) -> None:
+    """Compare what the planner predicts with what was measured, and print how far it is off.
+
+    DIR holds files in the format of benchmarks/measured/README.md; without it, the points that are part of the
+    repository. Prints predicted, measured and error of each point, the medians of each regime and kind with their targets,
+    what could not be predicted and why, and the error at each source's points when it takes no part in the
+    calibration. The exit code is 0 however large the errors are.
+    """
+    import json
+
+    from launch.errors import UserError
+    from launch.validate.interface import KINDS
+    from launch.validate.points import load
+    from launch.validate.report import as_json as document
+    from launch.validate.report import evaluate
+    from launch.validate.score import DEVELOPMENT, module
+    from launch.validate.table import print_report
+
+    if kind is not None and kind not in KINDS:
+        raise UserError(f"unknown kind of points: {kind}", where="--kind", fix=f"use one of {', '.join(KINDS)}")
+    if directory is None and not DEVELOPMENT.is_dir():
+        raise UserError("this installation has no measured points of its own", where="megatron-rl plan accuracy DIR",
+                        fix="name a directory of measured points, such as benchmarks/measured of the repository")
+    report = evaluate(load(directory or DEVELOPMENT), kind, leave_out=not no_leave_out)
+    if as_json:
+        click.echo(json.dumps(document(report), indent=1, allow_nan=False))
+    else:
+        print_report(report, {name: module(name).QUANTITIES for name in {row.point.kind for row in report.rows}})

@@ -1,0 +1,29 @@
+"""`megatron-rl plan explain`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from launch.cli import options
+
+
+@click.command(short_help="Explain the choices and numbers of a plan.")
+@options.config
+@click.argument("words", nargs=-1, metavar="[NAME]... [KEY=VALUE]...")
+@options.device
+@options.planned_for
+def command(config: str, words: tuple[str, ...], device: Any, planned_for: options.PlannedFor) -> None:
+    """Explain the plan of CONFIG: every choice with its alternatives, every number with its formula and sources.
+
+    NAME is a number or choice of the plan (step.total_s, split), or the beginning of several (memory.training): only
+    these are explained, a number down to what was given. Everything printed is predicted.
+    """
+    from launch.planner.prepare import prepare
+    from launch.report.plan.explain import explain
+
+    names = [word for word in words if "=" not in word]
+    overrides = (*(word for word in words if "=" in word), *planned_for.overrides())
+    plan = prepare(config, overrides, device, cluster=planned_for.spec(config, overrides)).plan
+    click.echo("\n\n".join(explain(plan, name) for name in names or [""]))

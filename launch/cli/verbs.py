@@ -1,0 +1,44 @@
+"""A command with verbs below it: `plan CONFIG` runs the command itself, `plan explain CONFIG` the verb."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+class CommandWithVerbs(click.Group):
+    """What follows its name is a verb, if the first word is one, and else CONFIG and other arguments of its own.
+
+    A file with the name of a verb is reached by its path: `plan ./diff`.
+    """
+
+    allow_extra_args = False
+    allow_interspersed_args = True
+
+    def make_context(self, info_name: str | None, args: list[str], parent: click.Context | None = None,
+                     **extra: Any) -> click.Context:
+        verb = args[0] if args else ""
+        if verb not in self.commands:
+            return super().make_context(info_name, args, parent, **extra)
+        try:
+            return self.commands[verb].make_context(f"{info_name} {verb}", args[1:], parent, **extra)
+        except click.UsageError as error:
+            if Path(verb).is_file():
+                error.message += f" The file {verb} here, as a configuration: megatron-rl {info_name} ./{verb}"
+            raise
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = click.Command.parse_args(self, ctx, args)
+        word = ctx.params.get("config")
+        if word in self.commands and not Path(word).is_file():
+            raise click.UsageError(f"the verb comes first: {ctx.command_path} {word} ...", ctx)
+        return rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return click.Command.invoke(self, ctx)
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_usage(ctx.command_path, " ".join(click.Command.collect_usage_pieces(self, ctx)))
+        formatter.write_usage(ctx.command_path, "COMMAND ...", prefix=" " * len("Usage: "))
