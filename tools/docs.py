@@ -10,10 +10,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydantic_core import PydanticUndefined
-
 from launch import envvars, exit_codes, ports
 from launch.config.keys import Key, all_keys, type_in_words
+from launch.config.reference import default_in_words, meaning
 from launch.model import builtin as architectures
 from launch.planner.explain import warnings as cautions
 from launch.slurm.profiles import Profile
@@ -70,7 +69,7 @@ def keys_table() -> str:
         if "." not in key.dotted:
             parts += _flush(rows)
             if key.section is not None:
-                parts.append(f"### {key.dotted}\n\n{_text(key)}")
+                parts.append(f"### {key.dotted}\n\n{meaning(key)}")
                 continue
             parts.append(f"### {key.dotted}")
         elif key.section is not None and "*" not in key.dotted and key.field.annotation is key.section:
@@ -119,25 +118,18 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def _default(key: Key) -> str:
-    default = key.field.default
-    if default is PydanticUndefined:
-        return "required"
-    words = {None: "null", True: "true", False: "false"}
-    return f"`{words[default] if default is None or isinstance(default, bool) else default}`"
+    default = default_in_words(key)
+    return default if default == "required" else f"`{default}`"
 
 
 def _meaning(key: Key) -> str:
     """The key's text, then the allowed values where neither the text nor the default shows them."""
-    text, kind = _text(key), type_in_words(key.field)
+    text, kind = meaning(key), type_in_words(key.field)
     shown = f"{text} `{key.field.default}`"
     if PLAIN.fullmatch(kind) or (kind.startswith("one of ") and
                                  all(f"`{word}`" in shown for word in kind.removeprefix("one of ").split(", "))):
         return text
     return f"{text} {kind[0].upper()}{kind[1:]}."
-
-
-def _text(key: Key) -> str:
-    return " ".join((key.field.description or "").split())
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`megatron-rl config show`."""
+"""`megatron-rl config`: show, explain, search."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from launch.cli import options
 
 @click.group()
 def command() -> None:
-    """Show a configuration, resolved, with the source of each value."""
+    """Show a configuration, or say what its keys mean."""
 
 
 @command.command()
@@ -25,3 +25,61 @@ def show(config: str, overrides: tuple[str, ...], as_json: bool) -> None:
 
     loaded = load_config(config, overrides)
     click.echo(shown.as_json(loaded) if as_json else shown.as_text(loaded))
+
+
+@command.command()
+@click.argument("key", metavar="KEY")
+@click.argument("config", type=click.Path(), metavar="[CONFIG]", required=False)
+@options.overrides
+@options.as_json
+def explain(key: str, config: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Say what KEY means: type, default, documentation; with CONFIG also its value and where that is set.
+
+    KEY is dotted (trainer.tp), a section (trainer.optimizer), or the last part alone where no other key ends so. A value
+    that is auto is what the planner makes of it for the cluster of CONFIG.
+    """
+    import json
+
+    from launch.config import reference
+    from launch.config.load import load_config
+    from launch.errors import UserError
+
+    found, values, note = reference.find(key), {}, ""
+    if config is not None:
+        loaded, chosen = load_config(config, overrides), {}
+        values = reference.resolved(found, key, loaded, chosen)
+        if any(value.value == "auto" for value in values.values()):
+            from launch.planner.prepare import prepare
+            try:
+                planned = prepare(config, overrides).loaded
+                chosen = {dotted: planned.value(dotted) for dotted in values}
+            except UserError as error:
+                note = f"auto stays open, for there is no plan: {error.what}"
+            values = reference.resolved(found, key, loaded, chosen)
+    entry, inside = reference.entry(found), reference.members(found)
+    if as_json:
+        document = {**entry.as_json(), "members": [each.key for each in inside], "note": note,
+                    "values": {dotted: vars(value) for dotted, value in values.items()}}
+        click.echo(json.dumps(document, indent=1, ensure_ascii=False))
+    else:
+        click.echo(reference.as_text(entry, inside, values, note))
+
+
+@command.command()
+@click.argument("words", nargs=-1, required=True, metavar="WORD...")
+@options.as_json
+def search(words: tuple[str, ...], as_json: bool) -> None:
+    """List the keys in whose name or meaning every WORD stands, also what other frameworks call them."""
+    import json
+
+    from launch.config import reference
+    from launch.errors import UserError
+
+    found = reference.search(words)
+    if as_json:
+        click.echo(json.dumps([each.as_json() for each in found], indent=1, ensure_ascii=False))
+    elif found:
+        click.echo("\n".join(reference.list_text(found, whole=True)))
+    else:
+        raise UserError(f"no key has {' and '.join(words)} in its name or meaning", where="config search",
+                        fix="use fewer or shorter words; docs/config.md lists all keys")

@@ -13,7 +13,7 @@ from launch.errors import UserError
 from launch.exit_codes import ExitCode
 
 VERBS: dict[str, tuple[str, str]] = {
-    "config": ("launch.cli.config", "Show a configuration, resolved, with the source of each value."),
+    "config": ("launch.cli.config", "Show a configuration, or say what its keys mean."),
     "doctor": ("launch.cli.doctor", "Say why a run or job failed, and what to do."),
     "job": ("launch.cli.job", "Inside a Slurm job: run a configuration on its nodes."),
     "launch": ("launch.cli.launch", "Run a configuration."),
