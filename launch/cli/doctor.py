@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import click
 
+from launch.cli import options
+
 
 @click.command()
 @click.argument("run", metavar="RUN|JOB")
-@click.option("--dir", "folder", default="runs", show_default=True, help="Folder of all runs (run.dir).")
-@click.option("--attempt", type=click.IntRange(min=1), help="This attempt; the newest if not given.")
+@options.runs_folder
+@options.attempt
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(run: str, folder: str, attempt: int | None, as_json: bool) -> None:
     """Say why RUN failed or waits, and what to do.

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import click
 
+from launch.cli import options
+
 LOOK_EVERY_S = 0.5
 
 
 @click.command()
 @click.argument("run", metavar="RUN|JOB")
-@click.option("--dir", "folder", default="runs", show_default=True, help="Folder of all runs (run.dir).")
-@click.option("--attempt", type=click.IntRange(min=1), help="This attempt; the newest if not given.")
-@click.option("--role", help="Only this role's: driver, trainer, rollout, reward, ray, supervisor, job, ray-logs.")
+@options.runs_folder
+@options.attempt
+@click.option("--role", metavar="ROLE", help="Only this role's: driver, trainer, rollout, reward, ray, supervisor, job, ray-logs.")
 @click.option("--rank", type=click.IntRange(min=0), help="Only this number of a role: trainer rank, rollout replica.")
-@click.option("--node", help="Only this node's.")
+@click.option("--node", metavar="NODE", help="Only this node's.")
 @click.option("-n", "--lines", default=50, show_default=True, type=click.IntRange(min=1), help="The last lines.")
 @click.option("--all", "everything", is_flag=True, help="All lines.")
 @click.option("-f", "--follow", is_flag=True, help="Go on with what is added, until the attempt has ended.")

@@ -13,9 +13,9 @@ def command() -> None:
     """Make model folders that the shipped configurations use."""
 
 
-@command.command()
+@command.command(short_help="Make a model as a Hugging Face folder.")
 @click.argument("name", metavar="NAME")
-@click.option("--out", type=click.Path(), help="Folder to write.  [default: models/NAME]")
+@click.option("--out", metavar="DIR", type=click.Path(), help="Folder to write.  [default: models/NAME]")
 def get(name: str, out: str | None) -> int:
     """Make the model NAME as a Hugging Face folder; nothing is done if a complete one is there.
 
@@ -28,7 +28,7 @@ def get(name: str, out: str | None) -> int:
     return run(arguments).returncode
 
 
-@command.command()
+@command.command(short_help="Check that a folder is a complete model.")
 @click.argument("folder", type=click.Path(), metavar="FOLDER")
 def check(folder: str) -> None:
     """Check that FOLDER is a complete model that can be trained: config, tokenizer, every tensor."""

@@ -9,7 +9,7 @@ from launch.cli import options
 
 @click.command(short_help="Compare what the planner predicts with what was measured.")
 @click.argument("directory", metavar="[DIR]", required=False)
-@click.option("--kind", help="Only this kind of points: training, memory, decode, rl_steps, weight_sync, collectives "
+@click.option("--kind", metavar="KIND", help="Only this kind of points: training, memory, decode, rl_steps, weight_sync, collectives "
                              "or parameters.")
 @click.option("--no-leave-out", is_flag=True, help="Do not calibrate again without each source.")
 @options.as_json

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import click
 
-from launch.cli.options import device
+from launch.cli import options
 
 
 @click.command()
-@click.argument("config", type=click.Path(), metavar="[CONFIG]", required=False)
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@options.optional_config
+@options.overrides
 @click.option("--tier", type=click.Choice(["login", "node", "fabric"]), default="node", show_default=True,
               help="login: configuration, paths, plan. node: this machine, or every node of the allocation, too. "
                    "fabric: the network between them, too.")
-@device
+@options.device
 @click.option("--skip", multiple=True, metavar="CHECK", help="A check (gpu.ecc) or subject (gpu) that is told and "
                                                             "not judged; may be given again.")
 @click.option("--ledger", type=click.Path(dir_okay=False), help="Ledger of bad nodes to respect.  "
@@ -37,8 +37,6 @@ def command(config: str | None, overrides: tuple[str, ...], tier: str, device: s
     if agent is not None:
         preflight.agent(agent)
         return 0
-    if config is not None and "=" in config:
-        raise click.UsageError("name a configuration first: megatron-rl preflight configs/7b/grpo.yaml KEY=VALUE ...")
     if config is None and tier == "login":
         raise click.UsageError("the login tier checks a configuration: megatron-rl preflight configs/70b/grpo.yaml")
     request = preflight.Request(config, overrides, device, tier, skip, ledger)

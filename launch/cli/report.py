@@ -6,11 +6,13 @@ from pathlib import Path
 
 import click
 
+from launch.cli import options
+
 
 @click.command()
 @click.argument("run", metavar="RUN")
-@click.option("--dir", "folder", default="runs", show_default=True, help="Folder of all runs (run.dir).")
-@click.option("--out", type=click.Path(), help="File to write; report.html in the run's folder if not given.")
+@options.runs_folder
+@click.option("--out", metavar="FILE", type=click.Path(), help="File to write.  [default: report.html in the run's folder]")
 def command(run: str, folder: str, out: str | None) -> None:
     """Write the HTML report of RUN and print its reward curve.
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import click
 
+from launch.cli import options
+
 WATCH_EVERY_S = 2.0
 ASK_SLURM_EVERY_S = 30.0
 
 
 @click.command()
 @click.argument("run", metavar="RUN|JOB")
-@click.option("--dir", "folder", default="runs", show_default=True, help="Folder of all runs (run.dir).")
+@options.runs_folder
 @click.option("--watch", is_flag=True, help="Show it again whenever it changes, until the run has ended.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object (with --watch, one a change).")
 def command(run: str, folder: str, watch: bool, as_json: bool) -> None:

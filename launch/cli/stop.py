@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import click
 
+from launch.cli import options
+
 
 @click.command()
 @click.argument("run", metavar="RUN|JOB")
-@click.option("--dir", "folder", default="runs", show_default=True, help="Folder of all runs (run.dir).")
+@options.runs_folder
 def command(run: str, folder: str) -> None:
     """Ask RUN to write a checkpoint and end at the next step boundary.
 

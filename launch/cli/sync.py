@@ -9,10 +9,10 @@ from launch.cli import options
 
 @click.group()
 def command() -> None:
-    """Routes of the weight sync: predicted, and measured on this machine."""
+    """Draw the routes of the weight sync, or measure it."""
 
 
-@command.command()
+@command.command(short_help="Draw the routes of the weights in a plan.")
 @options.config_and_overrides
 @options.device
 @click.option("--route", type=click.Choice(["direct", "chain", "tree"]), help="Draw this route only, not all three.")
@@ -22,7 +22,7 @@ def plan(config: str, overrides: tuple[str, ...], device: str, route: str | None
          as_json: bool) -> None:
     """Draw the routes that the weights may take from trainer to engines in the plan of CONFIG.
 
-    The three routes beside each other, which one is chosen and why, then each as trees of nodes: how many bytes a node
+    Prints the three routes side by side, which one is chosen and why, then each as trees of nodes: how many bytes a node
     gets from the one above it, and when the last of them arrive. Everything printed is predicted.
     """
     import json
@@ -53,19 +53,20 @@ def plan(config: str, overrides: tuple[str, ...], device: str, route: str | None
         click.echo(sync_routes.as_text(found.sync, drawn, names, needed, every_line=every_line))
 
 
-@command.command()
+@command.command(short_help="Measure the weight sync of a plan.")
 @options.config_and_overrides
 @options.device
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True,
               help="Syncs to measure, after one that warms up; the median is printed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--on", type=click.Choice(["local", "slurm"]), default="local", show_default=True,
-              help="This machine, or the nodes of the allocation that this is called in (salloc, sbatch).")
+              help="Where to run: this machine, or the nodes of the allocation that this is called in (salloc, sbatch).")
 @click.option("--write", metavar="FILE", type=click.Path(exists=True, dir_okay=False),
               help="Also put what was found into `coefficients:` of this cluster file.")
 def bench(config: str, overrides: tuple[str, ...], device: str, repeats: int, as_json: bool, on: str,
           write: str | None) -> int:
-    """Measure the weight sync of CONFIG's plan on this machine or on an allocation's nodes, beside its prediction.
+    """Measure the weight sync of CONFIG's plan on this machine or on an allocation's nodes, and compare it with the
+    prediction.
 
     The plan's ranks and workers run as plain processes with weights of the right shapes: the real sender, receiver,
     lanes, digests and protocol, without a trainer and without an engine. Prints lanes, packing, digests and phases, and

@@ -61,6 +61,11 @@ def find_run(run: str, runs_folder: str | Path = "runs", *, attempt: int | None 
                     fix=_nearest(run, Path(runs_folder)))
 
 
+def runs_in(folder: Path) -> list[Path]:
+    """The folders of all runs in `run.dir`, by name: those that hold attempts, or the script of a job of Slurm's."""
+    return sorted(path for path in folder.iterdir() if any((path / name).is_dir() for name in ("attempts", "slurm")))
+
+
 def attempts_of(folder: Path) -> list[Path]:
     """`attempts/<n>` of a run, oldest first; [] if there is none yet."""
     attempts = folder / "attempts"

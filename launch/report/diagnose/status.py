@@ -111,12 +111,13 @@ class Status:
         return {"schema_version": SCHEMA_VERSION, **asdict(self), "line": " > ".join(map(str, self.stages))}
 
 
-def read_status(found: Found, now: float, record: JobRecord | None = None) -> Status:
+def read_status(found: Found, now: float, record: JobRecord | None = None, *, brief: bool = False) -> Status:
     """The status of a run's attempt, or of a job that has written nothing yet.
 
     Args:
         now: seconds since 1970.
         record: what Slurm says of the job, None if it was not asked or does not know it.
+        brief: without metrics, pace, checkpoint and decision, for which files that grow would be read.
     """
     folder, run_folder = found.attempt, found.folder
     if folder is None or run_folder is None:
@@ -126,8 +127,8 @@ def read_status(found: Found, now: float, record: JobRecord | None = None) -> St
     placement, given = read_json(folder / "placement.json"), tuple(job.get("nodes") or ())
     nodes = tuple(placement.get("nodes") or given)
     stages, missing = _stages(folder, given, nodes, bool(placement), progress)
-    steps = _steps(folder)
-    rows = metric_rows(folder / "metrics.jsonl")
+    steps = steps_of(folder)
+    rows = [] if brief else metric_rows(folder / "metrics.jsonl")
     waiting = _waiting(record, now, first=False) if record and record.state == "PENDING" else ""
     alive, silent = _alive(run_folder, folder, given, now, record)
     if outcome is not None:
@@ -151,12 +152,13 @@ def read_status(found: Found, now: float, record: JobRecord | None = None) -> St
         restarts=record.restarts if record else int(job.get("restart_count") or 0), partition=job.get("partition"),
         waiting=waiting, missing=() if ended else missing, silent=() if ended else silent, nodes=nodes,
         spares=tuple(placement.get("spares") or ()), step=done, steps=steps,
-        checkpoint=newest_checkpoint(run_folder, now), running_s=None if ended else _started(folder, now),
+        checkpoint=None if brief else newest_checkpoint(run_folder, now),
+        running_s=None if ended else _started(folder, now),
         left_s=None if ended or not ends else ends - now,
         needed_s=None if ended or steps is None else _needed(rows, steps - done),
         since_progress_s=None if ended or progress is None else max(0.0, now - progress.at),
         metrics=rows[-1] if rows else {}, outcome=outcome.model_dump(mode="json") if outcome else None,
-        decision=_decision(run_folder, folder), warnings=_warnings(outcome, rows))
+        decision="" if brief else _decision(run_folder, folder), warnings=_warnings(outcome, rows))
 
 
 def newest_checkpoint(run_folder: Path, now: float) -> Checkpoint | None:
@@ -206,7 +208,7 @@ def _stages(folder: Path, given: tuple[str, ...], nodes: tuple[str, ...], placed
         return stages, missing
     if progress.step == 0:
         return [*stages, Stage("LOAD", detail=progress.detail)], ()
-    steps = _steps(folder)
+    steps = steps_of(folder)
     return [*stages, Stage("LOAD"), Stage("STEP", progress.step, steps, progress.phase)], ()
 
 
@@ -243,7 +245,8 @@ def _started_again(folder: Path, record: JobRecord | None) -> bool:
     return (record.started or 0.0) > (folder / "outcome.json").stat().st_mtime
 
 
-def _steps(folder: Path) -> int | None:
+def steps_of(folder: Path) -> int | None:
+    """`run.steps` of an attempt; None while it has no configuration."""
     return _run_section(folder).get("steps")
 
 
@@ -253,8 +256,12 @@ def _uses_ray(folder: Path) -> bool:
 
 
 def _run_section(folder: Path) -> dict:
+    """`run:` of the attempt's config.yaml. Only its lines are parsed: the whole takes 50 ms, and `runs` reads hundreds."""
     path = folder / "config.yaml"
-    return yaml.safe_load(path.read_text(encoding="utf-8"))["run"] if path.exists() else {}
+    if not path.exists():
+        return {}
+    section = re.search(r"^run:\n(?:[ #].*\n|\n)*", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return yaml.safe_load(section[0])["run"] if section else {}
 
 
 def _started(folder: Path, now: float) -> float:

@@ -1,0 +1,29 @@
+"""`megatron-rl runs`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from launch.cli import options
+
+
+@click.command()
+@options.runs_folder
+@click.option("--sort", "by", type=click.Choice(["when", "name", "state", "step"]), default="when", show_default=True,
+              help="when: the last sign of a run, newest first. step: most steps first.")
+@options.as_json
+def command(folder: str, by: Any, as_json: bool) -> None:
+    """List the runs of a folder: state, step, last sign, attempts, and the job of the newest attempt.
+
+    Reads the runs' files only. `megatron-rl status RUN` says more of one, and asks Slurm.
+    """
+    import json
+    import time
+    from pathlib import Path
+
+    from launch.report.diagnose import runs
+
+    lines = runs.list_runs(Path(folder), time.time(), by)
+    click.echo(json.dumps(runs.as_json(lines), indent=1) if as_json else runs.as_text(lines, Path(folder)))
