@@ -7,6 +7,7 @@ Everything heavy happens in the actors behind `Job`; this process needs neither 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from dataclasses import replace
@@ -25,6 +26,7 @@ from megatron_rl.driver import component, step_metrics
 from megatron_rl.driver.clock import StepClock
 from megatron_rl.driver.cluster import death_reason
 from megatron_rl.driver.job import Job
+from megatron_rl.driver.start import start_actors
 from megatron_rl.driver.state import RunState, newest_checkpoint, refuse_old_export
 from megatron_rl.layouts.step_folder import checkpoint_folder
 from megatron_rl.monitor.monitor import Monitor
@@ -41,11 +43,11 @@ OTHER_NODES_S = 3.0
 
 def main() -> int:
     """Entry point of the driver process; how the attempt ended is in outcome.json."""
-    node = envvars.get(envvars.NODE, "")
+    node = envvars.get(envvars.NODE) or ""
     attempt = component.begin(sys.argv[1], "driver", node, own_log=False)
     clock = StepClock(attempt.folder)
     try:
-        outcome = train(attempt, clock)
+        outcome = asyncio.run(train(attempt, clock))
     except Exception as error:  # whatever it is, it ends the attempt, with its cause on record
         component.report(attempt, "driver", error)
         if not isinstance(error, UserError) and len(attempt.placement().nodes) > 1:
@@ -62,68 +64,68 @@ def failed(clock: StepClock, failure: Failure, reason: str | None) -> Outcome:
                    component=failure.component, log=failure.log)
 
 
-def train(attempt: Attempt, clock: StepClock) -> Outcome:
+async def train(attempt: Attempt, clock: StepClock) -> Outcome:
     """Run the attempt to its last step, or to the step at which a stop was asked for."""
     config = attempt.config()
     clock.start_up("reading the data")
     state = RunState.from_data(config, attempt)
     load_rewards(config.reward, state.columns)  # a wrong path is told before anything starts
-    with Job(attempt, state.columns, state.identity["template"], clock.start_up) as job:
-        job.start()
-        state.resume(job.load(newest_checkpoint(attempt, config), state.identity))
+    actors = await start_actors(attempt, state.columns, state.identity["template"], clock)
+    async with Job(attempt, actors, clock) as job:
+        state.resume(await job.load(newest_checkpoint(attempt, config), state.identity))
         refuse_old_export(state, attempt)
-        job.open_sync()
+        await job.open_sync()
         component.settle()
         monitor = Monitor(config, attempt.folder, first_step=state.step + 1)
         for line in state.changes:
             monitor.note("CHANGED", line)
         with clock.phase("sync", "first version"):
-            job.sync(state.step)
-        job.open_disk(state.step)
+            await job.sync(state.step)
+        job.forget_versions_after(state.step)
         if state.step == 0 and state.saved < 0 and config.eval.at_start:
-            monitor.log(0, evaluate(job, state, clock))
+            monitor.log(0, await evaluate(job, state, clock))
 
         while state.step < config.run.steps and not stop_requested(attempt.folder):
             clock.begin(state.step + 1)
-            metrics = take_step(job, state, clock, monitor)
+            metrics = await take_step(job, state, clock, monitor)
             last = state.step == config.run.steps
             try:
                 if due(state.step, config.eval.every) or (last and config.eval.at_end):
-                    metrics |= evaluate(job, state, clock)
+                    metrics |= await evaluate(job, state, clock)
                 if due(state.step, config.checkpoint.every) or last:
-                    metrics |= save(job, state, clock)
+                    metrics |= await save(job, state, clock)
             finally:  # a checkpoint that fails must not take the step's row with it
                 monitor.log(state.step, metrics)
 
-        settle_disk(job, clock, monitor, "save")
+        await settle_disk(job, clock, monitor, "save")
         stopped = state.step < config.run.steps
         if stopped and state.step > state.saved:
-            save(job, state, clock)
+            await save(job, state, clock)
         if not stopped and state.exports:
             with clock.phase("export", "Hugging Face folder"):
-                job.export(attempt.exported(state.step), clock.alive)
+                await job.export(attempt.exported(state.step))
         monitor.close()
         clock.ending()
     return Outcome(status="stopped" if stopped else "finished", step=state.step)
 
 
-def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monitor) -> dict[str, float]:
+async def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monitor) -> dict[str, float]:
     """One GRPO step; afterwards the engines serve the new weights and `state.step` has advanced."""
     config, step = state.config, state.step + 1
     prompts = state.next_prompts()
     with clock.phase("rollout", f"{len(prompts)} prompts x {config.algorithm.group_size}"):
-        groups = job.generate(prompts, Sampling.training(config), step, alive=clock.alive)
+        groups = await job.generate(prompts, Sampling.training(config), step)
     with clock.phase("reward"):
-        scores = job.score(groups, clock.alive)
+        scores = await job.score(groups)
     rewards = [np.array([score.total for score in group], dtype=np.float64) for group in scores]
     batches, statistics = build_policy_batch(groups, rewards, config.algorithm, config.rollout.max_new_tokens)
-    waited = settle_disk(job, clock, monitor)
+    waited = await settle_disk(job, clock, monitor)
     with clock.phase("log-prob"):
-        batches = [with_fixed_logprobs(job, batch) for batch in batches]
+        batches = [await with_fixed_logprobs(job, batch) for batch in batches]
     with clock.phase("train", f"{len(batches)} update(s)"):
-        updates = [job.update(step, batch) for batch in batches]
+        updates = [await job.update(step, batch) for batch in batches]
     with clock.phase("sync", f"version {step}"):
-        report = job.sync(step)
+        report = await job.sync(step)
     state.step = step
     times = clock.end() | waited
     if due(step, config.weight_sync.disk.every) and not stop_requested(job.attempt.folder):
@@ -132,44 +134,43 @@ def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monitor) -> 
     return step_metrics.of_step(step, groups, scores, statistics, updates, report, times)
 
 
-def settle_disk(job: Job, clock: StepClock, monitor: Monitor, phase: str = "disk") -> dict[str, float]:
+async def settle_disk(job: Job, clock: StepClock, monitor: Monitor, phase: str = "disk") -> dict[str, float]:
     """Before the trainer works again: wait until the version that is being written is on disk. One that cannot be
     written is a warning; the run does not need it. `phase`: `disk` inside a step, `save` after the last."""
     if not job.writes:
         return {}
     with clock.phase(phase, "a version of the weights"):
         try:
-            job.version_on_disk(clock.alive)
+            await job.version_on_disk()
         except NotWritten as error:
             monitor.note("DISK", str(error))
     return {"time/disk": clock.last(phase)}
 
 
-def with_fixed_logprobs(job: Job, batch: PolicyBatch) -> PolicyBatch:
+async def with_fixed_logprobs(job: Job, batch: PolicyBatch) -> PolicyBatch:
     """Add what the objective needs and the update must not move: proximal and reference log-probs."""
     algorithm = job.config.algorithm
     if algorithm.old_logprobs == "recompute":
-        batch = replace(batch, old_logprobs_N=job.logprobs(batch, "policy"))
+        batch = replace(batch, old_logprobs_N=await job.logprobs(batch, "policy"))
     if algorithm.kl.beta > 0:
-        batch = replace(batch, reference_logprobs_N=job.logprobs(batch, "reference"))
+        batch = replace(batch, reference_logprobs_N=await job.logprobs(batch, "reference"))
     return batch
 
 
-def evaluate(job: Job, state: RunState, clock: StepClock) -> dict[str, float]:
+async def evaluate(job: Job, state: RunState, clock: StepClock) -> dict[str, float]:
     """Greedy answers to the held-out questions, written to eval-<step>.jsonl, and their metrics."""
     with clock.phase("eval", f"{len(state.held_out)} questions"):
-        groups: list[Group] = job.generate(state.held_out, Sampling.greedy(state.config), state.step,
-                                           alive=clock.alive)
-        scores: list[list[Score]] = job.score(groups, clock.alive)
+        groups = await job.generate(state.held_out, Sampling.greedy(state.config), state.step)
+        scores = await job.score(groups)
         file = job.attempt.folder / f"eval-{state.step:06d}.jsonl"
         metrics = step_metrics.of_evaluation(file, groups, scores, state.config)
     return metrics | {"time/eval": clock.last("eval")}
 
 
-def save(job: Job, state: RunState, clock: StepClock) -> dict[str, float]:
+async def save(job: Job, state: RunState, clock: StepClock) -> dict[str, float]:
     """Write a checkpoint of the step that was just made."""
     with clock.phase("save", f"step {state.step}"):
-        job.save(checkpoint_folder(job.attempt.checkpoints, state.step), state.extra())
+        await job.save(checkpoint_folder(job.attempt.checkpoints, state.step), state.extra())
     state.saved = state.step
     log.info("checkpoint of step %d written", state.step)
     return {"time/checkpoint": clock.last("save")}

@@ -1,7 +1,7 @@
 """From rows to tokens and back: the one module that renders prompts, tokenises them and decodes completions.
 
 The driver renders and tokenises each prompt once; engines and trainer get ids (`Prompt.token_ids`) and never see
-text. Engines load the tokenizer once more, to decode what they sampled: `RolloutEngine.start` tells the fingerprint
+text. Engines load the tokenizer once more, to decode what they sampled: `RolloutEngine.facts` tell the fingerprint
 of what it loaded, and the driver refuses one that is not its own.
 """
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -18,8 +18,14 @@ from megatron_rl.driver.component import begin, guarded, settle
 from megatron_rl.layouts.step_folder import Exported, Part
 
 if TYPE_CHECKING:
+    from megatron_rl.layouts.tiles import CanonicalTensor
     from megatron_rl.rewards.sample import Sample, Score
+    from megatron_rl.rollout.engine import RolloutEngine
     from megatron_rl.rollout.sampling import Sampling
+    from megatron_rl.trainer.trainer import MegatronTrainer
+    from megatron_rl.weight_sync.ends.sender import WeightSender
+    from megatron_rl.weight_sync.plan.copies import Destination, Source
+    from megatron_rl.weight_sync.protocol import Held, SyncPart, TransferReport
 
 
 class TrainerActor:
@@ -29,6 +35,10 @@ class TrainerActor:
         self.rank, self.name = rank, f"trainer-{rank}"
         self.attempt = begin(attempt_folder, self.name, self._placement(attempt_folder, rank))
         self.plan, self.placement, self.config = self.attempt.plan(), self.attempt.placement(), self.attempt.config()
+        self.trainer: MegatronTrainer
+        """From `start` on: it takes the whole training world to build it."""
+        self.sender: WeightSender
+        """From `sync_describe` on."""
 
     @staticmethod
     def _placement(attempt_folder: str, rank: int) -> str:
@@ -59,7 +69,7 @@ class TrainerActor:
         return self.trainer.load(folder, identity)
 
     @guarded
-    def save_checkpoint(self, folder: str, extra: dict) -> None:
+    def save_checkpoint(self, folder: str, extra: dict[str, Any]) -> None:
         self.trainer.save(folder, extra)
 
     @guarded
@@ -68,7 +78,7 @@ class TrainerActor:
         return self.trainer.update(batch)
 
     @guarded
-    def logprobs(self, batch: PolicyBatch, model: str) -> np.ndarray | None:
+    def logprobs(self, batch: PolicyBatch, model: Literal["policy", "reference"]) -> np.ndarray:
         return self.trainer.logprobs(batch, model)
 
     @guarded
@@ -78,7 +88,7 @@ class TrainerActor:
     # ---- weight sync (megatron_rl.weight_sync.protocol.TrainerHandle)
 
     @guarded
-    def sync_describe(self) -> Any:
+    def sync_describe(self) -> Source:
         from megatron_rl.weight_sync.ends.sender import WeightSender
 
         placement = self.placement.training[self.rank]
@@ -87,13 +97,13 @@ class TrainerActor:
         return self.sender.sync_describe()
 
     @guarded
-    def sync_open(self, part: Any) -> Any:
+    def sync_open(self, part: SyncPart) -> Held:
         held = self.sender.sync_open(part)
         settle()
         return held
 
     @guarded
-    def sync_send(self, epoch: int) -> Any:
+    def sync_send(self, epoch: int) -> TransferReport:
         faults.strike(self.name, "sync", epoch)
         return self.sender.sync_send(epoch)
 
@@ -111,17 +121,18 @@ class RolloutActor:
         self.name = f"rollout-{replica}"
         placement = Attempt(Path(attempt_folder)).placement()
         self.attempt = begin(attempt_folder, self.name, placement.rollout[replica].node)
-        log = self.attempt.logs / f"{self.name}.log"
-        self._parts = (self.attempt.config(), self.attempt.plan(), placement, replica, log)
+        self._parts = (self.attempt.config(), self.attempt.plan(), placement, replica,
+                       self.attempt.logs / f"{self.name}.log")
+        self.engine: RolloutEngine
+        """From `start` on: vLLM takes a while, and an event loop, to start."""
 
     @guarded
-    async def start(self) -> dict:
+    async def start(self) -> dict[str, Any]:
         from megatron_rl.rollout.engine import RolloutEngine
 
-        self.engine = RolloutEngine(*self._parts)
-        facts = await self.engine.start()
+        self.engine = await RolloutEngine.start(*self._parts)
         register_children(self.attempt, component(self.attempt, self.name))
-        return facts
+        return self.engine.facts
 
     @guarded
     async def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
@@ -131,7 +142,7 @@ class RolloutActor:
     async def generate_group(self, prompt: Prompt, sampling: Sampling, seed: int | None = None) -> Group:
         return await self.engine.generate_group(prompt, sampling, seed)
 
-    async def status(self) -> dict:
+    async def status(self) -> dict[str, Any]:
         return self.engine.status()
 
     @guarded
@@ -141,28 +152,28 @@ class RolloutActor:
     # ---- weight sync (megatron_rl.weight_sync.protocol.EngineHandle)
 
     @guarded
-    async def sync_describe(self, canonical: Sequence[Any]) -> Any:
-        return await self.engine.sync_describe(canonical)
+    async def sync_describe(self, canonical: Sequence[CanonicalTensor]) -> list[Destination]:
+        return await self.engine.weights.sync_describe(canonical)
 
     @guarded
-    async def sync_open(self, part: Any) -> list:
-        return await self.engine.sync_open(part)
+    async def sync_open(self, part: SyncPart) -> list[Held]:
+        return await self.engine.weights.sync_open(part)
 
     @guarded
     async def sync_prepare(self, epoch: int) -> None:
-        await self.engine.sync_prepare(epoch)
+        await self.engine.weights.sync_prepare(epoch)
 
     @guarded
-    async def sync_receive(self, epoch: int) -> Any:
-        return await self.engine.sync_receive(epoch)
+    async def sync_receive(self, epoch: int) -> list[TransferReport]:
+        return await self.engine.weights.sync_receive(epoch)
 
     @guarded
     async def sync_commit(self, epoch: int, version: int) -> float:
-        return await self.engine.sync_commit(epoch, version)
+        return await self.engine.weights.sync_commit(epoch, version)
 
     @guarded
     async def sync_discard(self, epoch: int, reason: str) -> None:
-        await self.engine.sync_discard(epoch, reason)
+        await self.engine.weights.sync_discard(epoch, reason)
 
     @guarded
     async def compare(self, folder: str) -> list[str]:

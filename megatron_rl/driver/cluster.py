@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import math
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from launch import envvars
@@ -17,10 +20,11 @@ from launch.errors import UserError
 from launch.files.waiting import LOOK_EVERY_S
 from launch.plan.plan import Placement
 from launch.runtime.ray_node import ADDRESS_VARIABLE
+from megatron_rl.weight_sync.calls import NoAnswer, outcomes
+
+Answer = TypeVar("Answer")
 
 NAMESPACE = "megatron-rl"
-FETCH_S = 600.0
-"""Deadline of moving a finished answer to the driver."""
 _LOW_MEMORY = re.compile(r"Memory usage \S+ exceeded threshold of [^)]*\)")
 
 
@@ -36,7 +40,7 @@ class StartTimeout(RuntimeError):
     """Something did not arrive before its deadline; the message names who is missing."""
 
 
-def connect(placement: Placement, deadline_s: float) -> dict[str, str]:
+async def connect(placement: Placement, deadline_s: float) -> dict[str, str]:
     """Join the job's Ray once all its nodes have registered; returns node name -> Ray node id.
 
     Raises:
@@ -46,8 +50,8 @@ def connect(placement: Placement, deadline_s: float) -> dict[str, str]:
     if not address:
         raise UserError(f"{ADDRESS_VARIABLE} is not set", fix="start the driver through `megatron-rl launch`")
     until = time.monotonic() + deadline_s
-    _wait_for_port(address, until)
-    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="WARNING")
+    await _wait_for_port(address, until)
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     while True:
         ids = {node["NodeName"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
         missing = [name for name in placement.nodes if name not in ids]
@@ -56,7 +60,7 @@ def connect(placement: Placement, deadline_s: float) -> dict[str, str]:
         if time.monotonic() > until:
             raise StartTimeout(f"{len(missing)} of {len(placement.nodes)} Ray nodes did not register within "
                                f"{deadline_s:g} s: {', '.join(missing)}")
-        time.sleep(LOOK_EVERY_S)  # Ray has no call that waits for a node
+        await asyncio.sleep(LOOK_EVERY_S)  # Ray has no call that waits for a node
 
 
 def pinned(cls: type, node_id: str, environment: Mapping[str, str], *args: Any, concurrent: bool = False) -> Any:
@@ -68,44 +72,43 @@ def pinned(cls: type, node_id: str, environment: Mapping[str, str], *args: Any, 
         runtime_env={"env_vars": dict(environment)}, **options).remote(*args)
 
 
-def gather(calls: Mapping[str, Any], what: str, timeout_s: float | None = None,
-           arrived: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """The answers of one call a component, by name. The first failure is raised at once, while others still run;
-    `arrived` is called with each answer. Without a deadline the hang watch is the only one.
+async def answer(name: str, reference: Awaitable[Answer]) -> Answer:
+    """The answer to a call of the component `name`.
 
+    Args:
+        reference: Ray's, of the call.
     Raises:
-        UserError: a component raised it.
-        ComponentFailed: a component raised anything else, or died.
-        StartTimeout: at the deadline, naming those that did not answer.
+        UserError: the component raised it.
+        ComponentFailed: the component raised anything else, or died.
     """
-    names = {reference: name for name, reference in calls.items()}
-    waiting = list(names)
-    until = None if timeout_s is None else time.monotonic() + timeout_s
-    answers: dict[str, Any] = {}
-    while waiting:
-        left = None if until is None else max(0.0, until - time.monotonic())
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=left)
-        if not ready:
-            raise StartTimeout(f"{what}: no answer within {timeout_s:g} s from "
-                               f"{', '.join(sorted(names[reference] for reference in waiting))}")
-        for reference in ready:
-            answers[names[reference]] = _result(reference, names[reference])
-            arrived()
-    return {name: answers[name] for name in calls}
-
-
-def _result(reference: Any, name: str) -> Any:
-    """The value of a finished call; failures as in `gather`."""
     try:
-        return ray.get(reference, timeout=FETCH_S)
+        return await reference
     except RayTaskError as error:
         if isinstance(error.cause, UserError):
             raise error.cause from None
         raise ComponentFailed(name, f"{type(error.cause).__name__}: {error.cause}") from error
     except RayActorError as error:
         raise ComponentFailed(name, f"its process died ({type(error).__name__})") from error
-    except GetTimeoutError as error:
-        raise ComponentFailed(name, "its answer could not be fetched") from error
+
+
+async def gather(calls: Mapping[str, Awaitable[Answer]], what: str, timeout_s: float | None = None,
+                 arrived: Callable[[], None] = lambda: None) -> dict[str, Answer]:
+    """The answers to one call a component, by name. The first failure is raised at once, while others still run;
+    `arrived` is called with each answer. Without a deadline the hang watch is the only one.
+
+    Raises:
+        StartTimeout: at the deadline, naming those that did not answer.
+        whatever a call raises: see `answer`.
+    """
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    found = await outcomes(calls, deadline, first_failure=True, arrived=lambda name, outcome: arrived())
+    missing = sorted(name for name, outcome in found.items() if isinstance(outcome, NoAnswer))
+    for outcome in found.values():
+        if isinstance(outcome, BaseException) and not isinstance(outcome, NoAnswer):
+            raise outcome
+    if missing:
+        raise StartTimeout(f"{what}: no answer within {timeout_s:g} s from {', '.join(missing)}")
+    return found
 
 
 def death_reason(error: BaseException) -> str | None:
@@ -120,7 +123,7 @@ def death_reason(error: BaseException) -> str | None:
     return None
 
 
-def _wait_for_port(address: str, until: float) -> None:
+async def _wait_for_port(address: str, until: float) -> None:
     host, port = address.rsplit(":", 1)
     while True:
         try:
@@ -129,4 +132,4 @@ def _wait_for_port(address: str, until: float) -> None:
         except OSError as error:
             if time.monotonic() > until:
                 raise StartTimeout(f"Ray's head does not answer at {address}: {error}") from error
-            time.sleep(LOOK_EVERY_S)  # nothing to wait on before the head listens
+            await asyncio.sleep(LOOK_EVERY_S)  # nothing to wait on before the head listens

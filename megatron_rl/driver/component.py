@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar, cast
 
 from launch import envvars
 from launch.errors import UserError
@@ -74,7 +74,10 @@ def settle() -> None:
     gc.freeze()
 
 
-def guarded(method: Callable) -> Callable:
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def guarded(method: Method) -> Method:
     """For the methods of an actor: the first exception that leaves one is recorded with its traceback, then raised."""
     if inspect.iscoroutinefunction(method):
         @functools.wraps(method)
@@ -84,7 +87,7 @@ def guarded(method: Callable) -> Callable:
             except Exception as error:
                 report(self.attempt, self.name, error)
                 raise
-        return call_async
+        return cast(Method, call_async)
 
     @functools.wraps(method)
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +96,7 @@ def guarded(method: Callable) -> Callable:
         except Exception as error:
             report(self.attempt, self.name, error)
             raise
-    return call
+    return cast(Method, call)
 
 
 def report(attempt: Attempt, name: str, error: BaseException) -> None:

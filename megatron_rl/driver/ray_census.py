@@ -5,6 +5,7 @@ pins its ranks, and writes what each actor found in its own process. The rehears
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import time
@@ -17,7 +18,7 @@ from launch import envvars
 from launch.files.shared import write_atomically
 from launch.run.attempts import Attempt
 from launch.runtime.rehearsal import RayReport, ray_file
-from megatron_rl.driver.cluster import connect, gather, pinned
+from megatron_rl.driver.cluster import answer, connect, gather, pinned
 
 
 class Witness:
@@ -25,21 +26,26 @@ class Witness:
 
     def look(self) -> tuple[str, str]:
         """(what the supervisor of its node calls the node, Ray's id of the node)."""
-        return envvars.get(envvars.NODE, ""), ray.get_runtime_context().get_node_id()
+        return envvars.get(envvars.NODE) or "", ray.get_runtime_context().get_node_id()
 
 
 def main() -> int:
+    asyncio.run(count())
+    return 0
+
+
+async def count() -> None:
     attempt, began = Attempt(Path(sys.argv[1])), time.monotonic()
     placement, deadline_s = attempt.placement(), attempt.config().run.deadline_s
-    ids = connect(placement, deadline_s * len(placement.nodes))     # the supervisors keep the deadline of each node
+    ids = await connect(placement, deadline_s * len(placement.nodes))     # the supervisors keep the deadline of each node
     counted_s = time.monotonic() - began
     actors = {node: pinned(Witness, ids[node], {}) for node in placement.nodes}
-    seen = gather({node: actor.look.remote() for node, actor in actors.items()}, "start", deadline_s)
+    calls = {node: answer(node, actor.look.remote()) for node, actor in actors.items()}
+    seen = await gather(calls, "start", deadline_s)
     found = {node: name if raylet == ids[node] else f"{name}, of another raylet"
              for node, (name, raylet) in seen.items()}
     report = RayReport(counted_s, time.monotonic() - began - counted_s, found)
     write_atomically(ray_file(attempt), json.dumps(asdict(report), indent=1))
-    return 0
 
 
 if __name__ == "__main__":

@@ -30,10 +30,9 @@ def sync_plan(config: RunConfig, plan: Plan, placement: Placement) -> SyncPlan:
     was predicted."""
     forecast, most = plan.forecast, int(config.weight_sync.bucket_mb * MIB)
     predicted = {route.route: route for route in forecast.sync.routes} if forecast else {}
-    wanted = config.weight_sync.route
-    if wanted == "auto":
-        wanted = forecast.sync.chosen if forecast else "direct"
-    route = next((kind for kind in KINDS if kind == wanted), "direct")
+    pinned = config.weight_sync.route
+    wanted: str = pinned if pinned != "auto" else forecast.sync.chosen if forecast else "direct"
+    route: Kind = next((kind for kind in KINDS if kind == wanted), "direct")
     chunk = predicted[route].chunk_bytes if route in predicted else 0
     return SyncPlan(route, min(most, chunk) if chunk else most,
                     seats_of(placement, plan.rollout.tp, forecast.cluster if forecast else None))

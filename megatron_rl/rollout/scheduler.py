@@ -86,7 +86,7 @@ class RolloutScheduler:
     async def _in_shares(self, lanes: Sequence[_Lane], prompts: Sequence[Prompt], sampling: Sampling, step: int
                          ) -> list[Group]:
         """One call an engine: prompt i belongs to engine i mod E."""
-        groups: list[Group | None] = [None] * len(prompts)
+        groups: dict[int, Group] = {}
 
         async def serve(lane: _Lane, indices: range) -> None:
             answers = await lane.client.generate([prompts[i] for i in indices], sampling, step)
@@ -96,19 +96,19 @@ class RolloutScheduler:
 
         shares = [(lane, range(first, len(prompts), len(lanes))) for first, lane in enumerate(lanes)]
         await _all_or_cancel([serve(lane, indices) for lane, indices in shares if len(indices)])
-        return groups
+        return [groups[i] for i in range(len(prompts))]
 
     async def _by_load(self, lanes: Sequence[_Lane], prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """One call a group, longest prompts first, to the least loaded engine with room."""
-        groups: list[Group | None] = [None] * len(prompts)
+        groups: dict[int, Group] = {}
         room = asyncio.Condition()
 
         async def serve(index: int) -> None:
             prompt = prompts[index]
             tokens = len(prompt.token_ids) + sampling.n * sampling.max_new_tokens
             async with room:
-                await room.wait_for(lambda: self._least_loaded(lanes, sampling.n) is not None)
-                lane = self._least_loaded(lanes, sampling.n)
+                while (lane := self._least_loaded(lanes, sampling.n)) is None:
+                    await room.wait()
                 lane.outstanding_tokens += tokens
                 lane.outstanding_sequences += sampling.n
             try:
@@ -123,7 +123,7 @@ class RolloutScheduler:
 
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].token_ids))
         await _all_or_cancel([serve(index) for index in order])
-        return groups
+        return [groups[i] for i in range(len(prompts))]
 
     def _least_loaded(self, lanes: Sequence[_Lane], sequences: int) -> _Lane | None:
         """The engine with the fewest outstanding tokens among those with room; an idle one always has room."""

@@ -31,7 +31,7 @@ LOOK_EVERY_S = 0.02
 
 
 class EngineWeights:
-    """State and version of one engine, and the calls into its workers.
+    """State and version of one engine, and the calls into its workers: a `weight_sync.protocol.EngineHandle`.
 
     vLLM's own `weight_version` is a label nobody checks; here the version advances on COMMIT only, and a request is
     refused unless the state is SERVING. `staging` says where the workers write (`weight_sync.protocol`), `in_flight` what
@@ -41,7 +41,7 @@ class EngineWeights:
     def __init__(self, vllm: VllmEngine, replica: int, tp: int, dtype: str, address: str | None,
                  staging: Staging = "in_place", in_flight: InFlight = "keep", timeout_s: float = 120.0) -> None:
         self._vllm, self._replica, self._tp, self._dtype, self._address = vllm, replica, tp, dtype, address
-        self._shadow = staging == "shadow"
+        self.shadow = staging == "shadow"
         self._requantises = False
         """Whether workers hold quantised weights, which they receive beside the live ones with either staging."""
         self.in_flight = in_flight
@@ -86,7 +86,7 @@ class EngineWeights:
             self.check_serving()
             yield
 
-    async def describe(self, canonical: Sequence[CanonicalTensor]) -> list[Destination]:
+    async def sync_describe(self, canonical: Sequence[CanonicalTensor]) -> list[Destination]:
         """Each worker's traced layout.
 
         Raises:
@@ -120,7 +120,7 @@ class EngineWeights:
             await self._vllm.label_version(str(version))
             self._serve(version)
 
-    async def open(self, part: SyncPart) -> list[Held]:
+    async def sync_open(self, part: SyncPart) -> list[Held]:
         """Every worker joins its lanes, in the order given, and keeps its streams. Returns what each holds then."""
         outlines = [each.outline() for each in part.streams]
         on = [set(each.receivers) for each in part.streams]
@@ -135,15 +135,15 @@ class EngineWeights:
         self._raise_errors(answers)
         return [Held(**answer["held"]) for answer in answers]
 
-    async def prepare(self, epoch: int) -> None:
+    async def sync_prepare(self, epoch: int) -> None:
         """Stop serving, unless the workers write beside what is served."""
         async with self._admission:
             self._epoch, self._swapped = epoch, None
-            if not self._shadow:
+            if not self.shadow:
                 await self._stop_serving(epoch)
         self._raise_errors(await self._vllm.rpc("sync_begin"))
 
-    async def receive(self, epoch: int) -> list[TransferReport]:
+    async def sync_receive(self, epoch: int) -> list[TransferReport]:
         """Take in this epoch's buckets; a worker's failure is in its report, it is not raised."""
         await self._vllm.update({"epoch": epoch})
         reports = []
@@ -158,7 +158,7 @@ class EngineWeights:
                 dict(status.get("arrivals", []))))
         return reports
 
-    async def commit(self, epoch: int, version: int) -> float:
+    async def sync_commit(self, epoch: int, version: int) -> float:
         """Make the live weights `version`, drop what was cached under the old ones, then serve. Returns the seconds
         for which nothing was served.
 
@@ -167,7 +167,7 @@ class EngineWeights:
         """
         async with self._admission:     # the next PREPARE waits until this has ended, one way or the other
             self._check_prepared(epoch)
-            if self._shadow:
+            if self.shadow:
                 await self._swap(epoch)
             elif self._requantises:
                 self._raise_errors(await self._vllm.rpc("sync_swap", epoch))
@@ -181,8 +181,8 @@ class EngineWeights:
             self._check_prepared(epoch)
             self._epoch = None
             self._serve(version)
-            pause_s, self._stopped_at = time.monotonic() - self._stopped_at, None
-            return pause_s
+            stopped_at, self._stopped_at = self._stopped_at, None
+            return 0.0 if stopped_at is None else time.monotonic() - stopped_at
 
     async def _swap(self, epoch: int) -> None:
         try:
@@ -236,11 +236,11 @@ class EngineWeights:
             raise SyncError(f"engine {self._replica} is {self.state.value}: it cannot commit epoch {epoch}, which it "
                             "is not prepared for")
 
-    async def discard(self, epoch: int, reason: str) -> None:
+    async def sync_discard(self, epoch: int, reason: str) -> None:
         """An epoch failed, and the workers leave their lanes. Written in place, the weights are a mixture: serve
         nothing until a full sync. With a shadow the old version is whole and served, unless the swap has begun."""
         self._epoch = None
-        if not self._shadow or self._swapped == epoch:
+        if not self.shadow or self._swapped == epoch:
             self.state, self.version = EngineState.DISCARDED, None
         if self.state is not EngineState.SERVING:
             self._reason = f"epoch {epoch} failed: {reason}"

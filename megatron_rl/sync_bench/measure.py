@@ -57,7 +57,7 @@ async def bench(prepared: Prepared, site: Site, repeats: int) -> Bench:
     rates, lane = await _alone(site, plan.device, backend, TORCH_NAMES[config.trainer.dtype],
                                config.weight_sync.timeout_s, site.bucket_bytes)
     world = start_world(site.members, config, plan, prepared.model_folder, site.placement, site.hosts)
-    coordinator = SyncCoordinator(world.trainers, world.engines, world.endpoints,
+    coordinator = SyncCoordinator(world.trainers, [engine.weights for engine in world.engines], world.endpoints,
                                   canonical_tensors(plan.architecture), backend=backend, bucket_bytes=site.bucket_bytes,
                                   timeout_s=config.weight_sync.timeout_s, route=site.route, seats=site.seats)
     started = time.monotonic()

@@ -45,19 +45,18 @@ class TrainerHandle:
         return self.member.call("sync_discard", epoch, reason, timeout_s=2 * self._timeout_s)
 
 
-class EngineHandle:
-    """An engine, as the coordinator sees it: the real `EngineWeights` over pipes instead of vLLM's executor."""
+class PipedEngine:
+    """An engine without vLLM's executor: `weights`, which the coordinator calls, reach their workers over pipes."""
 
     def __init__(self, workers: Sequence[Member], replica: int, dtype: str, timeout_s: float) -> None:
         self.workers, self._timeout_s = workers, timeout_s
-        self._identity = replica, len(workers), dtype, workers[0].host.address
-        self.weights = EngineWeights(self, *self._identity)
+        self.weights = EngineWeights(self, replica, len(workers), dtype, workers[0].host.address)
         self.unfinished = 0                                  # requests: nobody asks anything of this engine
 
     async def stage(self, staging: Staging) -> None:
         """From here on receive in place, or into a second copy; the next sync needs a new set-up."""
         await self.rpc("stage", staging)
-        self.weights = EngineWeights(self, *self._identity, staging)
+        self.weights.shadow = staging == "shadow"
 
     async def rpc(self, method: str, *args: Any) -> list:
         timeout_s = BUILD_S if method == "sync_layout" else 4 * self._timeout_s
@@ -75,31 +74,13 @@ class EngineHandle:
     async def reset_prefix_cache(self, *, preempt: bool) -> bool:
         return True
 
-    def sync_describe(self, canonical):
-        return self.weights.describe(canonical)
-
-    def sync_open(self, part):
-        return self.weights.open(part)
-
-    def sync_prepare(self, epoch):
-        return self.weights.prepare(epoch)
-
-    def sync_receive(self, epoch):
-        return self.weights.receive(epoch)
-
-    def sync_commit(self, epoch, version):
-        return self.weights.commit(epoch, version)
-
-    def sync_discard(self, epoch, reason):
-        return self.weights.discard(epoch, reason)
-
 
 @dataclass(frozen=True)
 class World:
     """Both partitions, started."""
 
     trainers: tuple[TrainerHandle, ...]
-    engines: tuple[EngineHandle, ...]
+    engines: tuple[PipedEngine, ...]
     endpoints: tuple[Endpoint, ...]
 
     async def on_ranks(self, method: str, *args: Any) -> list:
@@ -143,5 +124,5 @@ def start_world(members: Members, config: RunConfig, plan: Plan, model_folder: P
         workers = [start(f"engine {engine.replica} worker {worker}", "rollout",
                          seat.nodes[worker] if seat.nodes else seat.node, seat.gpus[worker] if seat.gpus else None,
                          worker_kind, str(model_folder), engine.tp, worker, dtype) for worker in range(engine.tp)]
-        engines.append(EngineHandle(workers, engine.replica, dtype, timeout_s))
+        engines.append(PipedEngine(workers, engine.replica, dtype, timeout_s))
     return World(tuple(trainers), tuple(engines), tuple(endpoints))

@@ -212,7 +212,7 @@ class TrainerHandle(Protocol):
 
 
 class EngineHandle(Protocol):
-    """A rollout engine, as the coordinator sees it (`rollout.engine.RolloutEngine`, behind a Ray actor or not)."""
+    """A rollout engine, as the coordinator sees it (`rollout.weights.EngineWeights`, behind a Ray actor or not)."""
 
     def sync_describe(self, canonical: Sequence[CanonicalTensor]) -> Awaitable[list[Destination]]: ...
 

@@ -21,6 +21,7 @@ from launch.planner.build import plan
 from megatron_rl.layouts.digest import digest_layouts
 from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
 from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
+from megatron_rl.rollout.arguments import engine_arguments
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.stores import tcp_store
@@ -42,12 +43,10 @@ def _engine(config: RunConfig, made: Plan, log: Path) -> Iterator[tuple[asyncio.
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
         for name, value in envvars.environment("rollout", made.device, config, job="tests", gpus=(0,)).items():
             patch.setenv(name, value)
-        engine = RolloutEngine(config, made, local_placement(made), 0, log_path=log)
-        arguments = engine._engine_arguments(None)
-        patch.setattr(engine, "_engine_arguments",
-                      lambda version: arguments | {"worker_extension_cls": "tests.gpu.loopback.LoopbackWorker"})
+        patch.setattr("megatron_rl.rollout.engine.engine_arguments", lambda *given: engine_arguments(*given) | {
+            "worker_extension_cls": "tests.gpu.loopback.LoopbackWorker"})
+        engine = runner.run(RolloutEngine.start(config, made, local_placement(made), 0, log))
         try:
-            runner.run(engine.start())
             yield runner, engine
         finally:
             runner.run(engine.stop())
@@ -69,7 +68,7 @@ def assert_serves_the_weights_of_a_trainer(base: Path, device: Literal["cpu", "g
 
     with _engine(config, made, base / "engine.log") as (runner, engine):
         source = WeightSender(made.training.ranks[0], layouts, parameters).sync_describe()
-        destinations = runner.run(engine.sync_describe(canonical))
+        destinations = runner.run(engine.weights.sync_describe(canonical))
         manifest = build_manifest([source], destinations, 60_000)
         prove_coverage(manifest, [source], destinations)
         (edge,) = manifest.edges
@@ -77,10 +76,10 @@ def assert_serves_the_weights_of_a_trainer(base: Path, device: Literal["cpu", "g
         messages = [pack_bucket(bucket, number, EPOCH, parameters, buffer).cpu().numpy().tobytes()
                     for number, bucket in enumerate(edge.buckets)]
         assert len(messages) > 3
-        runner.run(engine.sync_prepare(EPOCH))
+        runner.run(engine.weights.sync_prepare(EPOCH))
         (digest,) = runner.run(engine._vllm.rpc("sync_unpack", edge.encode(), messages, EPOCH))
         assert digest == digest_layouts(source_tiles(edge), parameters)
-        runner.run(engine.sync_commit(EPOCH, VERSION))
+        runner.run(engine.weights.sync_commit(EPOCH, VERSION))
 
         sampling = Sampling(n=4, temperature=1.0, max_new_tokens=12)
         groups = runner.run(engine.generate(make_prompts(4), sampling, 0))

@@ -70,9 +70,8 @@ def running_engine(config: RunConfig, log: Path, replica: int = 0,
     """A started engine and the event loop it lives on; stopped at the end, with nothing left running."""
     made = run_plan(config)
     with engine_environment(config), asyncio.Runner() as runner:
-        engine = RolloutEngine(config, made, local_placement(made), replica, log_path=log)
+        engine = runner.run(RolloutEngine.start(config, made, local_placement(made), replica, log, version_folder))
         try:
-            runner.run(engine.start(version_folder))
             yield runner, engine
         finally:
             runner.run(engine.stop())

@@ -18,7 +18,8 @@ from launch.errors import UserError
 from launch.model.architecture import from_hf_config
 from megatron_rl.data.template import PromptTemplate, load_tokenizer
 from megatron_rl.layouts.megatron import canonical_tensors
-from megatron_rl.rollout.engine import RolloutEngine
+from megatron_rl.rollout.arguments import engine_arguments
+from megatron_rl.rollout.engine import RolloutEngine, load_template
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.vllm_engine import EngineDied
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
@@ -64,8 +65,8 @@ def sources(folder, config):
 
 
 def _coordinator(engine, sources, folder) -> SyncCoordinator:
-    return SyncCoordinator(sources, [engine], endpoints(len(sources)), canonical_tensors(from_hf_config(folder)),
-                           backend="gloo", bucket_bytes=1 << 20, timeout_s=patient(20),
+    canonical = canonical_tensors(from_hf_config(folder))
+    return SyncCoordinator(sources, [engine.weights], endpoints(len(sources)), canonical, backend="gloo", bucket_bytes=1 << 20, timeout_s=patient(20),
                            aliases={"lm_head.weight": "model.embed_tokens.weight"})
 
 
@@ -209,7 +210,7 @@ def test_an_engine_with_another_tokenizer_or_template_has_another_fingerprint(fo
     def fingerprint(**changes) -> str:
         other = config.model_copy(update={name: getattr(config, name).model_copy(update=change)
                                           for name, change in changes.items()})
-        return RolloutEngine(other, made, local_placement(made), 0)._load_template().fingerprint()
+        return load_template(other).fingerprint()
 
     assert fingerprint() == driver
     assert fingerprint(data={"chat_template": "none"}) != driver
@@ -299,7 +300,7 @@ def test_prompts_that_a_seeded_engine_would_split_are_refused(folder):
     config = run_config(folder, deterministic=True, max_num_batched_tokens=40)
     plan = run_plan(config)
     with pytest.raises(UserError, match="max_prompt_tokens = 48 exceeds rollout.max_num_batched_tokens = 40"):
-        RolloutEngine(config, plan, local_placement(plan), 0)
+        engine_arguments(config, plan, local_placement(plan), 0, None)
 
 
 def test_stop_leaves_no_process(served):

@@ -36,7 +36,7 @@ class Story:
         self.models = [hf_model(folder) for folder in folders]
         self.engine, self._source, self._folders = engine, source, folders
         self._coordinator = SyncCoordinator(
-            [source], [engine], endpoints(1), canonical_tensors(from_hf_config(folders[0])), backend="gloo",
+            [source], [engine.weights], endpoints(1), canonical_tensors(from_hf_config(folders[0])), backend="gloo",
             bucket_bytes=60_000, timeout_s=patient(30), address="127.0.0.1")
         self._version = 0
 

@@ -42,11 +42,16 @@ class _Replica:
         self._thread = ThreadPoolExecutor(1)
         self._loop = asyncio.new_event_loop()
         self._thread.submit(self._loop.run_forever)
-        self._engine = RolloutEngine(config, made, local_placement(made), number)
+        starting = RolloutEngine.start(config, made, local_placement(made), number)
+        self._starting = asyncio.run_coroutine_threadsafe(starting, self._loop)
+
+    async def start(self) -> None:
+        self._engine = await asyncio.wrap_future(self._starting)
 
     def __getattr__(self, method: str):
         def call(*args, **kwargs):
-            running = asyncio.run_coroutine_threadsafe(getattr(self._engine, method)(*args, **kwargs), self._loop)
+            on = self._engine.weights if method.startswith("sync_") else self._engine
+            running = asyncio.run_coroutine_threadsafe(getattr(on, method)(*args, **kwargs), self._loop)
             return asyncio.wrap_future(running)
 
         return call

@@ -3,6 +3,7 @@ actor to each and prints what each actor reads from its own process, as JSON."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ import ray
 
 from launch import envvars
 from launch.run.attempts import Attempt
-from megatron_rl.driver.cluster import connect, gather, pinned
+from megatron_rl.driver.cluster import answer, connect, gather, pinned
 from tests.patience import patient
 
 
@@ -25,14 +26,14 @@ class Witness:
                 "extra": os.environ["EXTRA"], "pid": os.getpid(), "id": ray.get_runtime_context().get_node_id()}
 
 
-def main() -> None:
+async def main() -> None:
     placement = Attempt(Path(sys.argv[1])).placement()
-    ids = connect(placement, deadline_s=patient(30))
+    ids = await connect(placement, deadline_s=patient(30))
     actors = {node: pinned(Witness, ids[node], {"EXTRA": f"for {node}"}) for node in placement.nodes}
-    seen = gather({node: actor.look.remote() for node, actor in actors.items()}, "look", 30)
+    seen = await gather({node: answer(node, actor.look.remote()) for node, actor in actors.items()}, "look", 30)
     print(json.dumps({"ids": ids, "seen": seen}), flush=True)
     sys.stdin.readline()    # the actors live until the test has looked at their ports
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(main())

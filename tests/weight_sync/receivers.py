@@ -19,12 +19,12 @@ from megatron_rl.weight_sync.protocol import Staging
 from tests.weight_sync.members import Pipe, processes_of
 
 
-class ReceivingEngine:
-    """A coordinator's handle of the workers: the real `EngineWeights` over pipes instead of vLLM's executor."""
+class ReceivingEngine(EngineWeights):
+    """The real `EngineWeights`, over pipes to the workers instead of vLLM's executor, which it stands in for itself."""
 
     def __init__(self, connections: list, replica: int = 0, staging: Staging = "in_place",
                  dtype: str = "float32") -> None:
-        self.weights = EngineWeights(self, replica, len(connections), dtype, "127.0.0.1", staging)
+        super().__init__(self, replica, len(connections), dtype, "127.0.0.1", staging)
         self._connections = connections
         self._pipes = [Pipe(connection) for connection in connections]
         self.unfinished = 0
@@ -47,24 +47,6 @@ class ReceivingEngine:
 
     async def reset_prefix_cache(self, *, preempt: bool) -> bool:
         return True
-
-    async def sync_describe(self, canonical):
-        return await self.weights.describe(canonical)
-
-    async def sync_open(self, part):
-        return await self.weights.open(part)
-
-    async def sync_prepare(self, epoch):
-        await self.weights.prepare(epoch)
-
-    async def sync_receive(self, epoch):
-        return await self.weights.receive(epoch)
-
-    async def sync_commit(self, epoch, version):
-        return await self.weights.commit(epoch, version)
-
-    async def sync_discard(self, epoch, reason):
-        await self.weights.discard(epoch, reason)
 
 
 @contextmanager

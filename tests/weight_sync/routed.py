@@ -66,8 +66,8 @@ class World:
     async def assert_hold(self, which: int, version: int, engines=None) -> None:
         """All elements of every worker are those of a checkpoint, and the committed version is served."""
         for engine in engines or self.engines:
-            assert (engine.weights.state, engine.weights.version) == (EngineState.SERVING, version)
-            engine.weights.check_serving()
+            assert (engine.state, engine.version) == (EngineState.SERVING, version)
+            engine.check_serving()
             assert await engine.rpc("differences", self.truth[which]) == [[]] * len(engine._connections)
             statuses = await engine.rpc("sync_status")
             assert [add(*(digest for _, digest in status["digests"])) for status in statuses] == (

@@ -113,14 +113,14 @@ class _Source:
     def set_fault(self, fault: str | None) -> None:
         """What goes wrong in the next sends: "flip" one bit of the wire, "swap" two rows of it, "stale" epoch."""
         import megatron_rl.weight_sync.ends.sender as sender_module
-        from megatron_rl.weight_sync.wire.packing import packing as wire
+        from megatron_rl.weight_sync.wire import packing as wire
 
         self.fault = fault
         sender_module.pack_bucket = wire.pack_bucket
 
     def sync_send(self, epoch: int):
         import megatron_rl.weight_sync.ends.sender as sender_module
-        from megatron_rl.weight_sync.wire.packing import packing as wire
+        from megatron_rl.weight_sync.wire import packing as wire
 
         def faulty(bucket, number, epoch_, parameters, buffer, stream):
             if self.fault == "stale":

@@ -16,8 +16,8 @@ def strike(fault: Fault, number: int = 0, until: str = "", reached: str = "") ->
     it by half a second, `hold` it until a file exists. `die in the swap` after the shadow was copied; `tear` it: one
     element of what is live differs then."""
     from megatron_rl.weight_sync.ends import receiver, sender
-    from megatron_rl.weight_sync.wire.packing import packing as wire
-    from megatron_rl.weight_sync.wire.packing import transport
+    from megatron_rl.weight_sync.wire import packing as wire
+    from megatron_rl.weight_sync.wire import transport
 
     lane = transport.LinkedLane
     send = getattr(lane, "true_send", lane.send)
@@ -37,7 +37,7 @@ def strike(fault: Fault, number: int = 0, until: str = "", reached: str = "") ->
 
 def without_tags() -> None:
     """In this process: lanes opened from here on treat gloo as they do NCCL."""
-    from megatron_rl.weight_sync.wire.packing import member
+    from megatron_rl.weight_sync.wire import member
 
     member.TAGGED = ()
 

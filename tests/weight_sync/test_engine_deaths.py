@@ -42,10 +42,9 @@ class Engines:
         self.started: list[RolloutEngine] = []
 
     async def start(self, replica: int) -> RolloutEngine:
-        engine = RolloutEngine(self._config, self._plan, local_placement(self._plan), replica,
-                               log_path=self._logs / f"{len(self.started)}.log")
+        engine = await RolloutEngine.start(self._config, self._plan, local_placement(self._plan), replica,
+                                           self._logs / f"{len(self.started)}.log")
         self.started.append(engine)
-        await engine.start()
         return engine
 
     async def stop(self) -> None:
@@ -92,8 +91,8 @@ def test_a_source_a_forwarder_and_a_receiver_die_in_the_middle(tmp_path):
     async def story(sources, engines: Engines) -> None:
         first, second = [await engines.start(replica) for replica in (0, 1)]
         coordinator = SyncCoordinator(
-            sources, [first, second], endpoints(2), canonical_tensors(from_hf_config(folders[0])), backend="gloo",
-            bucket_bytes=30_000, timeout_s=patient(60), route="chain", address="127.0.0.1")
+            sources, [first.weights, second.weights], endpoints(2), canonical_tensors(from_hf_config(folders[0])),
+            backend="gloo", bucket_bytes=30_000, timeout_s=patient(60), route="chain", address="127.0.0.1")
         await coordinator.setup()
         await coordinator.sync(0)
         for source in sources:
@@ -112,7 +111,7 @@ def test_a_source_a_forwarder_and_a_receiver_die_in_the_middle(tmp_path):
         await assert_gone(first)
 
         again = await engines.start(0)
-        await coordinator.admit(0, again)
+        await coordinator.admit(0, again.weights)
         await assert_gone(again)            # it holds nothing yet
         await sources[0].call("strike", "none")
         await coordinator.sync(3)

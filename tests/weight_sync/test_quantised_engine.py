@@ -37,7 +37,7 @@ def test_answers_are_those_of_an_engine_that_loaded_and_quantised_the_weights_it
 
     async def synced(engine, source) -> tuple[list, list]:
         coordinator = SyncCoordinator(
-            [source], [engine], endpoints(1), canonical_tensors(from_hf_config(folders[0])), backend="gloo",
+            [source], [engine.weights], endpoints(1), canonical_tensors(from_hf_config(folders[0])), backend="gloo",
             bucket_bytes=60_000, timeout_s=patient(60), address="127.0.0.1")
         manifest = await coordinator.setup()
         names.extend([*manifest.requantised, *(f"{name}_scale" for name in manifest.requantised),

@@ -36,8 +36,8 @@ async def _receiving(engine: PlainEngine) -> None:
 async def _assert_served_and_whole(one: World, which: int, version: int,
                                    engines: Sequence[PlainEngine] = ()) -> None:
     for engine in engines or one.engines:
-        engine.weights.check_serving()
-        assert engine.weights.version == version
+        engine.check_serving()
+        assert engine.version == version
         assert await engine.rpc("differences", one.truth[which]) == [[]] * len(engine.processes)
 
 
@@ -106,7 +106,7 @@ def test_an_epoch_that_fails_before_the_swap_leaves_the_old_version_served(folde
                     await one.coordinator.sync(1)
                 await _assert_served_and_whole(one, 0, 0, one.engines[1:])
                 # The other one had begun its swap: what it holds was never committed, and it says so.
-                assert one.engines[0].weights.state is EngineState.DISCARDED
+                assert one.engines[0].state is EngineState.DISCARDED
             setattr(one.engines[1], f"sync_{phase}", method)
 
         await one.coordinator.sync(1)
@@ -135,7 +135,7 @@ def test_deaths_in_the_transfer_leave_the_others_serving(folders):
         opened, seen = one.engines[1].sync_open, []
 
         async def watched(part):
-            seen.append((one.engines[1].weights.state, one.engines[1].weights.version))
+            seen.append((one.engines[1].state, one.engines[1].version))
             return await opened(part)
 
         one.engines[1].sync_open = watched
@@ -162,7 +162,7 @@ def test_a_swap_that_fails_is_not_served(folders):
                                             "are not what was received from trainer rank 0"):
             await one.coordinator.sync(1)
         with pytest.raises(NotServing, match="discarded.*SwapError"):
-            one.engines[0].weights.check_serving()
+            one.engines[0].check_serving()
         await one.engines[0].rpc("strike", "none")
         await one.coordinator.sync(1)
         await one.assert_hold(1, 1)
@@ -172,7 +172,7 @@ def test_a_swap_that_fails_is_not_served(folders):
         report = await one.coordinator.sync(2)
         assert report.lost == ("engine 1",)
         with pytest.raises(NotServing):
-            one.engines[1].weights.check_serving()
+            one.engines[1].check_serving()
         await one.assert_hold(0, 2, [one.engines[0], one.engines[2]])
 
     with world(folders, "chain", 3, staging="shadow") as one:

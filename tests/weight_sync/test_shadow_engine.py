@@ -40,7 +40,7 @@ def test_requests_are_answered_by_the_old_version_until_the_swap_and_by_the_new_
 
     async def story(engine, source) -> None:
         coordinator = SyncCoordinator(
-            [source], [engine], endpoints(1), canonical_tensors(from_hf_config(folders[0])), backend="gloo",
+            [source], [engine.weights], endpoints(1), canonical_tensors(from_hf_config(folders[0])), backend="gloo",
             bucket_bytes=60_000, timeout_s=patient(30), address="127.0.0.1")
 
         async def generate(tokens: int = TOKENS):

@@ -38,7 +38,7 @@ def test_a_receiver_dies_at_a_bucket_in_the_middle(folders, route, engines, vict
         assert time.monotonic() - started < TIMEOUT_S, "the survivors waited for their deadline"
         assert report.lost == (f"engine {victim}",) and report.epoch == 3
         with pytest.raises(NotServing):
-            one.engines[victim].weights.check_serving()
+            one.engines[victim].check_serving()
         survivors = [engine for engine in one.engines if engine is not one.engines[victim]]
         await one.assert_hold(1, 1, survivors)
         left = {receiver[0] for stream in one.coordinator.manifest.streams for receiver in stream.receivers}
@@ -47,7 +47,7 @@ def test_a_receiver_dies_at_a_bucket_in_the_middle(folders, route, engines, vict
         with plain_engines(from_hf_config(folders[0]), 1, first=victim) as (again,):
             await one.coordinator.admit(victim, again)
             with pytest.raises(NotServing, match="empty"):
-                again.weights.check_serving()
+                again.check_serving()
             await one.train_to(0)
             assert (await one.coordinator.sync(2)).lost == ()
             await one.assert_hold(0, 2, [*survivors, again])
@@ -90,7 +90,7 @@ def test_a_source_dies_and_its_replica_sends_in_its_place(folders):
         assert one.coordinator.version == 0
         for engine in one.engines:
             with pytest.raises(NotServing, match="discarded"):
-                engine.weights.check_serving()
+                engine.check_serving()
 
     with world(folders, "chain", 4, trainer={"tp": 2, "dp": 2}) as one:
         asyncio.run(run(one))
@@ -197,7 +197,7 @@ def test_the_coordinator_dies_and_the_members_return(folders, tmp_path):
         assert all(errors) and any("the coordinator is gone" in error for error in errors), errors
         for engine in one.engines:
             with pytest.raises(NotServing):
-                engine.weights.check_serving()
+                engine.check_serving()
         await one.assert_healed_by_another_coordinator(1)
 
     with world(folders, "chain", 3) as one:
@@ -224,7 +224,7 @@ def test_what_a_forwarder_does_to_a_bucket_is_caught_and_named(folders, fault, m
         if fault == "flip":
             assert "-> engine 0" not in str(caught.value) and "-> engine 2" in str(caught.value)
         assert one.coordinator.version == 0
-        assert {engine.weights.state for engine in one.engines} == {EngineState.DISCARDED}
+        assert {engine.state for engine in one.engines} == {EngineState.DISCARDED}
         await one.engines[0].rpc("strike", "none")
         assert (await one.coordinator.sync(1)).lost == ()
         await one.assert_hold(1, 1)

@@ -33,7 +33,7 @@ class _World:
         self.endpoints = endpoints(len(sources))
         self.version = 0
         self.coordinator = SyncCoordinator(
-            sources, [engine], self.endpoints, canonical_tensors(from_hf_config(folders[0])), backend="gloo",
+            sources, [engine.weights], self.endpoints, canonical_tensors(from_hf_config(folders[0])), backend="gloo",
             bucket_bytes=60_000, timeout_s=patient(10), address="127.0.0.1")
 
     def train_to(self, which: int) -> None:
@@ -65,7 +65,7 @@ class _World:
 
     def layouts(self):
         canonical = canonical_tensors(from_hf_config(self.folders[0]))
-        return [worker.layouts for worker in self.runner.run(self.engine.sync_describe(canonical))]
+        return [worker.layouts for worker in self.runner.run(self.engine.weights.sync_describe(canonical))]
 
 
 async def _gather(calls):

@@ -115,16 +115,16 @@ def test_quantised_engines_hold_what_vllm_quantises_itself(tmp_path, connections
             await coordinator.sync(3)
         await sources[0].call("set_fault", None)
         await hold(folders[0], True, staging == "shadow")       # no layer was quantised again
-        assert engine.weights.state is (EngineState.SERVING if staging == "shadow" else EngineState.DISCARDED)
+        assert engine.state is (EngineState.SERVING if staging == "shadow" else EngineState.DISCARDED)
 
         await engine.rpc("fail_quantising", 3)
         with pytest.raises(SyncError, match="engine 0 worker 0: ZeroDivisionError"):
             await coordinator.sync(3)
-        assert (engine.weights.state, engine.weights.version) == (EngineState.DISCARDED, None)
+        assert (engine.state, engine.version) == (EngineState.DISCARDED, None)
         assert await hold(folders[1], False, True) == addresses
         await engine.rpc("fail_quantising", -1)
         await coordinator.sync(3)
-        assert (engine.weights.state, engine.weights.version) == (EngineState.SERVING, 3)
+        assert (engine.state, engine.version) == (EngineState.SERVING, 3)
         assert await hold(folders[1], True, True) == addresses
         coordinator.close()
 
@@ -160,7 +160,7 @@ async def _sync_twice(sources, connections, a, first, second, route="direct", en
         report = await coordinator.sync(version)
         assert report.nbytes == manifest.total_bytes
         for engine in made:
-            assert (engine.weights.state, engine.weights.version) == (EngineState.SERVING, version)
+            assert (engine.state, engine.version) == (EngineState.SERVING, version)
             statuses = await engine.rpc("sync_status")
             for worker, (compared, wrong, digest) in enumerate(await engine.rpc("differences", str(folder))):
                 assert compared > 30 and wrong == [], f"worker {worker}: {wrong}"

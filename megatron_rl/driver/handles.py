@@ -1,0 +1,99 @@
+"""The actors as the driver calls them: every verb is checked against the method that it reaches, and its failures carry
+the component's name.
+
+    ranks = RemoteTrainer("trainer-0", actor)
+    metrics = await ranks.update(step, shared(batch))
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast, overload
+
+import ray
+
+from megatron_rl.driver.actors import RewardActor, RolloutActor, TrainerActor
+from megatron_rl.driver.cluster import answer
+
+Actor = TypeVar("Actor")
+Given = ParamSpec("Given")
+Answer = TypeVar("Answer")
+
+
+class Handle:
+    """An actor by its name in logs and messages (`trainer-0`)."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name, self.actor = name, actor
+
+
+@overload
+def verb(method: Callable[Concatenate[Actor, Given], Coroutine[Any, Any, Answer]]  # type: ignore[overload-overlap]
+         ) -> Callable[Concatenate[Handle, Given], Awaitable[Answer]]: ...
+
+
+@overload
+def verb(method: Callable[Concatenate[Actor, Given], Answer]
+         ) -> Callable[Concatenate[Handle, Given], Awaitable[Answer]]: ...
+
+
+def verb(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of an actor's class as a method of its handle. The call goes out at once, in the order of the calls; the
+    answer is awaited, and fails as `cluster.answer` says."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: Handle, *args: Any, **kwargs: Any) -> Awaitable[Any]:
+        return answer(self.name, getattr(self.actor, name).remote(*args, **kwargs))
+
+    return call
+
+
+Value = TypeVar("Value")
+
+
+def shared(value: Value) -> Value:
+    """An argument of several calls, put into Ray's store once: the actors of a node read one copy."""
+    return cast(Value, ray.put(value))
+
+
+class RemoteTrainer(Handle):
+    """One training rank; also a `weight_sync.protocol.TrainerHandle` and a `weight_sync.disk.Writer`."""
+
+    start = verb(TrainerActor.start)
+    load_initial_weights = verb(TrainerActor.load_initial_weights)
+    load_checkpoint = verb(TrainerActor.load_checkpoint)
+    save_checkpoint = verb(TrainerActor.save_checkpoint)
+    update = verb(TrainerActor.update)
+    logprobs = verb(TrainerActor.logprobs)
+    export = verb(TrainerActor.export)
+    sync_describe = verb(TrainerActor.sync_describe)
+    sync_open = verb(TrainerActor.sync_open)
+    sync_send = verb(TrainerActor.sync_send)
+    sync_discard = verb(TrainerActor.sync_discard)
+
+
+class RemoteEngine(Handle):
+    """One rollout replica: a `rollout.scheduler.EngineClient` and a `weight_sync.protocol.EngineHandle`."""
+
+    start = verb(RolloutActor.start)
+    generate = verb(RolloutActor.generate)
+    generate_group = verb(RolloutActor.generate_group)
+    status = verb(RolloutActor.status)
+    compare = verb(RolloutActor.compare)
+    stop = verb(RolloutActor.stop)
+    sync_describe = verb(RolloutActor.sync_describe)
+    sync_open = verb(RolloutActor.sync_open)
+    sync_prepare = verb(RolloutActor.sync_prepare)
+    sync_receive = verb(RolloutActor.sync_receive)
+    sync_commit = verb(RolloutActor.sync_commit)
+    sync_discard = verb(RolloutActor.sync_discard)
+
+
+class RemoteRewards(Handle):
+    """The reward processes of one node."""
+
+    start = verb(RewardActor.start)
+    score = verb(RewardActor.score)
+    close = verb(RewardActor.close)

@@ -1,0 +1,82 @@
+"""Start-up of a job's actors: one process each, on the node that the placement gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launch import envvars
+from launch.errors import UserError
+from launch.run.attempts import Attempt
+from megatron_rl.driver.actors import RewardActor, RolloutActor, TrainerActor
+from megatron_rl.driver.clock import StepClock
+from megatron_rl.driver.cluster import connect, gather, pinned
+from megatron_rl.facts import disagreements, shared_gpus
+from megatron_rl.driver.handles import RemoteEngine, RemoteRewards, RemoteTrainer
+
+
+@dataclass(frozen=True)
+class Actors:
+    """All actors of an attempt, each of which has built its part."""
+
+    trainers: tuple[RemoteTrainer, ...]
+    """By rank."""
+    engines: tuple[RemoteEngine, ...]
+    """By replica."""
+    rewards: RemoteRewards
+
+
+async def start_actors(attempt: Attempt, columns: Sequence[str], template_fingerprint: str,
+                       clock: StepClock) -> Actors:
+    """Start every actor and wait until each has built its part. All start at the same time.
+
+    Args:
+        columns: further columns of the data set, offered to the rewards.
+        template_fingerprint: of what the driver rendered the prompts with; the engines must decode with the same.
+
+    Raises:
+        StartTimeout: a node or an actor did not arrive within `run.deadline_s`.
+        UserError, ComponentFailed: an actor cannot start, or those that did do not fit together.
+    """
+    placement, deadline_s = attempt.placement(), attempt.config().run.deadline_s
+    clock.start_up(f"waiting for {len(placement.nodes)} Ray node(s)")
+    nodes = await connect(placement, deadline_s)
+    folder, first = str(attempt.folder.resolve()), placement.nodes[0]
+    engines = tuple(
+        RemoteEngine(f"rollout-{each.replica}", pinned(
+            RolloutActor, nodes[each.node], _environment(attempt, "rollout", each.node, each.gpus), folder,
+            each.replica, concurrent=True)) for each in placement.rollout)
+    trainers = tuple(
+        RemoteTrainer(f"trainer-{each.rank}", pinned(
+            TrainerActor, nodes[each.node],
+            _environment(attempt, "trainer", each.node, () if each.gpu is None else (each.gpu,)), folder, each.rank))
+        for each in placement.training)
+    rewards = RemoteRewards("reward-0", pinned(RewardActor, nodes[first], _environment(attempt, "reward", first, ()),
+                                               folder, 0, first, list(columns)))
+    clock.start_up(f"starting {len(trainers)} training rank(s), {len(engines)} vLLM engine(s) and the rewards")
+    calls = {each.name: each.start() for each in trainers}
+    calls |= {each.name: each.start() for each in engines}
+    calls |= {rewards.name: rewards.start()}
+    facts = await gather(calls, "start", deadline_s)
+    refuse_disagreement({"driver": {"template_fingerprint": template_fingerprint}, **facts})
+    return Actors(trainers, engines, rewards)
+
+
+def refuse_disagreement(facts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises:
+        UserError: the processes of the job do not run the same versions, NCCL settings or tokenizer, or share a GPU.
+    """
+    lines = disagreements(facts) + shared_gpus(facts)
+    if lines:
+        raise UserError("the processes of this job do not fit together\n  " + "\n  ".join(lines),
+                        where="environment and packages of the nodes",
+                        fix="one environment, one model folder and the placement's GPUs for all of them")
+
+
+def _environment(attempt: Attempt, role: envvars.Role, node: str, gpus: Sequence[int]) -> dict[str, str]:
+    placement = attempt.placement()
+    variables = envvars.environment(role, attempt.plan().device, attempt.config(), job=attempt.mark, gpus=gpus,
+                                    interface=placement.interface(node), address=placement.addresses[node],
+                                    nics=placement.nics.get(node, ()))
+    return {**variables, envvars.NODE: node}

@@ -1,0 +1,73 @@
+"""What vLLM is told of a replica: the arguments of its engine, from the run's configuration and plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from launch.config.schema import RunConfig
+from launch.errors import UserError
+from launch.plan.plan import Placement, Plan
+from megatron_rl.rollout.sampling import engine_seed
+from megatron_rl.weight_sync.protocol import vllm_backend
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}
+"""Of what travels and of what vLLM computes with."""
+_QUANTISATION = {"fp8": "fp8_per_channel"}
+"""vLLM's own, while it loads: matrices of the layers in e4m3 with a scale for each output channel, activations for each
+token. Embedding, head, norms and biases stay bf16."""
+_DEFAULT_CHUNK = 8192
+"""Tokens of one engine iteration when the configuration leaves it to us."""
+
+
+def engine_arguments(config: RunConfig, plan: Plan, placement: Placement, replica: int,
+                     version_folder: Path | None) -> dict[str, Any]:
+    """For vLLM's `AsyncEngineArgs`.
+
+    Args:
+        version_folder: a version on disk that vLLM loads; None: dummy weights.
+    Raises:
+        UserError: seeded prompts would be split on a CPU.
+    """
+    rollout, cpu, tp = config.rollout, plan.device == "cpu", plan.rollout.engines[replica].tp
+    seeded_on_cpu = rollout.deterministic and cpu
+    # Without tensor parallelism the worker lives in the engine core's process: one process and one hop less.
+    arguments: dict[str, Any] = dict(
+        model=str(version_folder or config.model.path), skip_tokenizer_init=True,
+        load_format="safetensors" if version_folder else "dummy",
+        dtype=DTYPES[rollout.dtype], quantization=_QUANTISATION.get(rollout.dtype),
+        seed=engine_seed(config.run.seed, placement.attempt, replica),
+        tensor_parallel_size=tp, distributed_executor_backend="mp" if tp > 1 else "uni",
+        max_model_len=rollout.max_prompt_tokens + rollout.max_new_tokens, max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=_chunk_tokens(config, seeded_on_cpu), enforce_eager=rollout.enforce_eager,
+        enable_prefix_caching=rollout.prefix_caching, logprobs_mode="processed_logprobs",
+        disable_log_stats=True, enable_log_requests=False,
+        worker_extension_cls="megatron_rl.weight_sync.ends.vllm_plugin.WeightSyncWorker",
+        weight_transfer_config={"backend": vllm_backend(config.weight_sync.staging)},
+    )
+    if cpu:
+        arguments["kv_cache_memory_bytes"] = int(rollout.kv_cache_gb * 2**30)
+        # The smallest that vLLM's fast CPU attention takes. Only whole blocks are shared by the completions of a
+        # prompt, and few prompts have as many tokens as vLLM's default block, 128.
+        arguments["block_size"] = 32
+    else:
+        arguments["gpu_memory_utilization"] = rollout.memory_utilization
+    if seeded_on_cpu:
+        # vLLM's CPU sampler cannot rewind the generator of a seeded request whose prefill was split.
+        arguments["enable_chunked_prefill"] = False
+    return arguments
+
+
+def _chunk_tokens(config: RunConfig, seeded_on_cpu: bool) -> int:
+    """Tokens of one engine iteration. A seeded request whose prefill is split kills vLLM's CPU engine."""
+    rollout = config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    chosen = rollout.max_num_batched_tokens
+    if chosen is None:
+        return max(_DEFAULT_CHUNK, longest)
+    if seeded_on_cpu and rollout.max_prompt_tokens > chosen:
+        raise UserError(
+            f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens} exceeds rollout.max_num_batched_tokens = "
+            f"{chosen}: on a CPU a seeded prompt must be prefilled in one piece",
+            where="rollout.max_num_batched_tokens", fix=f"at least {longest}, null, or rollout.deterministic: false")
+    return max(chosen, longest) if seeded_on_cpu else chosen
