@@ -21,7 +21,7 @@ from launch.run.components import Failure, await_silently_lost, first_failure
 from launch.run.outcome import Outcome, write_outcome
 from launch.run.stop import stop_requested
 from megatron_rl.algorithms.batch import build_policy_batch
-from megatron_rl.data.batch import Group, PolicyBatch
+from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.driver import component, step_metrics
 from megatron_rl.driver.clock import StepClock
 from megatron_rl.driver.cluster import death_reason
@@ -31,7 +31,6 @@ from megatron_rl.driver.state import RunState, newest_checkpoint, refuse_old_exp
 from megatron_rl.layouts.step_folder import checkpoint_folder
 from megatron_rl.monitor.monitor import Monitor
 from megatron_rl.rewards.load import load_rewards
-from megatron_rl.rewards.sample import Score
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.weight_sync.disk import NotWritten
 

@@ -1,7 +1,7 @@
-"""Advantages of the completions of one prompt instance, relative to each other. NumPy, on the driver.
+"""Advantages of the trajectories of one prompt instance, relative to each other. NumPy, on the driver.
 
-A *group* is the set of completions drawn for one prompt instance. Groups may be of different sizes (aborted or
-filtered samples). A group travels as one object from the engine on, so no completion can fall into another's, in
+A *group* is the set of trajectories drawn for one prompt instance. Groups may be of different sizes (aborted or
+filtered samples). A group travels as one object from the engine on, so no trajectory can fall into another's, in
 whatever order groups return.
 """
 
@@ -20,14 +20,14 @@ STD_EPSILON = 1e-6
 
 
 def group_advantages(rewards: Sequence[np.ndarray], kind: AdvantageKind) -> list[np.ndarray]:
-    """Advantages of every group, with R the rewards of one group of n completions:
+    """Advantages of every group, with R the rewards of one group of n trajectories:
 
     - `grpo`:        A_i = (R_i - mean(R)) / (std(R) + 1e-6), std with n - 1 (GRPO, arXiv:2402.03300, section 4.1.2)
     - `grpo_no_std`: A_i = R_i - mean(R) (Dr. GRPO, arXiv:2503.20783)
     - `rloo`:        A_i = R_i - mean of the other n - 1 rewards = n/(n - 1) (R_i - mean(R)) (RLOO, arXiv:2402.14740)
 
     A group whose rewards are all equal, or that has a single member, gets exactly 0: it says nothing about which
-    completion is better.
+    trajectory is better.
 
     Args:
         rewards: one array [n] a group; sizes may differ.
@@ -60,7 +60,7 @@ class GroupStatistics:
 
 
 def group_statistics(rewards: Sequence[np.ndarray], right_from: float = 1.0) -> GroupStatistics:
-    """Statistics of the groups. `right_from`: the reward from which on a completion counts as right.
+    """Statistics of the groups. `right_from`: the reward from which on a trajectory counts as right.
 
     Raises:
         ValueError: no groups, an empty group, or a reward that is not finite.

@@ -14,26 +14,27 @@ import numpy as np
 AggregationKind = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
 
-def loss_weights(response_lengths_B: np.ndarray, kept_B: np.ndarray, kind: AggregationKind,
+def loss_weights(lengths_B: np.ndarray, kept_B: np.ndarray, kind: AggregationKind,
                  max_new_tokens: int) -> np.ndarray:
-    """The weight of each completion token of sequence b, with S the kept sequences and l_b completion lengths:
+    """The weight of each sampled token of sequence b, with S the kept sequences and l_b their sampled tokens (what
+    tools or an environment wrote is in no length):
 
     - `token_mean`:    1 / sum of l over S               (DAPO, arXiv:2503.14476, section 3.3)
     - `sequence_mean`: 1 / (|S| l_b)                     (GRPO, arXiv:2402.03300; favours short right answers)
     - `sequence_sum`:  1 / |S|                           (the policy-gradient estimator, unnormalised)
     - `constant`:      1 / (|S| max_new_tokens)          (Dr. GRPO, arXiv:2503.20783)
 
-    Sequences that are not kept, or that are empty, have weight 0 and are in neither the sum nor the count. If none
+    Sequences that are not kept, or of which nothing was sampled, have weight 0 and are in neither the sum nor the count. If none
     is kept all weights are 0 (and so is the gradient), never NaN.
 
     Args:
-        response_lengths_B: completion tokens of each sequence, int [B].
+        lengths_B: sampled tokens of each sequence, int [B].
         kept_B: which sequences are in the loss, bool [B].
         max_new_tokens: the length limit, the divisor of `constant`.
     Returns:
         float32 [B].
     """
-    lengths_B = np.asarray(response_lengths_B, dtype=np.float64)
+    lengths_B = np.asarray(lengths_B, dtype=np.float64)
     if lengths_B.shape != np.shape(kept_B):
         raise ValueError(f"{lengths_B.shape} lengths for a mask of shape {np.shape(kept_B)}")
     kept_B = np.asarray(kept_B, dtype=bool) & (lengths_B > 0)

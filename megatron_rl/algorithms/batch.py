@@ -10,23 +10,23 @@ import numpy as np
 from launch.config.schema import Algorithm
 from megatron_rl.algorithms.advantages import GroupStatistics, group_advantages, group_statistics
 from megatron_rl.algorithms.aggregation import loss_weights
-from megatron_rl.data.batch import Completion, Group, PolicyBatch
+from megatron_rl.data.batch import Group, PolicyBatch, Trajectory
 
 
 class NothingToLearn(RuntimeError):
-    """No group of a rollout batch has two finished completions: there is nothing to compare."""
+    """No group of a rollout batch has two finished trajectories: there is nothing to compare."""
 
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """What a rollout batch looked like, before any update: of the finished completions of the groups that were kept.
-    Lengths are completion tokens."""
+    """What a rollout batch looked like, before any update: of the finished trajectories of the groups that were kept.
+    Lengths are in sampled tokens."""
 
     groups: GroupStatistics
     dropped: float
-    """Share of all groups that were left out, because fewer than two of their completions finished."""
+    """Share of all groups that were left out, because fewer than two of their trajectories finished."""
     samples: int
-    """Completions that were counted."""
+    """Trajectories that were counted."""
     reward_mean: float
     reward_std: float
     """Over all samples."""
@@ -34,9 +34,9 @@ class BatchStatistics:
     length_mean: float
     length_max: int
     truncated: float
-    """Share of completions that ended at the length limit."""
+    """Share of trajectories that ended at the length limit."""
     masked: float
-    """Share of completions kept out of the loss."""
+    """Share of trajectories kept out of the loss."""
 
     def metrics(self) -> dict[str, float]:
         """By the names they have in the metric files."""
@@ -54,16 +54,15 @@ def build_policy_batch(groups: Sequence[Group], rewards: Sequence[np.ndarray], c
                        max_new_tokens: int) -> tuple[list[PolicyBatch], BatchStatistics]:
     """The `updates_per_batch` mini-batches of one rollout batch, each a share of whole groups in the given order.
 
-    Advantages come from all finished completions of a group. `truncated: mask` takes completions that hit the length
-    limit out of the loss, but their reward stays in the baseline: dropping it there would make the other answers look
-    worse than they are. A completion that an engine gave up (`abort`) is no answer: it is in neither. A group with
-    fewer than two finished completions has no baseline and is left out. Loss weights are normalised over each
-    mini-batch, since each is one optimizer step.
+    Advantages come from all finished trajectories of a group. `truncated: mask` takes those that hit the length limit
+    out of the loss, but their reward stays in the baseline: dropping it there would make the other answers look worse
+    than they are. A trajectory that an engine gave up (`abort`) is no answer: it is in neither. A group with fewer than
+    two finished trajectories has no baseline and is left out. Loss weights are normalised over the sampled tokens of
+    each mini-batch, since each is one optimizer step.
 
     Args:
         groups: groups of any sizes.
-        rewards: `rewards[g][i]` is the reward of `groups[g].completions[i]`; those of aborted completions are not
-            looked at.
+        rewards: `rewards[g][i]` is the reward of `groups[g].trajectories[i]`; those of aborted ones are not looked at.
         max_new_tokens: the length limit (`aggregation: constant` divides by it).
     Returns:
         The mini-batches, sizes differing by one group at most, and fewer than `updates_per_batch` if fewer groups
@@ -76,7 +75,7 @@ def build_policy_batch(groups: Sequence[Group], rewards: Sequence[np.ndarray], c
     _check(groups, rewards, config)
     usable = [answers for answers in map(_finished, range(len(groups)), groups, rewards) if answers is not None]
     if not usable:
-        raise NothingToLearn(f"the engines gave up so many completions that none of the {len(groups)} groups has two "
+        raise NothingToLearn(f"the engines gave up so many trajectories that none of the {len(groups)} groups has two "
                              "left; their logs say why")
     advantages = group_advantages([answers.rewards_G for answers in usable], config.advantage)
     shares = np.array_split(np.arange(len(usable)), min(config.updates_per_batch, len(usable)))
@@ -88,60 +87,59 @@ def build_policy_batch(groups: Sequence[Group], rewards: Sequence[np.ndarray], c
 
 @dataclass(frozen=True)
 class _Answers:
-    """The finished completions of one group."""
+    """The finished trajectories of one group."""
 
     place: int
     """The group's place in the rollout batch."""
     prompt_P: np.ndarray
-    completions: tuple[Completion, ...]
+    trajectories: tuple[Trajectory, ...]
     rewards_G: np.ndarray
     """float64."""
 
 
 def _finished(place: int, group: Group, rewards_G: np.ndarray) -> _Answers | None:
     """None if too few finished to be compared with each other."""
-    finished = [i for i, completion in enumerate(group.completions) if completion.finish_reason != "abort"]
-    if len(finished) < min(2, len(group.completions)):
+    finished = [i for i, trajectory in enumerate(group.trajectories) if trajectory.finish_reason != "abort"]
+    if len(finished) < min(2, len(group.trajectories)):
         return None
-    return _Answers(place, group.prompt.token_ids, tuple(group.completions[i] for i in finished),
+    return _Answers(place, group.prompt.token_ids, tuple(group.trajectories[i] for i in finished),
                     np.asarray(rewards_G, dtype=np.float64)[finished])
 
 
 def _mini_batch(share: Sequence[tuple[_Answers, np.ndarray]], config: Algorithm, max_new_tokens: int) -> PolicyBatch:
-    prompts = [answers.prompt_P for answers, _ in share for _ in answers.completions]
-    completions = [completion for answers, _ in share for completion in answers.completions]
+    prompts = [answers.prompt_P for answers, _ in share for _ in answers.trajectories]
+    trajectories = [trajectory for answers, _ in share for trajectory in answers.trajectories]
     prompt_lengths_B = np.array([len(prompt_P) for prompt_P in prompts], dtype=np.int32)
-    response_lengths_B = np.array([len(completion.token_ids) for completion in completions], dtype=np.int32)
-    kept_B = np.array([_kept(completion, config) for completion in completions])
-    weights_B = loss_weights(response_lengths_B, kept_B, config.aggregation, max_new_tokens)
+    lengths_B = prompt_lengths_B + np.array([len(each.token_ids) for each in trajectories], dtype=np.int32)
+    kept_B = np.array([_kept(trajectory, config) for trajectory in trajectories])
+    weights_B = loss_weights(np.array([each.length for each in trajectories]), kept_B, config.aggregation,
+                             max_new_tokens)
     advantages_B = np.concatenate([advantages_G for _, advantages_G in share]).astype(np.float32)
-    places_B = [answers.place for answers, _ in share for _ in answers.completions]
+    places_B = [answers.place for answers, _ in share for _ in answers.trajectories]
     rewards_B = np.concatenate([answers.rewards_G for answers, _ in share])
+    no_prompts = [np.zeros(len(prompt_P)) for prompt_P in prompts]
+    sampled_N = _interleave(no_prompts, [each.sampled for each in trajectories], bool)
 
-    def on_responses(values_B: np.ndarray) -> np.ndarray:
-        """The value of sequence b on its completion's tokens, the stop token included; 0 on its prompt."""
-        pairs_2B = np.stack([np.zeros_like(values_B), values_B], axis=1).ravel()
-        return np.repeat(pairs_2B, np.stack([prompt_lengths_B, response_lengths_B], axis=1).ravel())
+    def on_sampled(values_N: np.ndarray) -> np.ndarray:
+        return np.where(sampled_N, values_N, np.float32(0))
 
     return PolicyBatch(
-        tokens_N=_interleave(prompts, [completion.token_ids for completion in completions], np.int32),
-        lengths_B=prompt_lengths_B + response_lengths_B,
-        prompt_lengths_B=prompt_lengths_B,
-        loss_weights_N=on_responses(weights_B),
-        advantages_N=on_responses(advantages_B),
-        behaviour_logprobs_N=_interleave([np.zeros(len(prompt_P)) for prompt_P in prompts],
-                                         [completion.logprobs for completion in completions], np.float32),
+        tokens_N=_interleave(prompts, [each.token_ids for each in trajectories], np.int32),
+        lengths_B=lengths_B, prompt_lengths_B=prompt_lengths_B, sampled_N=sampled_N,
+        loss_weights_N=on_sampled(np.repeat(weights_B, lengths_B)),
+        advantages_N=on_sampled(np.repeat(advantages_B, lengths_B)),
+        behaviour_logprobs_N=on_sampled(_interleave(no_prompts, [each.logprobs for each in trajectories], np.float32)),
         extras={"group_B": np.array(places_B, dtype=np.int32), "reward_B": rewards_B.astype(np.float32),
                 "kept_B": kept_B},
     )
 
 
-def _interleave(prompts: list[np.ndarray], responses: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([part for pair in zip(prompts, responses, strict=True) for part in pair]).astype(dtype)
+def _interleave(prompts: list[np.ndarray], trajectories: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([part for pair in zip(prompts, trajectories, strict=True) for part in pair]).astype(dtype)
 
 
-def _kept(completion: Completion, config: Algorithm) -> bool:
-    return not (config.truncated == "mask" and completion.finish_reason == "length")
+def _kept(trajectory: Trajectory, config: Algorithm) -> bool:
+    return not (config.truncated == "mask" and trajectory.finish_reason == "length")
 
 
 def _check(groups: Sequence[Group], rewards: Sequence[np.ndarray], config: Algorithm) -> None:
@@ -150,28 +148,24 @@ def _check(groups: Sequence[Group], rewards: Sequence[np.ndarray], config: Algor
     if len(groups) < config.updates_per_batch:
         raise ValueError(f"{len(groups)} groups cannot be shared among {config.updates_per_batch} updates")
     for group, rewards_G in zip(groups, rewards, strict=True):
-        where = f"prompt {group.prompt.index}"
-        if len(group.completions) != len(rewards_G):
-            raise ValueError(f"{where}: {len(group.completions)} completions but {len(rewards_G)} rewards")
-        for completion in group.completions:
-            if len(completion.token_ids) != len(completion.logprobs):
-                raise ValueError(f"{where}: {len(completion.token_ids)} tokens but {len(completion.logprobs)} "
-                                 f"log-probs")
+        if len(group.trajectories) != len(rewards_G):
+            raise ValueError(f"prompt {group.prompt.index}: {len(group.trajectories)} trajectories but "
+                             f"{len(rewards_G)} rewards")
 
 
 def _statistics(usable: Sequence[_Answers], groups: int, config: Algorithm) -> BatchStatistics:
     rewards_B = np.concatenate([answers.rewards_G for answers in usable])
-    completions = [completion for answers in usable for completion in answers.completions]
-    lengths_B = np.array([len(completion.token_ids) for completion in completions])
+    trajectories = [trajectory for answers in usable for trajectory in answers.trajectories]
+    lengths_B = np.array([trajectory.length for trajectory in trajectories])
     return BatchStatistics(
         groups=group_statistics([answers.rewards_G for answers in usable]),
         dropped=1.0 - len(usable) / groups,
-        samples=len(completions),
+        samples=len(trajectories),
         reward_mean=float(rewards_B.mean()),
         reward_std=float(rewards_B.std()),
         reward_max=float(rewards_B.max()),
         length_mean=float(lengths_B.mean()),
         length_max=int(lengths_B.max()),
-        truncated=float(np.mean([completion.finish_reason == "length" for completion in completions])),
-        masked=float(np.mean([not _kept(completion, config) for completion in completions])),
+        truncated=float(np.mean([trajectory.finish_reason == "length" for trajectory in trajectories])),
+        masked=float(np.mean([not _kept(trajectory, config) for trajectory in trajectories])),
     )

@@ -23,48 +23,76 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Completion:
-    """One sampled answer: the engine's own ids (never re-tokenised) and what it said of them."""
+class Trajectory:
+    """All tokens after a prompt: those that the policy sampled, as the engine's own ids (never re-tokenised), and
+    those that tools or an environment wrote between its turns. Of the latter nothing is trained on, and what stands at
+    their places in `logprobs` and `weight_versions` is never read.
+
+    Raises:
+        ValueError: arrays of different lengths.
+    """
 
     token_ids: np.ndarray
-    """int32 [R], the stop token included."""
+    """int32 [R], stop tokens included."""
+    sampled: np.ndarray
+    """bool [R]: which of them the policy sampled."""
     logprobs: np.ndarray
-    """float32 [R]: behaviour log-probs (of the processed distribution: temperature applied)."""
-    text: str
-    """Decoded text, for rewards and people only."""
-    finish_reason: str
-    """`stop`, `length` or `abort`."""
+    """float32 [R]: behaviour log-probs of the sampled tokens (of the processed distribution: temperature applied)."""
     weight_versions: np.ndarray
-    """int32 [R]: the weight version that produced each token."""
+    """int32 [R]: the weight version that produced each sampled token."""
+    finish_reason: str
+    """How the last turn ended: `stop`, `length` or `abort`."""
+    text: str = ""
+    """Decoded text, for rewards and people only."""
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(getattr(self, name)) for name in ("token_ids", "sampled", "logprobs", "weight_versions")}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"a trajectory of {lengths['token_ids']} tokens with "
+                             + ", ".join(f"{length} {name}" for name, length in list(lengths.items())[1:]))
+
+    @staticmethod
+    def one_turn(token_ids: np.ndarray, logprobs: np.ndarray, weight_versions: np.ndarray, finish_reason: str,
+                 text: str = "") -> Trajectory:
+        """One answer to the prompt: every token is sampled."""
+        return Trajectory(token_ids, np.ones(len(token_ids), dtype=bool), logprobs, weight_versions, finish_reason, text)
+
+    @property
+    def length(self) -> int:
+        """Tokens that the policy sampled."""
+        return int(self.sampled.sum())
 
 
 @dataclass(frozen=True)
 class Group:
-    """The G completions of one prompt instance."""
+    """The G trajectories of one prompt instance."""
 
     prompt: Prompt
-    completions: tuple[Completion, ...]
+    trajectories: tuple[Trajectory, ...]
     engine: int = 0
 
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """B sequences, N tokens in all, concatenated. A value at a token's place belongs to the *prediction of that
-    token*: `logprobs_N[j]` is log p(token j | tokens before it). Prompt tokens have weight 0."""
+    """B sequences, N tokens in all, concatenated: prompts with their trajectories. A value at a token's place belongs
+    to the *prediction of that token*: `logprobs_N[j]` is log p(token j | tokens before it). Only sampled tokens are
+    predicted; the others are context."""
 
     tokens_N: np.ndarray
     """int32."""
     lengths_B: np.ndarray
-    """int32, prompt + completion; sums to N."""
+    """int32, prompt + trajectory; sums to N."""
     prompt_lengths_B: np.ndarray
     """int32."""
+    sampled_N: np.ndarray
+    """bool: the policy sampled this token. False on prompts, and on what tools or an environment wrote."""
     loss_weights_N: np.ndarray
-    """float32: mask times the normaliser of the chosen aggregation, computed on the global batch; the loss is the
+    """float32, 0 where nothing was sampled: mask times the normaliser of the chosen aggregation, computed on the global batch; the loss is the
     plain sum over tokens of weight x token loss, so it cannot depend on DP, CP, micro-batches or packing."""
     advantages_N: np.ndarray
-    """float32."""
+    """float32, 0 where nothing was sampled."""
     behaviour_logprobs_N: np.ndarray
-    """float32, 0 on the prompt."""
+    """float32, 0 where nothing was sampled."""
     old_logprobs_N: np.ndarray | None = None
     """float32 proximal log-probs, or None: see `algorithm.old_logprobs`."""
     reference_logprobs_N: np.ndarray | None = None

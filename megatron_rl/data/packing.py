@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megatron_rl.data.batch import PolicyBatch
-from megatron_rl.data.schedule import Unit, completion_inputs
+from megatron_rl.data.schedule import Unit, trajectory_inputs
 
 Mapping = Callable[[torch.Tensor], torch.Tensor]
 
@@ -29,12 +29,12 @@ class Documents:
 
 @dataclass(frozen=True)
 class Predictions:
-    """P predictions of completion tokens, at least one: where nothing is to be predicted stands one with weight 0 and
+    """P predictions of sampled tokens, at least one: where nothing is to be predicted stands one with weight 0 and
     index -1."""
 
     rows_P: torch.Tensor
     """int64, the input token of this rank whose logits predict; the last token of a shared prompt predicts the first
-    token of several completions."""
+    token of several trajectories."""
     labels_P: torch.Tensor
     """int64, the token that is predicted."""
     weights_P: torch.Tensor
@@ -77,7 +77,7 @@ class MicroBatch:
 
 def pack(batch: PolicyBatch, units: tuple[Unit, ...], *, multiple: int = 1, length: int | None = None, cp: int = 1,
          cp_rank: int = 0, predict_everywhere: bool = False) -> MicroBatch:
-    """Concatenate the sequences of units; the completions that share a prompt follow the sequence that has it.
+    """Concatenate the sequences of units; the trajectories that share a prompt follow the sequence that has it.
 
     Args:
         units: as scheduled. None at all gives one document of padding, so that ranks stay in step.
@@ -92,7 +92,7 @@ def pack(batch: PolicyBatch, units: tuple[Unit, ...], *, multiple: int = 1, leng
         ValueError: it has.
     """
     if predict_everywhere and any(len(unit) > 1 for unit in units):
-        raise ValueError("predict_everywhere: a row that completions share has one prediction for each of them")
+        raise ValueError("predict_everywhere: a row that trajectories share has one prediction for each of them")
     sequences = _lay_out(batch, units, multiple)
     documents = _documents(sequences, multiple, length)
     lengths_D, total = documents.lengths_D, int(documents.lengths_D.sum())
@@ -100,7 +100,7 @@ def pack(batch: PolicyBatch, units: tuple[Unit, ...], *, multiple: int = 1, leng
     packed_T = np.repeat(np.cumsum(lengths_D) - lengths_D, lengths_D // cp) + place_T
     token_T = _token_of_place(sequences, total)[packed_T]
 
-    place_P, index_P = _prediction_places(sequences)
+    place_P, index_P = _prediction_places(sequences, batch.sampled_N)
     row_of_place = np.full(total, -1, np.int64)
     row_of_place[packed_T] = np.arange(len(packed_T))
     rows_P = row_of_place[place_P]
@@ -123,8 +123,8 @@ class _Sequences:
     """First token on the batch's N axis."""
     prompts_S: np.ndarray
     """Tokens of the prompt."""
-    completions_S: np.ndarray
-    """Tokens of the completion."""
+    trajectories_S: np.ndarray
+    """Tokens of the trajectory."""
     skipped_S: np.ndarray
     """Tokens of the prompt that are packed elsewhere: all or none."""
     inputs_S: np.ndarray
@@ -142,12 +142,12 @@ def _lay_out(batch: PolicyBatch, units: tuple[Unit, ...], multiple: int) -> _Seq
     whole_S = np.array([sequence == unit[0] for unit in units for sequence in unit], bool)
     prompts_S = np.asarray(batch.prompt_lengths_B, np.int64)[sequence_S]
     skipped_S = np.where(whole_S, 0, prompts_S)
-    inputs_S = prompts_S - skipped_S + completion_inputs(batch)[sequence_S]
+    inputs_S = prompts_S - skipped_S + trajectory_inputs(batch)[sequence_S]
     padded_S = -(-inputs_S // multiple) * multiple
     starts_S = np.cumsum(padded_S) - padded_S
     return _Sequences(
         offsets_S=batch.offsets_B1[sequence_S], prompts_S=prompts_S,
-        completions_S=np.asarray(batch.lengths_B, np.int64)[sequence_S] - prompts_S, skipped_S=skipped_S,
+        trajectories_S=np.asarray(batch.lengths_B, np.int64)[sequence_S] - prompts_S, skipped_S=skipped_S,
         inputs_S=inputs_S, padded_S=padded_S, starts_S=starts_S,
         trunks_S=np.repeat(starts_S[whole_S], np.array([len(unit) for unit in units], np.int64)))
 
@@ -175,15 +175,16 @@ def _token_of_place(sequences: _Sequences, total: int) -> np.ndarray:
     return token_of_place
 
 
-def _prediction_places(sequences: _Sequences) -> tuple[np.ndarray, np.ndarray]:
-    """For each completion token the place that predicts it, and its own on the batch's N axis. The first is predicted
-    by the end of the prompt, which may stand elsewhere, the others by the token before them."""
-    completions_S, prompts_S = sequences.completions_S, sequences.prompts_S
-    index_P = _ranges(sequences.offsets_S + prompts_S, completions_S)
-    ordinal_P = _ranges(np.zeros_like(completions_S), completions_S)
-    first_P = np.repeat(sequences.trunks_S + prompts_S - 1, completions_S)
-    later_P = _ranges(sequences.starts_S + prompts_S - sequences.skipped_S - 1, completions_S)
-    return np.where(ordinal_P == 0, first_P, later_P), index_P
+def _prediction_places(sequences: _Sequences, sampled_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each sampled token the place that predicts it, and its own on the batch's N axis. The first token of a
+    trajectory is predicted by the end of the prompt, which may stand elsewhere, the others by the token before them."""
+    trajectories_S, prompts_S = sequences.trajectories_S, sequences.prompts_S
+    index_P = _ranges(sequences.offsets_S + prompts_S, trajectories_S)
+    ordinal_P = _ranges(np.zeros_like(trajectories_S), trajectories_S)
+    first_P = np.repeat(sequences.trunks_S + prompts_S - 1, trajectories_S)
+    later_P = _ranges(sequences.starts_S + prompts_S - sequences.skipped_S - 1, trajectories_S)
+    sampled_P = sampled_N[index_P]
+    return np.where(ordinal_P == 0, first_P, later_P)[sampled_P], index_P[sampled_P]
 
 
 def _predictions(batch: PolicyBatch, rows_P: np.ndarray, index_P: np.ndarray) -> Predictions:

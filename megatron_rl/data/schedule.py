@@ -13,7 +13,7 @@ from megatron_rl.data.batch import PolicyBatch
 
 Unit = tuple[int, ...]
 """Sequences of the batch that are packed together. The first is whole; the others have its prompt, word for word, and
-continue it: only their completions are packed."""
+continue it: only their trajectories are packed."""
 Schedule = tuple[tuple[tuple[Unit, ...], ...], ...]
 """`schedule[dp_rank][micro_batch]`: units; none where there are fewer units than places."""
 
@@ -23,15 +23,15 @@ _ATTENTION_LENGTH = 32_768
 
 
 class InputTokens:
-    """Tokens that sequences bring into a micro-batch, padded to `multiple`. The last token of a completion predicts
-    nothing and stays outside."""
+    """Tokens that sequences bring into a micro-batch, padded to `multiple`. The last sampled token of a trajectory, and
+    what a tool wrote after it, predict nothing and stay outside."""
 
     def __init__(self, batch: PolicyBatch, multiple: int = 1) -> None:
         prompts_B = np.asarray(batch.prompt_lengths_B, np.int64)
-        completions_B = completion_inputs(batch)
-        self.whole: list[int] = _padded(prompts_B + completions_B, multiple).tolist()
+        trajectories_B = trajectory_inputs(batch)
+        self.whole: list[int] = _padded(prompts_B + trajectories_B, multiple).tolist()
         """A sequence with its prompt."""
-        self.branch: list[int] = _padded(completions_B, multiple).tolist()
+        self.branch: list[int] = _padded(trajectories_B, multiple).tolist()
         """A sequence that continues the prompt of another."""
         self.multiple = multiple
 
@@ -43,10 +43,13 @@ class InputTokens:
         return sum(map(self.unit, units)) or self.multiple
 
 
-def completion_inputs(batch: PolicyBatch) -> np.ndarray:
-    """Tokens of each completion that predict another one: all but the last. int64 [B]."""
-    completions_B = np.asarray(batch.lengths_B, np.int64) - np.asarray(batch.prompt_lengths_B, np.int64)
-    return np.maximum(completions_B - 1, 0)
+def trajectory_inputs(batch: PolicyBatch) -> np.ndarray:
+    """Tokens of each trajectory that come before its last sampled one: what others of it are predicted from. int64
+    [B]."""
+    lengths_B = np.asarray(batch.lengths_B, np.int64)
+    place_N = np.arange(len(batch.tokens_N)) - np.repeat(batch.offsets_B1[:-1], lengths_B)
+    last_B = np.maximum.reduceat(np.where(batch.sampled_N, place_N, 0), batch.offsets_B1[:-1])
+    return np.maximum(last_B - np.asarray(batch.prompt_lengths_B, np.int64), 0)
 
 
 def make_schedule(batch: PolicyBatch, dp: int, token_budget: int, multiple: int = 1, micro_batch_multiple: int = 1,
@@ -87,8 +90,8 @@ def _check_budget(tokens: InputTokens, token_budget: int) -> None:
     if tokens.whole and max(tokens.whole) > token_budget:
         worst = int(np.argmax(tokens.whole))
         raise UserError(
-            f"sequence {worst} of the batch brings {tokens.whole[worst]} tokens into its micro-batch (its last token "
-            f"left out, padded to a multiple of {tokens.multiple}), which holds at most trainer.token_budget = "
+            f"sequence {worst} of the batch brings {tokens.whole[worst]} tokens into its micro-batch (its last "
+            f"sampled token left out, padded to a multiple of {tokens.multiple}), which holds at most trainer.token_budget = "
             f"{token_budget}", where="trainer.token_budget",
             fix=f"set trainer.token_budget to at least {tokens.whole[worst]}, or lower rollout.max_new_tokens")
 

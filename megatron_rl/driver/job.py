@@ -101,7 +101,7 @@ class Job:
     # ---- the verbs of a step -----------------------------------------------------------------------------------
 
     async def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
-        """The completions of every prompt, in the order of the prompts."""
+        """The trajectories of every prompt, in the order of the prompts."""
         rollout, before = asyncio.ensure_future(self._scheduler.rollout(prompts, sampling, step)), None
         try:
             # Whoever samples tokens or finishes requests is alive.
@@ -121,7 +121,7 @@ class Job:
         calls = {f"samples from {at}": self._rewards.score(samples[at:at + size]) for at in range(0, len(samples), size)}
         parts = await gather(calls, "score", arrived=self._clock.alive)
         scores = (score for part in parts.values() for score in part)
-        return [[next(scores) for _ in group.completions] for group in groups]
+        return [[next(scores) for _ in group.trajectories] for group in groups]
 
     async def logprobs(self, batch: PolicyBatch, model: Literal["policy", "reference"]) -> np.ndarray:
         """float32 [N]: log-probs of the batch's tokens under the trainer's `policy` or `reference`."""

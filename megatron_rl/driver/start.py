@@ -12,8 +12,8 @@ from launch.run.attempts import Attempt
 from megatron_rl.driver.actors import RewardActor, RolloutActor, TrainerActor
 from megatron_rl.driver.clock import StepClock
 from megatron_rl.driver.cluster import connect, gather, pinned
-from megatron_rl.facts import disagreements, shared_gpus
 from megatron_rl.driver.handles import RemoteEngine, RemoteRewards, RemoteTrainer
+from megatron_rl.facts import disagreements, shared_gpus
 
 
 @dataclass(frozen=True)

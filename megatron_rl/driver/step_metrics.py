@@ -21,15 +21,15 @@ COUNTS = ("train/tokens", "train/sequences", "train/microbatches", "train/skippe
 def of_step(step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]], statistics: BatchStatistics,
             updates: Sequence[Mapping[str, float]], sync: SyncReport, times: Mapping[str, float]) -> dict[str, float]:
     """Everything that is logged of a step."""
-    completions = [completion for group in groups for completion in group.completions]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     flat = [score for group in scores for score in group]
-    ages = step - 1 - np.concatenate([completion.weight_versions for completion in completions])
+    ages = step - 1 - np.concatenate([each.weight_versions[each.sampled] for each in trajectories])
     transfer = sync.seconds["transfer"]
     return {
         **statistics.metrics(), **_components(flat), **_updates(updates), **times, **_rates(groups, times),
         "reward/errors": sum(score.status != "ok" for score in flat) / len(flat),
-        "response/aborted": sum(completion.finish_reason == "abort" for completion in completions) / len(completions),
-        "response/length_min": float(min(len(completion.token_ids) for completion in completions)),
+        "response/aborted": sum(each.finish_reason == "abort" for each in trajectories) / len(trajectories),
+        "response/length_min": float(min(each.length for each in trajectories)),
         "prompt/length_mean": float(np.mean([len(group.prompt.token_ids) for group in groups])),
         "staleness/mean": float(ages.mean()), "staleness/max": float(ages.max()),
         "weights/version": float(sync.version),
@@ -41,11 +41,13 @@ def of_step(step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]
 
 
 def _rates(groups: Sequence[Group], times: Mapping[str, float]) -> dict[str, float]:
-    lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
-    tokens = sum(lengths) + sum(len(group.prompt.token_ids) * len(group.completions) for group in groups)
-    return {"throughput/samples_per_s": len(lengths) / times["time/step"],
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    tokens = (sum(len(each.token_ids) for each in trajectories)
+              + sum(len(group.prompt.token_ids) * len(group.trajectories) for group in groups))
+    return {"throughput/samples_per_s": len(trajectories) / times["time/step"],
             "throughput/tokens_per_s": tokens / times["time/step"],
-            "throughput/rollout_tokens_per_s": sum(lengths) / max(times["time/rollout"], 1e-9)}
+            "throughput/rollout_tokens_per_s": sum(each.length for each in trajectories)
+            / max(times["time/rollout"], 1e-9)}
 
 
 def of_evaluation(file: Path, groups: Sequence[Group], scores: Sequence[Sequence[Score]],
@@ -53,19 +55,19 @@ def of_evaluation(file: Path, groups: Sequence[Group], scores: Sequence[Sequence
     """Metrics of greedy answers, one a question. Each answer is written to `file` (JSONL), so that two evaluations
     can be compared question by question. Which reward function decides what is right: `eval.right`."""
     decides = config.eval.right or config.reward.functions[0].function
-    rows = [(group.prompt, group.completions[0], score[0]) for group, score in zip(groups, scores, strict=True)]
+    rows = [(group.prompt, group.trajectories[0], score[0]) for group, score in zip(groups, scores, strict=True)]
     right = [score.components.get(decides, 0.0) >= 1 for _, _, score in rows]
     with file.open("w", encoding="utf-8") as out:
-        for (prompt, completion, score), is_right in zip(rows, right):
+        for (prompt, trajectory, score), is_right in zip(rows, right):
             out.write(json.dumps({"index": int(prompt.index), "prompt": prompt.text, "answer": prompt.answer,
-                                  "completion": completion.text, "finish_reason": completion.finish_reason,
+                                  "completion": trajectory.text, "finish_reason": trajectory.finish_reason,
                                   "reward": score.total, "components": score.components, "right": is_right},
                                  ensure_ascii=False) + "\n")
-    lengths = [len(completion.token_ids) for _, completion, _ in rows]
+    lengths = [trajectory.length for _, trajectory, _ in rows]
     return {"eval/accuracy": float(np.mean(right)),
             "eval/reward": float(np.mean([score.total for _, _, score in rows])),
             "eval/questions": float(len(rows)), "eval/length_mean": float(np.mean(lengths)),
-            "eval/truncated": float(np.mean([completion.finish_reason == "length" for _, completion, _ in rows]))}
+            "eval/truncated": float(np.mean([trajectory.finish_reason == "length" for _, trajectory, _ in rows]))}
 
 
 def _components(scores: Sequence[Score]) -> dict[str, float]:

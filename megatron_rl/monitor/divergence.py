@@ -106,13 +106,13 @@ def grad_norm_explosion(history: Sequence[Row]) -> Finding | None:
 
 
 def truncation(history: Sequence[Row]) -> Finding | None:
-    """More than half of the completions are cut at the limit."""
+    """More than half of the trajectories are cut at the limit."""
     shares = _series(history, "response/truncated")
     if len(shares) < WINDOW or fmean(shares[-WINDOW:]) <= 0.5:
         return None
     share = fmean(shares[-WINDOW:])
     return _finding("TRUNCATION", history[-1],
-                    f"{share:.0%} of the completions end at rollout.max_new_tokens: raise it, or reward length",
+                    f"{share:.0%} of the trajectories end at rollout.max_new_tokens: raise it, or reward length",
                     {"truncated": share})
 
 

@@ -72,7 +72,7 @@ class Monitor:
             file.write(json.dumps(asdict(finding) | {"evidence": evidence}, allow_nan=False) + "\n")
 
     def samples(self, step: int, groups: Sequence[Group], rewards: Sequence[np.ndarray]) -> None:
-        """Write completions to look at, on the steps where `monitor.samples_every` says so."""
+        """Write trajectories to look at, on the steps where `monitor.samples_every` says so."""
         self._samples.write(step, groups, rewards)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Completions for people to read: samples.jsonl, a few every N steps and the outliers among the rewards."""
+"""Trajectories for people to read: samples.jsonl, a few every N steps and the outliers among the rewards."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from megatron_rl.data.batch import Group
 
 SHOWN = 4
-"""Ordinary completions a time."""
+"""Ordinary trajectories a time."""
 OUTLIERS = 2
 """Outliers a side and time."""
 
 
 def pick(rewards: Sequence[np.ndarray]) -> list[tuple[int, int, str]]:
-    """Which completions to show, as (group, sample, why); `rewards[p][g]` is a total reward, groups of any sizes.
+    """Which trajectories to show, as (group, sample, why); `rewards[p][g]` is a total reward, groups of any sizes.
 
     `best` and `worst` of the batch, `sample` spread evenly over the prompts, and `outlier_high` / `outlier_low`
     outside Tukey's far fences (three interquartile ranges past the quartiles). Nothing twice; the same rewards, the
@@ -40,7 +40,7 @@ def pick(rewards: Sequence[np.ndarray]) -> list[tuple[int, int, str]]:
 
 
 class SampleWriter:
-    """Appends to `path` every `every` steps (0: never) what `pick` chooses, one JSON object a completion."""
+    """Appends to `path` every `every` steps (0: never) what `pick` chooses, one JSON object a trajectory."""
 
     def __init__(self, path: Path, every: int) -> None:
         self._path, self._every = path, every
@@ -49,12 +49,12 @@ class SampleWriter:
         return self._every > 0 and (step == 1 or step % self._every == 0)
 
     def write(self, step: int, groups: Sequence[Group], rewards: Sequence[np.ndarray]) -> None:
-        """`rewards[p][g]` is the total reward of `groups[p].completions[g]`.
+        """`rewards[p][g]` is the total reward of `groups[p].trajectories[g]`.
 
         Raises ValueError when rewards and groups differ in shape."""
         if not self.due(step):
             return
-        shape, expected = [len(group) for group in rewards], [len(group.completions) for group in groups]
+        shape, expected = [len(group) for group in rewards], [len(group.trajectories) for group in groups]
         if shape != expected:
             raise ValueError(f"rewards of shape {shape} for groups of shape {expected}")
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,9 +65,9 @@ class SampleWriter:
 
 
 def _record(step: int, group: Group, g: int, reward: float, why: str) -> dict:
-    completion = group.completions[g]
+    trajectory = group.trajectories[g]
     return {
         "step": step, "why": why, "row": group.prompt.index, "sample": g, "prompt": group.prompt.text,
-        "completion": completion.text, "answer": group.prompt.answer, "reward": round(reward, 6),
-        "tokens": int(completion.token_ids.size), "finish_reason": completion.finish_reason,
+        "completion": trajectory.text, "answer": group.prompt.answer, "reward": round(reward, 6),
+        "tokens": trajectory.length, "finish_reason": trajectory.finish_reason,
     }

@@ -12,7 +12,7 @@ Status = Literal["ok", "error", "timeout"]
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion to be scored. Plain values only: it crosses process boundaries and is saved as JSON."""
+    """The text of one trajectory to be scored. Plain values only: it crosses process boundaries and is saved as JSON."""
 
     completion: str
     answer: str | None
@@ -21,10 +21,11 @@ class Sample:
     """The data row's other columns, offered to the reward as keyword arguments."""
     finish_reason: str = "stop"
     completion_tokens: int = 0
+    """Those that the policy sampled."""
     prompt_index: int = -1
     """Row in the data set."""
     sample_index: int = -1
-    """Place among the completions of its group."""
+    """Place among the trajectories of its group."""
 
     @property
     def name(self) -> str:
@@ -48,9 +49,9 @@ class Score:
 
 
 def group_samples(group: Group) -> list[Sample]:
-    """The completions of a group as samples, in the group's order."""
+    """The trajectories of a group as samples, in the group's order."""
     prompt = group.prompt
-    return [Sample(completion=completion.text, answer=prompt.answer, prompt=prompt.text, columns=dict(prompt.columns),
-                   finish_reason=completion.finish_reason, completion_tokens=len(completion.token_ids),
+    return [Sample(completion=trajectory.text, answer=prompt.answer, prompt=prompt.text, columns=dict(prompt.columns),
+                   finish_reason=trajectory.finish_reason, completion_tokens=trajectory.length,
                    prompt_index=int(prompt.index), sample_index=i)
-            for i, completion in enumerate(group.completions)]
+            for i, trajectory in enumerate(group.trajectories)]

@@ -47,7 +47,7 @@ def engine_arguments(config: RunConfig, plan: Plan, placement: Placement, replic
     )
     if cpu:
         arguments["kv_cache_memory_bytes"] = int(rollout.kv_cache_gb * 2**30)
-        # The smallest that vLLM's fast CPU attention takes. Only whole blocks are shared by the completions of a
+        # The smallest that vLLM's fast CPU attention takes. Only whole blocks are shared by the trajectories of a
         # prompt, and few prompts have as many tokens as vLLM's default block, 128.
         arguments["block_size"] = 32
     else:

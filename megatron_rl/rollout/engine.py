@@ -20,7 +20,7 @@ from launch.config.schema import RunConfig
 from launch.errors import UserError
 from launch.plan.plan import Placement, Plan
 from megatron_rl.data import template
-from megatron_rl.data.batch import Completion, Group, Prompt
+from megatron_rl.data.batch import Group, Prompt, Trajectory
 from megatron_rl.facts import process_facts
 from megatron_rl.layouts.disk_check import refuse_changed
 from megatron_rl.layouts.megatron import canonical_tensors
@@ -120,7 +120,7 @@ class RolloutEngine:
         return [groups[i] for i in range(len(prompts))]
 
     async def generate_group(self, prompt: Prompt, sampling: Sampling, seed: int | None = None) -> Group:
-        """G completions of one prompt. Groups of concurrent calls share the engine's batch as they come."""
+        """G trajectories of one prompt. Groups of concurrent calls share the engine's batch as they come."""
         self._check_prompt(prompt)
         async with self.weights.admission():
             queue = await self._enqueue(prompt, sampling, seed)
@@ -156,28 +156,28 @@ class RolloutEngine:
         return await self._vllm.enqueue(str(self._requests), prompt.token_ids.tolist(), parameters)
 
     async def _group(self, prompt: Prompt, sampling: Sampling, queue) -> Group:
-        """The completions of a request, once it is over; those that a sync has cut off are asked again."""
+        """The trajectories of a request, once it is over; those that a sync has cut off are asked again."""
         output = await self._vllm.finished(queue)
-        cut = [_completion(each) for each in sorted(output.outputs, key=lambda completion: completion.index)]
+        cut = [_turn(each) for each in sorted(output.outputs, key=lambda each: each.index)]
         whole = cut if self.weights.in_flight != "abort" else await asyncio.gather(
             *[self._whole(prompt, sampling, each) for each in cut])
         return Group(prompt, tuple(replace(each, text=self._template.decode(each.token_ids)) for each in whole),
                      self._replica)
 
-    async def _whole(self, prompt: Prompt, sampling: Sampling, completion: Completion) -> Completion:
-        """A completion to its end: as often as it is cut off, the prompt with the tokens so far is a new request."""
-        while completion.finish_reason == "abort":
+    async def _whole(self, prompt: Prompt, sampling: Sampling, trajectory: Trajectory) -> Trajectory:
+        """A trajectory to its end: as often as it is cut off, the prompt with the tokens so far is a new request."""
+        while trajectory.finish_reason == "abort":
             await self.weights.until_serving()
-            so_far = replace(prompt, token_ids=np.concatenate([prompt.token_ids, completion.token_ids]))
-            rest = replace(sampling, n=1, max_new_tokens=sampling.max_new_tokens - len(completion.token_ids))
+            so_far = replace(prompt, token_ids=np.concatenate([prompt.token_ids, trajectory.token_ids]))
+            rest = replace(sampling, n=1, max_new_tokens=sampling.max_new_tokens - len(trajectory.token_ids))
             try:
                 async with self.weights.admission():
                     queue = await self._enqueue(so_far, rest, None)
             except NotServing:      # the next sync was faster
                 continue
             (output,) = (await self._vllm.finished(queue)).outputs
-            completion = _joined(completion, _completion(output))
-        return completion
+            trajectory = _joined(trajectory, _turn(output))
+        return trajectory
 
     def _check_prompt(self, prompt: Prompt) -> None:
         limit = self._config.rollout.max_prompt_tokens
@@ -193,7 +193,7 @@ def load_template(config: RunConfig) -> template.PromptTemplate:
                                    system=config.data.system)
 
 
-def _completion(output) -> Completion:
+def _turn(output) -> Trajectory:
     """Without its text."""
     token_ids_R = np.asarray(output.token_ids, dtype=np.int32)
     logprobs_R = np.asarray(output.logprobs.logprobs if output.logprobs is not None else [], dtype=np.float32)
@@ -205,10 +205,10 @@ def _completion(output) -> Completion:
     if covered != len(token_ids_R) or len(logprobs_R) != len(token_ids_R):
         raise RuntimeError(f"vLLM returned {len(token_ids_R)} tokens, {len(logprobs_R)} log-probs and weight "
                            f"versions for {covered}")
-    return Completion(token_ids_R, logprobs_R, "", output.finish_reason, versions_R)
+    return Trajectory.one_turn(token_ids_R, logprobs_R, versions_R, output.finish_reason)
 
 
-def _joined(first: Completion, rest: Completion) -> Completion:
-    """Tokens, log-probs and versions one after the other, ended as the second one ended."""
+def _joined(first: Trajectory, rest: Trajectory) -> Trajectory:
+    """The tokens of both with what is known of them, ended as the second one ended."""
     return replace(rest, **{name: np.concatenate([getattr(first, name), getattr(rest, name)])
-                            for name in ("token_ids", "logprobs", "weight_versions")})
+                            for name in ("token_ids", "sampled", "logprobs", "weight_versions")})

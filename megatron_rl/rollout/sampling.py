@@ -1,4 +1,4 @@
-"""How completions are drawn, and the seeds that make them repeat."""
+"""How trajectories are drawn, and the seeds that make them repeat."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class Sampling:
     """Sampling of one rollout call, the same for all of its prompts."""
 
     n: int
-    """Completions a prompt (G)."""
+    """Trajectories a prompt (G)."""
     temperature: float
     """0 is greedy."""
     max_new_tokens: int
 
     @staticmethod
     def training(config: RunConfig) -> Sampling:
-        """G completions at the run's temperature."""
+        """G trajectories at the run's temperature."""
         return Sampling(config.algorithm.group_size, config.rollout.temperature, config.rollout.max_new_tokens)
 
     @staticmethod
     def greedy(config: RunConfig) -> Sampling:
-        """One greedy completion, for evaluation."""
+        """One greedy trajectory, for evaluation."""
         return Sampling(1, 0.0, config.rollout.max_new_tokens)
 
 

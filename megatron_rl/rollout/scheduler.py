@@ -61,7 +61,7 @@ class RolloutScheduler:
             self._lanes[replica].version = version
 
     def served(self) -> list[dict[str, int]]:
-        """For each engine, the groups and completion tokens it returned so far."""
+        """For each engine, the groups and sampled tokens it returned so far."""
         return [dict(lane.served) for lane in self._lanes]
 
     async def rollout(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
@@ -133,15 +133,15 @@ class RolloutScheduler:
 
 
 def _checked(group: Group, prompt: Prompt, sampling: Sampling) -> Group:
-    if group.prompt.index != prompt.index or len(group.completions) != sampling.n:
-        raise RuntimeError(f"asked for {sampling.n} completions of prompt {prompt.index}, got "
-                           f"{len(group.completions)} of prompt {group.prompt.index}")
+    if group.prompt.index != prompt.index or len(group.trajectories) != sampling.n:
+        raise RuntimeError(f"asked for {sampling.n} trajectories of prompt {prompt.index}, got "
+                           f"{len(group.trajectories)} of prompt {group.prompt.index}")
     return group
 
 
 def _count(lane: _Lane, group: Group) -> None:
     lane.served["groups"] += 1
-    lane.served["tokens"] += sum(len(completion.token_ids) for completion in group.completions)
+    lane.served["tokens"] += sum(trajectory.length for trajectory in group.trajectories)
 
 
 async def _all_or_cancel(calls: Sequence[Awaitable[None]]) -> None:

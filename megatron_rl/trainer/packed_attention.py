@@ -144,7 +144,7 @@ class PackedAttention(torch.nn.Module):
             k_Tgd, v_Tgd = _GatherOverGroup.apply(torch.cat((k_Tgd, v_Tgd), dim=1), self.cp_group).chunk(2, dim=1)
         q_Thd = _ToRows.apply(q_Thd, documents.query_rows_T, sum(b.documents * b.query for b in documents.sub_batches))
         # In fp32 also for bf16 models: torch's CPU kernel is slower in bf16, up to six times for short documents. And
-        # the gradient of a shared prompt is a sum over its completions.
+        # the gradient of a shared prompt is a sum over its trajectories.
         q_Thd, k_Kgd, v_Kgd = q_Thd.float(), k_Tgd.float(), v_Tgd.float()
         if documents.key_tokens_K is not None:
             k_Kgd, v_Kgd = (x.index_select(0, documents.key_tokens_K) for x in (k_Kgd, v_Kgd))

@@ -36,7 +36,7 @@ class ReferenceModel:
             self._point_at_host()
 
     def logprobs(self, batch: PolicyBatch, temperature: float) -> np.ndarray:
-        """Log-probs of the completions' tokens under the reference: float32 [N] on every rank, 0 on prompts."""
+        """Log-probs of the sampled tokens under the reference: float32 [N] on every rank, 0 on others."""
         with self._on_device():
             return run_logprobs(self.chunks, self.plan, batch, temperature)
 

@@ -79,10 +79,11 @@ def run_step(chunks: list, plan: Plan, batch: PolicyBatch, objective: Objective,
 @torch.no_grad()
 def run_logprobs(chunks: list, plan: Plan, batch: PolicyBatch, temperature: float,
                  schedule: Schedule | None = None) -> np.ndarray:
-    """Log-probs of every token of the completions under the model, without a gradient.
+    """Log-probs of every sampled token under the model, without a gradient.
 
     Returns:
-        float32 [N] on every rank, in the batch's order: log p(token | tokens before it), 0 for prompt tokens.
+        float32 [N] on every rank, in the batch's order: log p(token | tokens before it), 0 for tokens that were not
+        sampled.
     """
     values_N = torch.zeros(len(batch.tokens_N), device=device_of_rank())
 

@@ -97,8 +97,7 @@ class MegatronTrainer:
                                          "train/microbatches": float(len(schedule[0]))}
 
     def logprobs(self, batch: PolicyBatch, model: Literal["policy", "reference"] = "policy") -> np.ndarray:
-        """Log-probs of the completions' tokens, at the sampling temperature: float32 [N] on every rank, 0 on
-        prompts."""
+        """Log-probs of the sampled tokens, at the sampling temperature: float32 [N] on every rank, 0 on others."""
         temperature = self.config.rollout.temperature
         if model == "policy":
             return run_logprobs(self.optimizer.chunks, self.plan, batch, temperature)

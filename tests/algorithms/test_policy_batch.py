@@ -8,7 +8,7 @@ import pytest
 from launch.config.schema import Algorithm
 from megatron_rl.algorithms.advantages import group_advantages
 from megatron_rl.algorithms.batch import NothingToLearn, build_policy_batch
-from megatron_rl.data.batch import Completion, Group, Prompt
+from megatron_rl.data.batch import Group, Prompt, Trajectory
 
 LIMIT = 6
 
@@ -17,17 +17,20 @@ def algorithm(**changes) -> Algorithm:
     return Algorithm.model_validate({"group_size": 2, "prompts_per_step": 2, "advantage": "grpo_no_std", **changes})
 
 
-def completion(tokens: list[int], finish_reason: str = "stop") -> Completion:
-    ids = np.array(tokens, dtype=np.int32)
-    return Completion(ids, -0.1 * ids.astype(np.float32), "text", finish_reason, np.ones(len(ids), dtype=np.int32))
+def trajectory(tokens: list[int], finish_reason: str = "stop", tool: tuple[int, ...] = ()) -> Trajectory:
+    """`tool`: the places that a tool wrote; there is no number at them that could be used."""
+    ids, sampled = np.array(tokens, dtype=np.int32), np.ones(len(tokens), dtype=bool)
+    sampled[list(tool)] = False
+    logprobs = np.where(sampled, -0.1 * ids, np.nan).astype(np.float32)
+    return Trajectory(ids, sampled, logprobs, np.where(sampled, 1, 999).astype(np.int32), finish_reason)
 
 
-def group(index: int, prompt: list[int], *completions: Completion) -> Group:
-    return Group(Prompt(index, np.array(prompt, dtype=np.int32), "prompt", "1", {}), completions)
+def group(index: int, prompt: list[int], *trajectories: Trajectory) -> Group:
+    return Group(Prompt(index, np.array(prompt, dtype=np.int32), "prompt", "1", {}), trajectories)
 
 
-GROUPS = [group(4, [90, 91], completion([1, 2, 3]), completion([4])),
-          group(9, [92], completion([5, 6], "length"), completion([7, 8, 9, 10, 11]), completion([12]))]
+GROUPS = [group(4, [90, 91], trajectory([1, 2, 3]), trajectory([4])),
+          group(9, [92], trajectory([5, 6], "length"), trajectory([7, 8, 9, 10, 11]), trajectory([12]))]
 REWARDS = [np.array([1.0, 0.0]), np.array([2.0, 0.0, 1.0])]
 
 
@@ -36,7 +39,9 @@ def test_layout_of_one_batch():
     assert batch.tokens_N.tolist() == [90, 91, 1, 2, 3, 90, 91, 4, 92, 5, 6, 92, 7, 8, 9, 10, 11, 92, 12]
     assert batch.lengths_B.tolist() == [5, 3, 3, 6, 2] and batch.prompt_lengths_B.tolist() == [2, 2, 1, 1, 1]
     assert batch.offsets_B1[-1] == len(batch.tokens_N)
+    assert batch.sampled_N.dtype == bool
     on_response = np.array([0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 0, 1], dtype=bool)
+    np.testing.assert_array_equal(batch.sampled_N, on_response)
     np.testing.assert_allclose(batch.loss_weights_N, on_response / 12, rtol=1e-6)
     np.testing.assert_allclose(batch.behaviour_logprobs_N, np.where(on_response, -0.1 * batch.tokens_N, 0), rtol=1e-6)
     np.testing.assert_allclose(
@@ -64,13 +69,13 @@ def test_truncated_answers_leave_the_loss_but_not_the_baseline(aggregation):
 
 
 def test_everything_truncated_and_masked_gives_no_weight():
-    groups = [group(0, [1], completion([1, 2], "length"), completion([3], "length"))]
+    groups = [group(0, [1], trajectory([1, 2], "length"), trajectory([3], "length"))]
     (batch,), statistics = build_policy_batch(groups, [np.array([1.0, 0.0])], algorithm(truncated="mask"), LIMIT)
     assert (batch.loss_weights_N == 0).all() and statistics.masked == 1.0
 
 
 def test_mini_batches_are_whole_groups_each_with_its_own_normaliser():
-    groups = GROUPS + [group(11, [93], completion([13]), completion([14, 15]))]
+    groups = GROUPS + [group(11, [93], trajectory([13]), trajectory([14, 15]))]
     rewards = [*REWARDS, np.array([1.0, 1.0])]
     batches, statistics = build_policy_batch(groups, rewards, algorithm(updates_per_batch=2), LIMIT)
     assert [batch.extras["group_B"].tolist() for batch in batches] == [[0, 0, 1, 1, 1], [2, 2]]
@@ -83,14 +88,14 @@ def test_mini_batches_are_whole_groups_each_with_its_own_normaliser():
 
 
 @pytest.mark.parametrize("kind", ["grpo", "grpo_no_std", "rloo"])
-def test_order_of_arrival_does_not_change_a_completions_advantage(kind):
-    """Groups of unequal sizes that come back in any order, their completions too (NeMo-RL#1627, slime#1918): rewards
-    lie beside their completions, and each completion keeps the advantage that its own group gives it."""
+def test_order_of_arrival_does_not_change_a_trajectories_advantage(kind):
+    """Groups of unequal sizes that come back in any order, their trajectories too (NeMo-RL#1627, slime#1918): rewards
+    lie beside their trajectories, and each trajectory keeps the advantage that its own group gives it."""
     rng = np.random.default_rng(0)
     sizes, token, groups, rewards, truth = [2, 5, 4, 1, 3], 0, [], [], {}
     for index, size in enumerate(sizes):
         rewards_G = rng.normal(size=size) * (index + 1) + 10 * index
-        groups.append(group(index, [100 + index], *(completion([token + i]) for i in range(size))))
+        groups.append(group(index, [100 + index], *(trajectory([token + i]) for i in range(size))))
         rewards.append(rewards_G)
         (advantages_G,) = group_advantages([rewards_G], kind)
         truth |= {token + i: advantages_G[i] for i in range(size)}
@@ -98,7 +103,7 @@ def test_order_of_arrival_does_not_change_a_completions_advantage(kind):
     for _ in range(5):
         order = rng.permutation(len(groups))
         inside = [rng.permutation(sizes[g]) for g in order]
-        arrived = [Group(groups[g].prompt, tuple(groups[g].completions[i] for i in p))
+        arrived = [Group(groups[g].prompt, tuple(groups[g].trajectories[i] for i in p))
                    for g, p in zip(order, inside)]
         batches, _ = build_policy_batch(arrived, [rewards[g][p] for g, p in zip(order, inside)],
                                         algorithm(advantage=kind, updates_per_batch=2), LIMIT)
@@ -107,18 +112,18 @@ def test_order_of_arrival_does_not_change_a_completions_advantage(kind):
         assert found == pytest.approx(truth, rel=1e-5, abs=1e-6)
 
 
-def test_an_empty_completion_is_no_part_of_the_loss():
-    groups = [group(0, [1, 2], completion([]), completion([3, 4]))]
+def test_an_empty_trajectory_is_no_part_of_the_loss():
+    groups = [group(0, [1, 2], trajectory([]), trajectory([3, 4]))]
     (batch,), _ = build_policy_batch(groups, [np.array([0.0, 1.0])], algorithm(aggregation="sequence_mean"), LIMIT)
     assert batch.lengths_B.tolist() == [2, 4]
     np.testing.assert_allclose(batch.loss_weights_N, [0, 0, 0, 0, .5, .5])
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "grpo_no_std", "rloo"])
-def test_an_aborted_completion_is_in_neither_loss_nor_baseline(advantage):
-    """The batch is what it would be had the aborted completion never been asked for, whatever its reward."""
-    aborted = group(9, [92], completion([5, 6], "length"), completion([40, 41, 42], "abort"),
-                    completion([7, 8, 9, 10, 11]), completion([], "abort"), completion([12]))
+def test_an_aborted_trajectory_is_in_neither_loss_nor_baseline(advantage):
+    """The batch is what it would be had the aborted trajectory never been asked for, whatever its reward."""
+    aborted = group(9, [92], trajectory([5, 6], "length"), trajectory([40, 41, 42], "abort"),
+                    trajectory([7, 8, 9, 10, 11]), trajectory([], "abort"), trajectory([12]))
     rewards = [REWARDS[0], np.array([2.0, 1e9, 0.0, np.nan, 1.0])]
     (batch,), statistics = build_policy_batch([GROUPS[0], aborted], rewards, algorithm(advantage=advantage), LIMIT)
     (expected,), same = build_policy_batch(GROUPS, REWARDS, algorithm(advantage=advantage), LIMIT)
@@ -128,9 +133,9 @@ def test_an_aborted_completion_is_in_neither_loss_nor_baseline(advantage):
     assert statistics == same and statistics.dropped == 0.0
 
 
-def test_a_group_with_fewer_than_two_finished_completions_is_dropped_and_counted():
-    cut = group(3, [1], completion([1], "abort"), completion([2]))
-    lost = group(5, [1], completion([], "abort"), completion([2], "abort"))
+def test_a_group_with_fewer_than_two_finished_trajectories_is_dropped_and_counted():
+    cut = group(3, [1], trajectory([1], "abort"), trajectory([2]))
+    lost = group(5, [1], trajectory([], "abort"), trajectory([2], "abort"))
     groups, rewards = [cut, *GROUPS, lost], [np.array([0.0, 1.0]), *REWARDS, np.array([0.0, 0.0])]
     batches, statistics = build_policy_batch(groups, rewards, algorithm(updates_per_batch=4), LIMIT)
     assert [batch.extras["group_B"].tolist() for batch in batches] == [[1, 1], [2, 2, 2]], "places in the whole batch"
@@ -142,9 +147,56 @@ def test_a_group_with_fewer_than_two_finished_completions_is_dropped_and_counted
 
 @pytest.mark.parametrize("groups, rewards, changes, message", [
     (GROUPS, REWARDS[:1], {}, "groups"),
-    (GROUPS, [REWARDS[0], np.array([1.0])], {}, "prompt 9: 3 completions but 1 rewards"),
+    (GROUPS, [REWARDS[0], np.array([1.0])], {}, "prompt 9: 3 trajectories but 1 rewards"),
     (GROUPS, REWARDS, {"updates_per_batch": 3}, "cannot be shared among 3 updates"),
 ])
 def test_what_does_not_fit_is_refused(groups, rewards, changes, message):
     with pytest.raises(ValueError, match=message):
         build_policy_batch(groups, rewards, algorithm(**changes), LIMIT)
+
+
+TOOLS = [group(4, [90, 91], trajectory([1, 2, 50, 51, 3], tool=(2, 3)), trajectory([4])),
+         group(9, [92], trajectory([52, 5, 6], "length", tool=(0,)), trajectory([7, 8, 53, 9, 54], tool=(2, 4)),
+               trajectory([12]))]
+"""Tokens from 50 to 59 were written by tools: first, between turns, last."""
+
+
+def test_what_a_tool_wrote_is_context_and_nothing_else():
+    (batch,), statistics = build_policy_batch(TOOLS, REWARDS, algorithm(), LIMIT)
+    assert batch.tokens_N.tolist() == [90, 91, 1, 2, 50, 51, 3, 90, 91, 4, 92, 52, 5, 6, 92, 7, 8, 53, 9, 54, 92, 12]
+    assert batch.lengths_B.tolist() == [7, 3, 4, 6, 2]
+    np.testing.assert_array_equal(batch.sampled_N, batch.tokens_N < 50)
+    for values_N in (batch.loss_weights_N, batch.advantages_N, batch.behaviour_logprobs_N):
+        assert (values_N[~batch.sampled_N] == 0).all()
+    np.testing.assert_allclose(batch.behaviour_logprobs_N[batch.sampled_N], -0.1 * batch.tokens_N[batch.sampled_N],
+                               rtol=1e-6)
+    assert statistics.length_mean == pytest.approx((3 + 1 + 2 + 3 + 1) / 5) and statistics.length_max == 3
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
+@pytest.mark.parametrize("truncated", ["keep", "mask"])
+def test_normalisers_count_what_was_sampled(aggregation, truncated):
+    """The loss of the batch is the paper's formula over the sampled tokens alone, whatever a tool wrote."""
+    config = algorithm(aggregation=aggregation, truncated=truncated)
+    (batch,), _ = build_policy_batch(TOOLS, REWARDS, config, LIMIT)
+    losses = {int(token): float(token) ** 2 for token in batch.tokens_N}
+    sampled = [[1, 2, 3], [4], [5, 6], [7, 8, 9], [12]]
+    kept = [[losses[token] for token in tokens] for tokens in sampled if truncated == "keep" or tokens != [5, 6]]
+    sums = [sum(values) for values in kept]
+    expected = {"token_mean": sum(sums) / sum(map(len, kept)), "sequence_sum": np.mean(sums),
+                "sequence_mean": np.mean([np.mean(values) for values in kept]),
+                "constant": np.mean(sums) / LIMIT}[aggregation]
+    found = sum(weight * losses[int(token)] for weight, token in zip(batch.loss_weights_N, batch.tokens_N))
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_trajectory_of_tool_tokens_alone_is_no_part_of_the_loss():
+    groups = [group(0, [1, 2], trajectory([50, 51], tool=(0, 1)), trajectory([3, 4]))]
+    (batch,), _ = build_policy_batch(groups, [np.array([0.0, 1.0])], algorithm(aggregation="sequence_mean"), LIMIT)
+    np.testing.assert_allclose(batch.loss_weights_N, [0, 0, 0, 0, 0, 0, .5, .5])
+
+
+def test_arrays_of_different_lengths_are_no_trajectory():
+    ids = np.arange(3, dtype=np.int32)
+    with pytest.raises(ValueError, match="a trajectory of 3 tokens with 3 sampled, 2 logprobs, 3 weight_versions"):
+        Trajectory.one_turn(ids, np.zeros(2, np.float32), ids, "stop")

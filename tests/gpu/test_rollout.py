@@ -85,7 +85,7 @@ def assert_serves_the_weights_of_a_trainer(base: Path, device: Literal["cpu", "g
         groups = runner.run(engine.generate(make_prompts(4), sampling, 0))
     model, differences = hf_model(folder), []
     for group in groups:
-        for completion in group.completions:
+        for completion in group.trajectories:
             truth_R = hf_logprobs(model, group.prompt, completion.token_ids.tolist(), 1.0)
             differences.append(np.abs(completion.logprobs - truth_R))
             assert set(completion.weight_versions.tolist()) == {VERSION}

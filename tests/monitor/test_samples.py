@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.data.batch import Completion, Group, Prompt
+from megatron_rl.data.batch import Group, Prompt, Trajectory
 from megatron_rl.monitor.samples import SampleWriter, pick
 
 
@@ -38,7 +38,7 @@ def test_choice_is_small_unique_and_repeats(prompts, group_size, seed):
     assert max(shown) == max(map(max, rewards)) and min(shown) == min(map(min, rewards))
 
 
-def test_record_belongs_to_its_completion(tmp_path):
+def test_record_belongs_to_its_trajectory(tmp_path):
     groups = [make_group(row, ["a", "b", "c"]) for row in (40, 41)]
     rewards_PG = np.array([[0, 0.25, 0.5], [1, 2, 3]], float)
     writer = SampleWriter(tmp_path / "samples.jsonl", every=5)
@@ -58,5 +58,6 @@ def test_rewards_of_another_shape_are_refused(tmp_path):
 
 def make_group(row: int, texts: list[str]) -> Group:
     prompt = Prompt(row, np.array([1], np.int32), f"question {row}", "answer", {})
-    return Group(prompt, tuple(Completion(np.array([1, 2], np.int32), np.zeros(2, np.float32), f"{text} to {row}",
-                                          "stop", np.zeros(2, np.int32)) for text in texts))
+    return Group(prompt, tuple(Trajectory.one_turn(np.array([1, 2], np.int32), np.zeros(2, np.float32),
+                                                   np.zeros(2, np.int32), "stop", f"{text} to {row}")
+                               for text in texts))

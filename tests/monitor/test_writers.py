@@ -12,7 +12,7 @@ import pytest
 from launch.config.schema import RunConfig
 from launch.errors import UserError
 from launch.run.metrics import attempt_dirs, metric_rows, read_history
-from megatron_rl.data.batch import Completion, Group, Prompt
+from megatron_rl.data.batch import Group, Prompt, Trajectory
 from megatron_rl.monitor.metrics import UnknownMetric
 from megatron_rl.monitor.monitor import Monitor
 from megatron_rl.monitor.writers import JsonlWriter, TensorBoardWriter, WandbWriter
@@ -197,6 +197,5 @@ def test_resumed_monitor_knows_what_came_before(tmp_path):
 
 def group() -> Group:
     prompt = Prompt(0, np.array([1], np.int32), "2+3=", "5", {})
-    completions = tuple(Completion(np.array([i], np.int32), np.zeros(1, np.float32), str(i), "stop",
-                                   np.zeros(1, np.int32)) for i in (4, 5))
-    return Group(prompt, completions)
+    return Group(prompt, tuple(Trajectory.one_turn(np.array([i], np.int32), np.zeros(1, np.float32),
+                                                   np.zeros(1, np.int32), "stop", str(i)) for i in (4, 5)))

@@ -8,7 +8,7 @@ import pytest
 from launch.config.schema import Reward as RewardConfig
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
-from megatron_rl.data.batch import Completion, Group, Prompt
+from megatron_rl.data.batch import Group, Prompt, Trajectory
 from megatron_rl.rewards.load import load_rewards
 from megatron_rl.rewards.sample import Sample, group_samples
 
@@ -98,11 +98,11 @@ def test_a_module_that_raises_on_import_is_a_user_error(tmp_path, monkeypatch):
 
 
 def test_group_to_samples():
-    def completion(text: str, tokens: int, reason: str) -> Completion:
-        ids = np.arange(tokens, dtype=np.int32)
-        return Completion(ids, np.zeros(tokens, np.float32), text, reason, ids)
+    def trajectory(text: str, sampled: list[bool], reason: str) -> Trajectory:
+        ids = np.arange(len(sampled), dtype=np.int32)
+        return Trajectory(ids, np.array(sampled), np.zeros(len(sampled), np.float32), ids, reason, text)
 
     prompt = Prompt(np.int64(17), np.arange(3, dtype=np.int32), "how far?", "3", {"unit": "km"})
-    samples = group_samples(Group(prompt, (completion("a", 2, "stop"), completion("b", 5, "length"))))
+    samples = group_samples(Group(prompt, (trajectory("a", [True] * 2, "stop"), trajectory("b", [True, True, False, True], "length"))))
     assert samples == [Sample("a", "3", "how far?", {"unit": "km"}, "stop", 2, 17, 0),
-                       Sample("b", "3", "how far?", {"unit": "km"}, "length", 5, 17, 1)]
+                       Sample("b", "3", "how far?", {"unit": "km"}, "length", 3, 17, 1)], "tokens that a tool wrote are not the policy's"

@@ -17,7 +17,7 @@ from launch.config.schema import RunConfig
 from launch.model.architecture import from_hf_config
 from launch.plan.plan import EnginePlacement, Placement, Plan, RankPlacement
 from launch.planner.build import plan
-from megatron_rl.data.batch import Completion, Prompt
+from megatron_rl.data.batch import Prompt, Trajectory
 from megatron_rl.rollout.engine import RolloutEngine
 
 
@@ -103,11 +103,11 @@ def hf_logprobs(model: torch.nn.Module, prompt: Prompt, completion: Sequence[int
     return np.array([logprobs_TV[first + i, token].item() for i, token in enumerate(completion)])
 
 
-def assert_goes_on_with_the_new_weights(prompt: Prompt, completion: Completion, models: Sequence[torch.nn.Module],
+def assert_goes_on_with_the_new_weights(prompt: Prompt, trajectory: Trajectory, models: Sequence[torch.nn.Module],
                                         count: int) -> None:
     """A request that was running at a sync: its tokens so far are those of version 1, greedy on the first model, and it
     goes on from them with version 2, greedy on the second. The first `count` tokens of each are compared."""
-    tokens, versions = completion.token_ids.tolist(), completion.weight_versions.tolist()
+    tokens, versions = trajectory.token_ids.tolist(), trajectory.weight_versions.tolist()
     assert versions == sorted(versions) and set(versions) == {1, 2}, "it did not run over the swap"
     old = versions.count(1)
     for which, start, end in ((0, 0, old), (1, old, len(tokens))):

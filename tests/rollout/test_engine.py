@@ -81,7 +81,7 @@ def served(folder, config, sources, tmp_path_factory):
 
 
 def _content(groups) -> list:
-    return [(c.token_ids.tolist(), c.logprobs.tobytes(), c.finish_reason) for g in groups for c in g.completions]
+    return [(c.token_ids.tolist(), c.logprobs.tobytes(), c.finish_reason) for g in groups for c in g.trajectories]
 
 
 def test_rollouts_repeat_bit_for_bit(served, config, folder, sources, tmp_path):
@@ -97,7 +97,7 @@ def test_rollouts_repeat_bit_for_bit(served, config, folder, sources, tmp_path):
     assert _content(backwards[::-1]) == _content(first)
 
     assert _content(runner.run(engine.generate(PROMPTS, SAMPLED, 4))) != _content(first)
-    assert all(len({tuple(c.token_ids.tolist()) for c in group.completions}) > 8 for group in first)
+    assert all(len({tuple(c.token_ids.tolist()) for c in group.trajectories}) > 8 for group in first)
     twice = runner.run(engine.generate([PROMPTS[0], PROMPTS[0]], SAMPLED, 3))
     assert _content(twice[:1]) != _content(twice[1:]), "two instances of a prompt drew the same completions"
 
@@ -117,7 +117,7 @@ def test_rollouts_repeat_bit_for_bit(served, config, folder, sources, tmp_path):
 def _assert_repeats(runner: asyncio.Runner, engine: RolloutEngine, first, version: int) -> None:
     groups = runner.run(engine.generate(PROMPTS, SAMPLED, 3))
     assert _content(groups) == _content(first)
-    assert {v for g in groups for c in g.completions for v in c.weight_versions.tolist()} == {version}
+    assert {v for g in groups for c in g.trajectories for v in c.weight_versions.tolist()} == {version}
 
 
 def _assert_takes_part_in_the_next_sync(runner: asyncio.Runner, engine: RolloutEngine, sources, folder, first) -> None:
@@ -159,7 +159,7 @@ def test_logprobs_are_those_of_the_processed_distribution(served, folder):
     runner, engine, _ = served
     model = hf_model(folder)
     for group in runner.run(engine.generate(PROMPTS[:3], SAMPLED, 0)):
-        for completion in group.completions[:4]:
+        for completion in group.trajectories[:4]:
             expected = hf_logprobs(model, group.prompt, completion.token_ids.tolist(), 0.7)
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
@@ -170,7 +170,7 @@ def test_greedy_tokens_and_finish_reasons_are_hugging_faces(served, folder):
     groups = runner.run(engine.generate(PROMPTS, Sampling(n=1, temperature=0.0, max_new_tokens=40), 0))
     reasons = set()
     for group in groups:
-        (completion,) = group.completions
+        (completion,) = group.trajectories
         tokens = completion.token_ids.tolist()
         assert tokens == hf_greedy(model, group.prompt, 40)
         assert completion.finish_reason == ("stop" if tokens[-1] == EOS else "length")
@@ -185,7 +185,7 @@ def test_the_stop_token_is_kept_and_not_in_the_text(served, folder):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     runner, engine, _ = served
     groups = runner.run(engine.generate(PROMPTS, Sampling(16, 1.0, NEW_TOKENS), 1))
-    stopped = [c for g in groups for c in g.completions if c.finish_reason == "stop"]
+    stopped = [c for g in groups for c in g.trajectories if c.finish_reason == "stop"]
     assert stopped
     for completion in stopped:
         assert completion.token_ids[-1] == EOS and EOS not in completion.token_ids[:-1]
@@ -204,7 +204,6 @@ def test_start_tells_what_both_ends_must_have_in_common(served, folder):
 
 def test_an_engine_with_another_tokenizer_or_template_has_another_fingerprint(folder, config, tmp_path):
     """Template drift: one node holds an older copy of the tokenizer files."""
-    made = run_plan(config)
     driver = PromptTemplate(load_tokenizer(folder)).fingerprint()
 
     def fingerprint(**changes) -> str:
@@ -236,9 +235,9 @@ def test_a_request_that_runs_across_a_sync_knows_which_tokens_came_from_which_ve
 
     report, group = runner.run(across())
     assert report.version == old + 1
-    spanning = [c for c in group.completions if set(c.weight_versions.tolist()) == {old, old + 1}]
+    spanning = [c for c in group.trajectories if set(c.weight_versions.tolist()) == {old, old + 1}]
     assert spanning, "no completion was running when the weights changed"
-    for completion in group.completions:
+    for completion in group.trajectories:
         assert len(completion.weight_versions) == len(completion.token_ids) == len(completion.logprobs)
         assert (np.diff(completion.weight_versions) >= 0).all()
 
@@ -247,7 +246,7 @@ def test_generated_tokens_are_counted_exactly(served):
     runner, engine, _ = served
     before = engine.status()["generated_tokens"]
     groups = runner.run(engine.generate(PROMPTS, SAMPLED, 2))
-    tokens = sum(len(completion.token_ids) for group in groups for completion in group.completions)
+    tokens = sum(len(completion.token_ids) for group in groups for completion in group.trajectories)
     assert engine.status()["generated_tokens"] - before == tokens
 
 
@@ -266,7 +265,7 @@ def test_requests_at_the_door_of_a_sync_are_served_or_refused(served):
     assert not isinstance(before, Exception)
     assert isinstance(after, NotServing) or len(after) == len(PROMPTS)
     served_groups = before if isinstance(after, NotServing) else before + after
-    versions = {v for group in served_groups for c in group.completions for v in c.weight_versions.tolist()}
+    versions = {v for group in served_groups for c in group.trajectories for v in c.weight_versions.tolist()}
     assert versions <= {old, old + 1}
 
 
@@ -282,7 +281,7 @@ def test_aborted_completions_carry_versions_too(served):
         await engine._vllm.abort_all()
         return await task
 
-    cut = [c for c in runner.run(aborted()).completions if c.finish_reason == "abort"]
+    cut = [c for c in runner.run(aborted()).trajectories if c.finish_reason == "abort"]
     assert cut and any(len(completion.token_ids) for completion in cut)
     for completion in cut:
         assert completion.weight_versions.tolist() == [coordinator.version] * len(completion.token_ids)

@@ -82,7 +82,7 @@ def test_requests_go_on_with_the_new_weights(story, in_flight):
         old = at._version
         task = await at.running()
         new = await at.sync(1)
-        return [group.completions[0] for group in await task], old, new
+        return [group.trajectories[0] for group in await task], old, new
 
     completions, old, new = runner.run(asyncio.wait_for(over_a_sync(), patient(100)))
     for prompt, completion in zip(PROMPTS, completions):
@@ -108,7 +108,7 @@ def test_requests_are_waited_for_and_new_ones_are_refused_meanwhile(story):
         with pytest.raises(NotServing):
             await at.engine.generate_group(PROMPTS[0], Sampling(1, 0.0, 1))
         await syncing
-        return [group.completions[0] for group in await task], old
+        return [group.trajectories[0] for group in await task], old
 
     completions, old = runner.run(asyncio.wait_for(over_a_sync(), patient(100)))
     for prompt, completion in zip(PROMPTS, completions):

@@ -51,11 +51,11 @@ def test_an_epoch_that_was_discarded_meanwhile_is_never_served(step, staging):
     async def story() -> None:
         engine = SlowEngine(step)
         weights = EngineWeights(engine, 0, 1, "float32", None, staging)
-        await weights.prepare(5)
-        commit = asyncio.ensure_future(weights.commit(5, 1))
+        await weights.sync_prepare(5)
+        commit = asyncio.ensure_future(weights.sync_commit(5, 1))
         await engine.reached.wait()
-        await weights.discard(5, "no answer in time")
-        following = asyncio.ensure_future(weights.prepare(6))
+        await weights.sync_discard(5, "no answer in time")
+        following = asyncio.ensure_future(weights.sync_prepare(6))
         engine.go_on.set()
         with pytest.raises(SyncError, match="cannot commit epoch 5"):
             await commit
@@ -64,7 +64,7 @@ def test_an_epoch_that_was_discarded_meanwhile_is_never_served(step, staging):
         with pytest.raises(NotServing):
             weights.check_serving()
         assert ("resume" in engine.calls) == (step == "resume"), "frozen requests stay frozen"
-        await weights.commit(6, 2)                      # the next sync heals it
+        await weights.sync_commit(6, 2)                      # the next sync heals it
         weights.check_serving()
         assert weights.version == 2
 
@@ -77,17 +77,17 @@ def test_a_swap_that_had_not_begun_leaves_the_old_version_served():
         engine = SlowEngine("freeze")
         engine.go_on.set()
         weights = EngineWeights(engine, 0, 1, "float32", None, "shadow")
-        await weights.prepare(4)
-        await weights.commit(4, 0)
+        await weights.sync_prepare(4)
+        await weights.sync_commit(4, 0)
         engine.reached.clear(), engine.go_on.clear(), engine.calls.clear()
 
-        await weights.prepare(5)
+        await weights.sync_prepare(5)
         weights.check_serving()
-        commit = asyncio.ensure_future(weights.commit(5, 1))
+        commit = asyncio.ensure_future(weights.sync_commit(5, 1))
         await engine.reached.wait()
         with pytest.raises(NotServing, match="updating"):
             weights.check_serving()
-        await weights.discard(5, "no answer in time")
+        await weights.sync_discard(5, "no answer in time")
         engine.go_on.set()
         with pytest.raises(SyncError, match="cannot commit epoch 5"):
             await commit
@@ -101,23 +101,23 @@ def test_requests_that_are_not_drained_in_time_cost_the_swap_and_not_the_old_ver
     async def story() -> None:
         engine = SlowEngine("nowhere")
         weights = EngineWeights(engine, 0, 1, "float32", None, "shadow", "drain", timeout_s=0.02)
-        await weights.prepare(4)
+        await weights.sync_prepare(4)
         engine.unfinished = 0
-        await weights.commit(4, 0)
+        await weights.sync_commit(4, 0)
 
         engine.unfinished = 1
-        await weights.prepare(5)
+        await weights.sync_prepare(5)
         with pytest.raises(SyncError, match="still runs 1 requests"):
-            await weights.commit(5, 1)
+            await weights.sync_commit(5, 1)
         weights.check_serving()
         await asyncio.wait_for(weights.until_serving(), 1)
-        await weights.discard(5, "the commit failed")
+        await weights.sync_discard(5, "the commit failed")
         weights.check_serving()
         assert weights.version == 0 and engine.calls.count("sync_swap") == 1
 
         engine.unfinished = 0
-        await weights.prepare(6)
-        await weights.commit(6, 2)
+        await weights.sync_prepare(6)
+        await weights.sync_commit(6, 2)
         assert weights.version == 2
 
     asyncio.run(asyncio.wait_for(story(), patient(20)))

@@ -99,7 +99,7 @@ def _rollout(pair, sampling, *, deterministic, backwards=False, step=0, max_sequ
 
 
 def _content(groups) -> list:
-    return [(c.token_ids.tolist(), c.logprobs.tobytes(), c.finish_reason) for g in groups for c in g.completions]
+    return [(c.token_ids.tolist(), c.logprobs.tobytes(), c.finish_reason) for g in groups for c in g.trajectories]
 
 
 def test_groups_are_spread_by_load_and_come_back_by_prompt(pair, folder):
@@ -109,7 +109,7 @@ def test_groups_are_spread_by_load_and_come_back_by_prompt(pair, folder):
     model = hf_model(folder)
     for prompt, group in zip(PROMPTS, groups):
         expected = hf_greedy(model, prompt, 12)
-        assert group.completions[0].token_ids.tolist() == expected
+        assert group.trajectories[0].token_ids.tolist() == expected
     assert {group.engine for group in groups} == {0, 1}
     served = [sum(group.engine == engine for group in groups) for engine in (0, 1)]
     assert [each["groups"] for each in scheduler.served()] == served

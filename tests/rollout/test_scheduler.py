@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from megatron_rl.data.batch import Completion, Group
+from megatron_rl.data.batch import Group, Trajectory
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.scheduler import RolloutScheduler
 from megatron_rl.weight_sync.protocol import NotServing
@@ -32,8 +32,8 @@ class _Engine:
         for _ in range(self.delay(prompt)):
             await asyncio.sleep(0)
         self.running -= sampling.n
-        completion = Completion(np.array([prompt.index]), np.zeros(1), "", "stop", np.zeros(1))
-        return Group(prompt, (completion,) * sampling.n, self.number)
+        trajectory = Trajectory.one_turn(np.array([prompt.index]), np.zeros(1), np.zeros(1), "stop")
+        return Group(prompt, (trajectory,) * sampling.n, self.number)
 
     async def generate(self, prompts, sampling, step):
         self.calls -= len(prompts) - 1
@@ -53,7 +53,7 @@ def test_groups_come_back_by_prompt_whatever_the_order_of_arrival(deterministic)
     engines = [_Engine(0, lambda p: 50 - 4 * p.index), _Engine(1, lambda p: 3)]
     _, groups = _rollout(engines, prompts, deterministic=deterministic)
     assert [group.prompt.index for group in groups] == list(range(12))
-    assert all(c.token_ids.tolist() == [g.prompt.index] for g in groups for c in g.completions)
+    assert all(c.token_ids.tolist() == [g.prompt.index] for g in groups for c in g.trajectories)
 
 
 def test_a_slow_engine_gets_fewer_groups():
@@ -119,5 +119,5 @@ def test_another_prompts_group_is_noticed():
         async def generate(self, prompts, sampling, step):
             return (await super().generate(prompts, sampling, step))[::-1]
 
-    with pytest.raises(RuntimeError, match="asked for 4 completions of prompt 0, got 4 of prompt 2"):
+    with pytest.raises(RuntimeError, match="asked for 4 trajectories of prompt 0, got 4 of prompt 2"):
         _rollout([Confused(0)], make_prompts(3))

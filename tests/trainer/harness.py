@@ -40,14 +40,16 @@ def make_plan(config: RunConfig, device: Literal["cpu", "gpu"] = "cpu") -> Plan:
     return build_plan(config, from_hf_config(config.model.path), device)
 
 
-def make_batch(lengths: list[int], vocab: int, seed: int = 0) -> PolicyBatch:
-    """Random tokens (0, the padding id, among them), advantages, and weights that differ from token to token."""
+def make_batch(lengths: list[int], vocab: int, seed: int = 0, tools: float = 0.0) -> PolicyBatch:
+    """Random tokens (0, the padding id, among them), advantages, and weights that differ from token to token. Of the
+    tokens after the prompts a share of `tools` was not sampled."""
     rng = np.random.default_rng(seed)
     tokens_N = rng.integers(0, vocab, sum(lengths), dtype=np.int32)
-    return _batch(tokens_N, np.array(lengths, np.int32), np.maximum(1, np.array(lengths, np.int32) // 3), rng)
+    return _batch(tokens_N, np.array(lengths, np.int32), np.maximum(1, np.array(lengths, np.int32) // 3), rng,
+                  tools)
 
 
-def make_groups(groups: list[tuple[int, list[int]]], vocab: int, seed: int = 0) -> PolicyBatch:
+def make_groups(groups: list[tuple[int, list[int]]], vocab: int, seed: int = 0, tools: float = 0.0) -> PolicyBatch:
     """As `make_batch`, of groups: the length of a prompt, and those of the completions to it."""
     rng = np.random.default_rng(seed)
     tokens = []
@@ -55,16 +57,19 @@ def make_groups(groups: list[tuple[int, list[int]]], vocab: int, seed: int = 0) 
         prompt_P = rng.integers(0, vocab, prompt, dtype=np.int32)
         tokens += [np.concatenate([prompt_P, rng.integers(0, vocab, n, dtype=np.int32)]) for n in completions]
     prompts_B = np.repeat([prompt for prompt, _ in groups], [len(completions) for _, completions in groups])
-    return _batch(np.concatenate(tokens), np.array([len(x) for x in tokens], np.int32), prompts_B.astype(np.int32), rng)
+    return _batch(np.concatenate(tokens), np.array([len(x) for x in tokens], np.int32), prompts_B.astype(np.int32), rng,
+                  tools)
 
 
 def _batch(tokens_N: np.ndarray, lengths_B: np.ndarray, prompt_B: np.ndarray,
-           rng: np.random.Generator) -> PolicyBatch:
+           rng: np.random.Generator, tools: float) -> PolicyBatch:
     n = len(tokens_N)
     completion_N = np.concatenate([np.arange(length) >= prompt
                                    for length, prompt in zip(lengths_B, prompt_B, strict=True)])
+    if tools:
+        completion_N &= np.random.default_rng(n).random(n) >= tools
     return PolicyBatch(
-        tokens_N=tokens_N, lengths_B=lengths_B, prompt_lengths_B=prompt_B,
+        tokens_N=tokens_N, lengths_B=lengths_B, prompt_lengths_B=prompt_B, sampled_N=completion_N,
         loss_weights_N=(completion_N * rng.uniform(0.5, 1.5, n) / max(1, completion_N.sum())).astype(np.float32),
         advantages_N=rng.normal(size=n).astype(np.float32),
         behaviour_logprobs_N=(completion_N * -rng.uniform(1, 6, n)).astype(np.float32))

@@ -17,6 +17,8 @@ from tests.trainer.harness import make_batch, make_groups
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 GROUPS = st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(0, 9), min_size=1, max_size=5)), min_size=1,
                   max_size=6)
+TOOLS = st.sampled_from([0.0, 0.3, 0.9])
+"""Share of the tokens after the prompt that tools wrote."""
 
 
 def _numbered(batch: PolicyBatch) -> PolicyBatch:
@@ -24,6 +26,13 @@ def _numbered(batch: PolicyBatch) -> PolicyBatch:
     place_N = np.arange(len(batch.tokens_N), dtype=np.float32)
     return replace(batch, loss_weights_N=place_N + 0.25, advantages_N=place_N + 0.5, behaviour_logprobs_N=-place_N,
                    old_logprobs_N=-place_N - 0.5)
+
+
+def _inputs(batch: PolicyBatch, sequence: int) -> int:
+    """Tokens that are fed: the prompt, and all that stands before the last sampled token."""
+    start, stop = batch.offsets_B1[sequence:sequence + 2]
+    sampled = [place for place in range(stop - start) if batch.sampled_N[start + place]]
+    return max([int(batch.prompt_lengths_B[sequence]), *sampled[-1:]])
 
 
 def _whole(micro: MicroBatch, batch: PolicyBatch, predictions: dict[int, int]) -> None:
@@ -43,11 +52,12 @@ def _whole(micro: MicroBatch, batch: PolicyBatch, predictions: dict[int, int]) -
 
 
 @settings(max_examples=60, deadline=None)
-@given(LENGTHS, st.sampled_from([1, 2, 4]), st.data())
-def test_completion_tokens_are_predicted_from_the_token_before_them(lengths: list[int], multiple: int, data) -> None:
-    batch = _numbered(make_batch(lengths, 7))
+@given(LENGTHS, st.sampled_from([1, 2, 4]), TOOLS, st.data())
+def test_sampled_tokens_are_predicted_from_the_token_before_them(lengths: list[int], multiple: int, tools: float,
+                                                                 data) -> None:
+    batch = _numbered(make_batch(lengths, 7, tools=tools))
     indices = sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1))))
-    inputs = {i: max(int(batch.prompt_lengths_B[i]), lengths[i] - 1) for i in indices}
+    inputs = {i: _inputs(batch, i) for i in indices}
     extra = data.draw(st.integers(0, 3)) * multiple
     length = sum(-(-n // multiple) * multiple for n in inputs.values()) + extra
     micro = pack(batch, tuple((i,) for i in indices), multiple=multiple, length=length)
@@ -59,7 +69,7 @@ def test_completion_tokens_are_predicted_from_the_token_before_them(lengths: lis
         offset = int(batch.offsets_B1[i])
         assert micro.tokens_T[at:at + n].tolist() == batch.tokens_N[offset:offset + n].tolist()
         assert micro.positions_T[at:at + n].tolist() == list(range(n))
-        predictions |= {offset + j: at + j - 1 for j in range(int(batch.prompt_lengths_B[i]), lengths[i])}
+        predictions |= {offset + j: at + j - 1 for j in range(lengths[i]) if batch.sampled_N[offset + j]}
         at += -(-n // multiple) * multiple
     _whole(micro, batch, predictions)
 
@@ -73,10 +83,10 @@ def _read(micro: MicroBatch, document: int) -> tuple[list[int], list[int]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(GROUPS, st.integers(1, 3), st.integers(24, 80), st.booleans(), st.booleans())
-def test_with_shared_prompts_every_completion_follows_its_prompt(groups: list, dp: int, budget: int, pipelined: bool,
-                                                                 pad: bool) -> None:
-    batch = _numbered(make_groups(groups, 7))
+@given(GROUPS, st.integers(1, 3), st.integers(24, 80), st.booleans(), st.booleans(), TOOLS)
+def test_with_shared_prompts_every_trajectory_follows_its_prompt(groups: list, dp: int, budget: int, pipelined: bool,
+                                                                 pad: bool, tools: float) -> None:
+    batch = _numbered(make_groups(groups, 7, tools=tools))
     schedule = make_schedule(batch, dp, budget, share_prompts=True, pipelined=pipelined)
     predicted: list[int] = []
     for units in (units for rank in schedule for units in rank):
@@ -87,8 +97,8 @@ def test_with_shared_prompts_every_completion_follows_its_prompt(groups: list, d
         ends = np.cumsum(d.lengths_D)
         expected = []
         for i in (i for unit in units for i in unit):
-            start, stop = batch.offsets_B1[i:i + 2]
-            inputs = batch.tokens_N[start:max(start + batch.prompt_lengths_B[i], stop - 1)].tolist()
+            start = batch.offsets_B1[i]
+            inputs = batch.tokens_N[start:start + _inputs(batch, i)].tolist()
             if i in {unit[0] for unit in units} or len(inputs) > batch.prompt_lengths_B[i]:
                 expected.append((inputs, list(range(len(inputs)))))
         assert [_read(micro, document) for document in range(len(d.lengths_D))][:len(expected)] == expected
@@ -106,9 +116,7 @@ def test_with_shared_prompts_every_completion_follows_its_prompt(groups: list, d
             rows[index] = row
         _whole(micro, batch, rows)
         predicted += rows
-    completion_N = np.concatenate([np.arange(n) >= p
-                                   for n, p in zip(batch.lengths_B, batch.prompt_lengths_B, strict=True)])
-    assert sorted(predicted) == np.flatnonzero(completion_N).tolist()
+    assert sorted(predicted) == np.flatnonzero(batch.sampled_N).tolist()
 
 
 @settings(max_examples=40, deadline=None)

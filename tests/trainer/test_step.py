@@ -127,7 +127,7 @@ def test_log_probs_and_gradients_equal_hugging_face(case: str, models: Models) -
     results = run_ranks(make_plan(config).training.world_size, _step, config, batch, timeout=60)
     logprobs_N, loss, gradients = models.truth(model, _lengths(lengths))
 
-    completion_N = batch.behaviour_logprobs_N != 0
+    completion_N = batch.sampled_N
     for found_N, metrics, _ in results:
         np.testing.assert_allclose(found_N, np.where(completion_N, logprobs_N, 0), atol=5e-5)
         assert metrics == results[0][1], "metrics must be the same on every rank"

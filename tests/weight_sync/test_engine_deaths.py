@@ -60,7 +60,7 @@ def kill(engine: RolloutEngine) -> None:
 
 async def assert_serves(engine: RolloutEngine, model, version: int) -> None:
     for prompt in PROMPTS:
-        (completion,) = (await engine.generate_group(prompt, Sampling(1, 0.0, TOKENS))).completions
+        (completion,) = (await engine.generate_group(prompt, Sampling(1, 0.0, TOKENS))).trajectories
         assert completion.token_ids.tolist() == hf_greedy(model, prompt, TOKENS)
         assert set(completion.weight_versions.tolist()) == {version}
 

@@ -32,7 +32,7 @@ def test_answers_are_those_of_an_engine_that_loaded_and_quantised_the_weights_it
 
     async def state(engine) -> tuple[list, list]:
         groups = await asyncio.gather(*[engine.generate_group(each, Sampling(1, 0.0, 12)) for each in PROMPTS])
-        return [group.completions[0].token_ids.tolist() for group in groups], await engine.weights._vllm.rpc(
+        return [group.trajectories[0].token_ids.tolist() for group in groups], await engine.weights._vllm.rpc(
             "sync_probe", names)
 
     async def synced(engine, source) -> tuple[list, list]:

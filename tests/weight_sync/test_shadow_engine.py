@@ -46,7 +46,7 @@ def test_requests_are_answered_by_the_old_version_until_the_swap_and_by_the_new_
         async def generate(tokens: int = TOKENS):
             sampling = Sampling(1, 0.0, tokens)
             groups = await asyncio.gather(*[engine.generate_group(prompt, sampling) for prompt in PROMPTS])
-            return [group.completions[0] for group in groups]
+            return [group.trajectories[0] for group in groups]
 
         async def assert_serves(which: int, version: int) -> None:
             for prompt, completion in zip(PROMPTS, await generate(), strict=True):

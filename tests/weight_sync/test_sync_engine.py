@@ -53,7 +53,7 @@ class _World:
     def assert_serves(self, which: int) -> None:
         """Greedy tokens are Hugging Face's with these weights, and carry the committed version."""
         for group in self.generate():
-            (completion,) = group.completions
+            (completion,) = group.trajectories
             assert completion.token_ids.tolist() == hf_greedy(self.models[which], group.prompt, 12)
             assert set(completion.weight_versions.tolist()) == {self.version}
 
