@@ -78,7 +78,7 @@ async def train(attempt: Attempt, clock: StepClock) -> Outcome:
         monitor = Monitor(config, attempt.folder, first_step=state.step + 1)
         for line in state.changes:
             monitor.note("CHANGED", line)
-        with clock.phase("sync", "first version"):
+        with clock.span("sync", "first version"):
             await job.sync(state.step)
         job.forget_versions_after(state.step)
         if state.step == 0 and state.saved < 0 and config.eval.at_start:
@@ -101,7 +101,7 @@ async def train(attempt: Attempt, clock: StepClock) -> Outcome:
         if stopped and state.step > state.saved:
             await save(job, state, clock)
         if not stopped and state.exports:
-            with clock.phase("export", "Hugging Face folder"):
+            with clock.span("export", "Hugging Face folder"):
                 await job.export(attempt.exported(state.step))
         monitor.close()
         clock.ending()
@@ -112,18 +112,18 @@ async def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monito
     """One GRPO step; afterwards the engines serve the new weights and `state.step` has advanced."""
     config, step = state.config, state.step + 1
     prompts = state.next_prompts()
-    with clock.phase("rollout", f"{len(prompts)} prompts x {config.algorithm.group_size}"):
+    with clock.span("rollout", f"{len(prompts)} prompts x {config.algorithm.group_size}"):
         groups = await job.generate(prompts, Sampling.training(config), step)
-    with clock.phase("reward"):
+    with clock.span("reward"):
         scores = await job.score(groups)
     rewards = [np.array([score.total for score in group], dtype=np.float64) for group in scores]
     batches, statistics = build_policy_batch(groups, rewards, config.algorithm, config.rollout.max_new_tokens)
     waited = await settle_disk(job, clock, monitor)
-    with clock.phase("log-prob"):
+    with clock.span("log-prob"):
         batches = [await with_fixed_logprobs(job, batch) for batch in batches]
-    with clock.phase("train", f"{len(batches)} update(s)"):
+    with clock.span("train", f"{len(batches)} update(s)"):
         updates = [await job.update(step, batch) for batch in batches]
-    with clock.phase("sync", f"version {step}"):
+    with clock.span("sync", f"version {step}"):
         report = await job.sync(step)
     state.step = step
     times = clock.end() | waited
@@ -138,7 +138,7 @@ async def settle_disk(job: Job, clock: StepClock, monitor: Monitor, phase: str =
     written is a warning; the run does not need it. `phase`: `disk` inside a step, `save` after the last."""
     if not job.writes:
         return {}
-    with clock.phase(phase, "a version of the weights"):
+    with clock.span(phase, "a version of the weights"):
         try:
             await job.version_on_disk()
         except NotWritten as error:
@@ -158,7 +158,7 @@ async def with_fixed_logprobs(job: Job, batch: PolicyBatch) -> PolicyBatch:
 
 async def evaluate(job: Job, state: RunState, clock: StepClock) -> dict[str, float]:
     """Greedy answers to the held-out questions, written to eval-<step>.jsonl, and their metrics."""
-    with clock.phase("eval", f"{len(state.held_out)} questions"):
+    with clock.span("eval", f"{len(state.held_out)} questions"):
         groups = await job.generate(state.held_out, Sampling.greedy(state.config), state.step)
         scores = await job.score(groups)
         file = job.attempt.folder / f"eval-{state.step:06d}.jsonl"
@@ -168,7 +168,7 @@ async def evaluate(job: Job, state: RunState, clock: StepClock) -> dict[str, flo
 
 async def save(job: Job, state: RunState, clock: StepClock) -> dict[str, float]:
     """Write a checkpoint of the step that was just made."""
-    with clock.phase("save", f"step {state.step}"):
+    with clock.span("save", f"step {state.step}"):
         await job.save(checkpoint_folder(job.attempt.checkpoints, state.step), state.extra())
     state.saved = state.step
     log.info("checkpoint of step %d written", state.step)

@@ -32,15 +32,17 @@ def failed(attempt: Attempt, failure: Failure) -> Outcome:
                  failure.log)
 
 
-def hung(attempt: Attempt, config: RunConfig, progress: progress_file.Progress, stacks: list[hang.Stack]) -> Outcome:
-    """The outcome of a hang: names the absent. If the job has ended by itself meanwhile, what it wrote."""
+def hung(attempt: Attempt, config: RunConfig, step: int, late: Sequence[progress_file.Span],
+         stacks: list[hang.Stack]) -> Outcome:
+    """The outcome of a hang: names the absent, and the spans of the step that are overdue. If the job has ended by itself
+    meanwhile, what it wrote."""
     written = read_outcome(attempt.folder)
     if written is not None:
         return written
     guilty = hang.absent(stacks)
-    limit = progress_file.allowed_s(progress, config)
-    message = (f"no progress for {limit:.0f} s in step {progress.step}, phase {progress.phase}\n"
-               f"{hang.explain(stacks)}\nstacks: {attempt.folder / 'stacks'}")
+    told = [f"no progress for {progress_file.allowed_s(span, config):.0f} s in step {step}, phase {span.name}"
+            for span in late]
+    message = "\n".join([*told, hang.explain(stacks), f"stacks: {attempt.folder / 'stacks'}"])
     name = guilty[0].name if guilty else None
     return ended(attempt, "hang", message, name, str(attempt.logs / f"{name}.log") if name else None)
 

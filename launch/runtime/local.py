@@ -99,16 +99,17 @@ class LocalJob:
                 return endings.ended(self.attempt, "crash", f"Ray ended with status {ray.returncode}", "ray",
                                      str(ray.log))
             progress = progress_file.read_progress(self.attempt.folder)
-            if stop_requested(self.attempt.folder) and (progress is None or progress.phase == "start"):
+            if stop_requested(self.attempt.folder) and (progress is None or progress.is_in("start")):
                 return endings.during_start_up(self.attempt)
-            if progress is None or progress.phase == "end":
+            if progress is None or progress.is_in("end"):
                 continue
             mourning = mourning or next(iter(components.dead(self.attempt, LOCAL_NODE)), None) and time.monotonic()
             if mourning and time.monotonic() - mourning > DRIVER_GRACE_S:
                 # A driver that has said why it ends may take long to go: its actors are dead before it is.
                 return endings.failed(self.attempt, components.first_failure(self.attempt, LOCAL_NODE))
-            if progress_file.overdue(progress, self.config, time.time()):
-                return endings.hung(self.attempt, self.config, progress, hang.take_stacks(self.attempt))
+            late = progress_file.overdue(progress, self.config, time.time())
+            if late:
+                return endings.hung(self.attempt, self.config, progress.step, late, hang.take_stacks(self.attempt))
         view.update()
         return read_outcome(self.attempt.folder) or endings.ended(
             self.attempt, "crash", f"the driver ended with status {driver.returncode} without a word", "driver",

@@ -188,7 +188,7 @@ class Supervisor:
     def _ending(self) -> bool:
         """The job is closing what it started: what ends now is meant to."""
         progress = progress_file.read_progress(self.attempt.folder)
-        return read_outcome(self.attempt.folder) is not None or progress is not None and progress.phase == "end"
+        return read_outcome(self.attempt.folder) is not None or progress is not None and progress.is_in("end")
 
     def _lost(self) -> Failure | None:
         """What died on this node. A component that left a word of its own comes first, then a silent one, then a
@@ -236,7 +236,7 @@ class Supervisor:
 
     def _saving(self) -> bool:
         progress = progress_file.read_progress(self.attempt.folder)
-        return progress is not None and progress.phase in SAVING
+        return progress is not None and progress.is_in(*SAVING)
 
     def _failed(self, error: Exception) -> None:
         """Tell the leader, and wait for the end it then makes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from launch.config.schema import RunConfig
@@ -48,7 +48,8 @@ class Watch:
                                attempt.folder / node_files.LEADER_BEAT)
         self._nodes_looked_at, self._told_of_silence = -math.inf, False
         self._lost: list[components.Failure] = []
-        self._progress_at, self._progress_moved = 0.0, 0.0
+        self._moved: dict[tuple[str, float], tuple[float, float]] = {}
+        """For each open span, by name and begin: its last sign of life, and when that was seen."""
 
     def run(self) -> Outcome:
         """How the attempt ended. Its processes may still run."""
@@ -66,13 +67,14 @@ class Watch:
             if self.step.returncode is not None:
                 return self._step_ended()
             progress = progress_file.read_progress(self.attempt.folder)
-            if stop_requested(self.attempt.folder) and (progress is None or progress.phase == "start"):
+            if stop_requested(self.attempt.folder) and (progress is None or progress.is_in("start")):
                 return endings.during_start_up(self.attempt)
             mourning = mourning or (time.monotonic() if self._lost else None)
             if mourning is not None and time.monotonic() - mourning > DRIVER_GRACE_S:
                 return self._with_cause(endings.failed(self.attempt, self._lost[0]))
-            if mourning is None and self._overdue(progress):
-                return self._hung(progress)
+            late = [] if mourning is not None or progress is None else self._overdue(progress)
+            if progress is not None and late:
+                return self._hung(progress.step, late)
             self.step.wait(LOOK_EVERY_S)
 
     def _look_at_nodes(self) -> None:
@@ -100,13 +102,15 @@ class Watch:
                                  f"{MANY_SILENT_S:.0f} s; no node is blamed")
         return None
 
-    def _overdue(self, progress: progress_file.Progress | None) -> bool:
-        """By changes seen, in time in which the file system answered: see `BeatWatch`."""
-        if progress is None or progress.phase == "end":
-            return False
-        if progress.at != self._progress_at:
-            self._progress_at, self._progress_moved = progress.at, self.beats.watched_s
-        return self.beats.watched_s - self._progress_moved > progress_file.allowed_s(progress, self.config)
+    def _overdue(self, progress: progress_file.Progress) -> list[progress_file.Span]:
+        """The open spans that hang, by changes seen, in time in which the file system answered: see `BeatWatch`."""
+        watched_s, before = self.beats.watched_s, self._moved
+        self._moved = {}
+        for span in progress.open:
+            at, seen_s = before.get((span.name, span.began), (None, 0.0))
+            self._moved[span.name, span.began] = span.at, seen_s if at == span.at else watched_s
+        return [span for span in progress.open
+                if watched_s - self._moved[span.name, span.began][1] > progress_file.allowed_s(span, self.config)]
 
     def _step_ended(self) -> Outcome:
         """The supervisors are gone, though nobody has asked them to. Slurm ends the whole job when it has noticed that
@@ -142,7 +146,7 @@ class Watch:
                    + (f", where {ran} ran" if ran else "") + (f"\nfirst seen as: {seen.message}" if seen else ""))
         return endings.ended(self.attempt, "node_failure", message, nodes=names)
 
-    def _hung(self, progress: progress_file.Progress) -> Outcome:
+    def _hung(self, step: int, late: Sequence[progress_file.Span]) -> Outcome:
         """Every supervisor takes the stacks of its node; the rank that the others wait for is named. A node that has
         not been heard of for as long as the job stands still is about to be silent for too long: it has failed."""
         (self.attempt.folder / node_files.STACKS_WANTED).touch()
@@ -159,7 +163,7 @@ class Watch:
         stacks = hang.read_stacks(self.attempt)
         stacks += [hang.Stack(record.name, "silent", "", hang.stack_file(self.attempt, record.name))
                    for record in components.components(self.attempt) if record.node in mute]
-        outcome = endings.hung(self.attempt, self.config, progress, sorted(stacks, key=lambda stack: stack.name))
+        outcome = endings.hung(self.attempt, self.config, step, late, sorted(stacks, key=lambda stack: stack.name))
         return outcome.model_copy(update={"nodes": tuple(self._nodes_of({outcome.component}))})
 
     def _nodes_of(self, names: Collection[str | None]) -> list[str]:
@@ -176,8 +180,8 @@ class View:
     def update(self) -> None:
         """Show what is new."""
         progress = progress_file.read_progress(self._folder)
-        if progress and (progress.step == 0 or progress.phase in progress_file.AFTER_THE_STEP):
-            text = f"{progress.phase}: {progress.detail}"
+        if progress and (progress.step == 0 or progress.newest.name in progress_file.AFTER_THE_STEP):
+            text = f"{progress.newest.name}: {progress.newest.detail}"
             if text != self._said:
                 self._display.phase(text)
             self._said = text

@@ -1,75 +1,147 @@
-"""Where the time of a step goes: one phase at a time, published for the launcher's display and hang watch."""
+"""Where the time of a step goes: spans, which may overlap, published for the launcher's display and hang watch."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch.run.progress import write_progress
+from launch.run.progress import Progress, Span, write_progress
+from megatron_rl.driver.trace import TraceWriter
 
 PHASES = {"rollout": "time/rollout", "reward": "time/reward", "log-prob": "time/logprob", "train": "time/train",
           "sync": "time/sync"}
-"""The phases that make a step; evaluations and checkpoints are timed too, outside of it."""
+"""The spans that make a step; evaluations and checkpoints are timed too, outside of it."""
 BEAT_EVERY_S = 1.0
 REMEMBERED = 16
 
 
+@dataclass(eq=False)
+class _Timed:
+    """A span with its times on the monotonic clock."""
+
+    span: Span
+    began: float
+    beat: float
+    ended: float | None = None
+
+    def inside(self, start: float, stop: float) -> tuple[float, float]:
+        """Begin and end of what lies between two times; an open span has no end yet."""
+        began = max(self.began, start)
+        return began, max(began, min(stop, stop if self.ended is None else self.ended))
+
+
+_HERE: ContextVar[_Timed | None] = ContextVar("span", default=None)
+"""The span that the running task is in. Tasks inherit that of the task that made them."""
+
+
 class StepClock:
-    """Times the phases of each step. Phases do not overlap; what is in none of them is `time/other`."""
+    """Records spans: begin, end and name. What is in no span of PHASES is a step's `time/other`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._trace = TraceWriter(folder / "trace.json")
         self._past: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._step, self._phase, self._detail, self._beat = 0, "start", "", 0.0
-        self._began = time.monotonic()
+        self._open: list[_Timed] = []
+        self._closed: list[_Timed] = []
+        """Of this step."""
+        self._ground = _timed("start", "")
+        """What the job is in while no span is open: start-up, the time between two spans, the end."""
+        self._step, self._began = 0, time.monotonic()
         self.steps_done = 0
 
     def begin(self, step: int) -> None:
         """A new step starts now."""
-        self._step, self._seconds, self._began = step, defaultdict(float), time.monotonic()
+        self._step, self.steps_done, self._began = step, step - 1, time.monotonic()
+        self._closed.clear()
+        self._stand("step", "")
 
     def start_up(self, detail: str) -> None:
         """Say what start-up is waiting for."""
-        self._enter("start", detail)
+        self._stand("start", detail)
 
     def ending(self) -> None:
         """From here on processes end because they are asked to."""
-        self._enter("end", "")
+        self._stand("end", "")
 
     @contextlib.contextmanager
-    def phase(self, name: str, detail: str = "") -> Iterator[None]:
-        """Time a block as `name`: one of PHASES, `disk`, `eval`, `save` or `export`."""
-        self._enter(name, detail)
-        started = time.monotonic()
+    def span(self, name: str, detail: str = "") -> Iterator[None]:
+        """Time a block as `name`: one of PHASES, `disk`, `eval`, `save` or `export`. Blocks of several tasks may
+        overlap."""
+        past = self._past[name]
+        mine = _timed(name, detail, statistics.median(past) if past else None)
+        self._open.append(mine)
+        outer = _HERE.set(mine)
+        self._publish()
         try:
             yield
         finally:
-            seconds = time.monotonic() - started
-            self._seconds[name] += seconds
-            self._past[name].append(seconds)
+            _HERE.reset(outer)
+            mine.ended = time.monotonic()
+            past.append(mine.ended - mine.began)
+            self._open.remove(mine)
+            self._closed.append(mine)
+            if not self._open:
+                self._stand(self._ground.span.name, self._ground.span.detail)
+            else:
+                self._publish()
+            self._trace.write(mine.span, mine.ended - mine.began)
 
     def alive(self) -> None:
-        """Something arrived inside the current phase: the job does not hang. Written at most once a second."""
-        if time.monotonic() - self._beat > BEAT_EVERY_S:
-            self._enter(self._phase, self._detail)
+        """Something arrived in the span that the running task is in: it does not hang. Written at most once a second.
+        """
+        self._beat(_HERE.get())
+
+    def alive_here(self) -> Callable[[], None]:
+        """`alive` of this task's span, for a task that was made outside of it."""
+        return functools.partial(self._beat, _HERE.get())
 
     def end(self) -> dict[str, float]:
-        """The step is over: its times, by metric name."""
-        total = time.monotonic() - self._began
-        split = {metric: self._seconds[name] for name, metric in PHASES.items()}
+        """The step is over: its times, by metric name. Of a span that is open, or began in an earlier step, what lies
+        in this one."""
+        began, now = self._began, time.monotonic()
         self.steps_done = self._step
-        return {**split, "time/step": total, "time/other": max(0.0, total - sum(split.values()))}
+        parts = [(each.span.name, each.inside(began, now)) for each in (*self._closed, *self._open)
+                 if each.span.name in PHASES]
+        split = {metric: sum(stop - start for each, (start, stop) in parts if each == name)
+                 for name, metric in PHASES.items()}
+        return {**split, "time/step": now - began,
+                "time/other": max(0.0, now - began - covered([part for _, part in parts]))}
 
     def last(self, name: str) -> float:
-        """Seconds of the latest phase `name`."""
+        """Seconds of the latest span `name`."""
         return self._past[name][-1]
 
-    def _enter(self, phase: str, detail: str) -> None:
-        self._phase, self._detail, self._beat = phase, detail, time.monotonic()
-        past = self._past.get(phase)
-        write_progress(self._folder, self._step, phase, detail, statistics.median(past) if past else None)
+    def _stand(self, name: str, detail: str) -> None:
+        self._ground = _timed(name, detail)
+        self._publish()
+
+    def _beat(self, mine: _Timed | None) -> None:
+        mine = self._ground if mine is None else mine
+        if time.monotonic() - mine.beat > BEAT_EVERY_S:
+            mine.beat, mine.span = time.monotonic(), replace(mine.span, at=time.time())
+            self._publish()
+
+    def _publish(self) -> None:
+        spans = tuple(each.span for each in self._open) or (self._ground.span,)
+        write_progress(self._folder, Progress(self._step, self.steps_done, spans))
+
+
+def covered(parts: Sequence[tuple[float, float]]) -> float:
+    """Seconds that lie in at least one of the intervals (begin, end)."""
+    total, reached = 0.0, float("-inf")
+    for start, stop in sorted(parts):
+        total += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return total
+
+
+def _timed(name: str, detail: str, expected_s: float | None = None) -> _Timed:
+    wall, now = time.time(), time.monotonic()
+    return _Timed(Span(name, detail, wall, wall, expected_s), now, now)

@@ -179,7 +179,7 @@ class Job:
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
-        self._disk.alive = self._clock.alive
+        self._disk.alive = self._clock.alive_here()     # the task that writes is of an earlier span
         written = await writing
         log.info("version in %s written: %.2f GB in %.1f s (%.2f GB/s), read back in %.1f s", written.folder,
                  written.nbytes / 1e9, written.write_s, written.nbytes / 1e9 / written.write_s, written.read_back_s)

@@ -45,7 +45,7 @@ def test_a_death_is_noticed_while_nobody_needs_the_dead(tmp_path):
     """The engine dies during a long update: nobody calls it, and the job ends all the same."""
     job = launch(tmp_path, "unseen", *SMALL, environment={"MEGATRON_RL_FAULT": "trainer-0:update:2:sleep"})
     job.until(lambda: (progress := read_progress(job.attempt.folder)) is not None
-              and (progress.step, progress.phase) == (2, "train"), "the update of step 2")
+              and (progress.step, progress.newest.name) == (2, "train"), "the update of step 2")
     os.kill(job.component("rollout-0").needs[0].pid, signal.SIGKILL)
     killed = time.monotonic()
     assert job.end() == ExitCode.CRASH, job.text()

@@ -19,7 +19,7 @@ from launch.exit_codes import ExitCode
 from launch.run.attempts import RunFolder, fresh_name
 from launch.run.components import ComponentRecord, Pid, dead, first_failure, record_error, register
 from launch.run.outcome import EXIT_CODES, Outcome, read_outcome, write_outcome
-from launch.run.progress import Progress, allowed_s, overdue, steps_done
+from launch.run.progress import Progress, Span, allowed_s, overdue, steps_done
 
 
 def run(tmp_path, **values) -> Run:
@@ -111,20 +111,24 @@ def test_hang_limit_is_three_times_the_phase_and_at_least_a_minute():
     config = load_config("configs/tiny/grpo.yaml").config
 
     def train(expected, phase="train"):
-        return Progress(2, phase, "", at=1000.0, expected_s=expected)
+        return Span(phase, "", began=900.0, at=1000.0, expected_s=expected)
 
     assert allowed_s(train(0.5), config) == 60
     assert allowed_s(train(100.0), config) == 300
     assert allowed_s(train(None), config) > config.run.deadline_s, "the job's own deadline must speak first"
     assert allowed_s(train(0.5, "sync"), config) > 1.5 * config.weight_sync.timeout_s
-    assert not overdue(train(0.5), config, now=1060.0)
-    assert overdue(train(0.5), config, now=1060.1)
+    slow, fast = train(100.0, "rollout"), train(0.5)
+    both = Progress(2, 1, (slow, fast))
+    assert overdue(both, config, now=1060.0) == []
+    assert overdue(both, config, now=1060.1) == [fast]
+    assert overdue(both, config, now=1300.1) == [slow, fast]
+    assert overdue(Progress.doing(2, "end", at=1000.0), config, now=1e9) == [], "the end has deadlines of its own"
 
 
 def test_a_step_counts_as_done_once_only_what_follows_it_is_left():
-    assert steps_done(None) == steps_done(Progress(0, "start", "", 0.0)) == 0
-    assert steps_done(Progress(4, "train", "", 0.0)) == 3
-    assert steps_done(Progress(4, "save", "", 0.0)) == steps_done(Progress(4, "eval", "", 0.0)) == 4
+    assert steps_done(None) == steps_done(Progress.doing(0, "start")) == 0
+    assert steps_done(Progress.doing(4, "train")) == 3
+    assert steps_done(Progress.doing(4, "save")) == steps_done(Progress.doing(4, "eval")) == 4
 
 
 def test_a_silent_death_explains_the_errors_of_its_peers(tmp_path):

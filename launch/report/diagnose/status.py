@@ -207,9 +207,9 @@ def _stages(folder: Path, given: tuple[str, ...], nodes: tuple[str, ...], placed
     if progress is None:
         return stages, missing
     if progress.step == 0:
-        return [*stages, Stage("LOAD", detail=progress.detail)], ()
-    steps = steps_of(folder)
-    return [*stages, Stage("LOAD"), Stage("STEP", progress.step, steps, progress.phase)], ()
+        return [*stages, Stage("LOAD", detail=progress.newest.detail)], ()
+    doing = ", ".join(span.name for span in progress.open)
+    return [*stages, Stage("LOAD"), Stage("STEP", progress.step, steps_of(folder), doing)], ()
 
 
 def _alive(run_folder: Path, folder: Path, given: tuple[str, ...], now: float,
