@@ -10,6 +10,7 @@
             config.yaml plan.json placement.json environment.json      what the attempt was started with
             environment/                                                what each process was, secrets masked
             progress.json metrics.jsonl samples.jsonl warnings.jsonl    what it is doing
+            trace.json                                                  when it did what (ui.perfetto.dev)
             components/<node>/ logs/ stacks/ errors/                    one file a process
             stop outcome.json plan-vs-measured.json                     how it ends
 """

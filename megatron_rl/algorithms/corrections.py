@@ -38,8 +38,8 @@ def mismatch_sums(logprobs_T: torch.Tensor, behaviour_logprobs_T: torch.Tensor,
     - `mismatch/kl`: KL(mu || pi), the k3 estimate r - 1 - log r with r = pi/mu. The engine is the truth: it stays
       moderate (9) where pi gives a sampled token exp(-15) and mu exp(-5). The other way the same token yields 22,000
       and hides everything. Healthy: about 1e-3; a steep rise means that the weights are not arriving.
-    - `mismatch/ratio`: r, about 1 in the mean.
-    - `mismatch/abs_diff` and `mismatch/abs_diff_max`: |log pi - log mu|, to be summed and to be maximised.
+    - `mismatch/ratio_mean`: r, about 1 in the mean.
+    - `mismatch/abs_mean` and `mismatch/abs_max`: |log pi - log mu|, to be summed and to be maximised.
 
     Args:
         logprobs_T, behaviour_logprobs_T: [T]. mask_T: bool [T].
@@ -51,7 +51,7 @@ def mismatch_sums(logprobs_T: torch.Tensor, behaviour_logprobs_T: torch.Tensor,
     abs_diff_T = log_ratio_T.abs()
     return {
         "mismatch/kl": (clamped_expm1(log_ratio_T) - log_ratio_T).sum(),
-        "mismatch/ratio": ratio_T.sum(),
-        "mismatch/abs_diff": abs_diff_T.sum(),
-        "mismatch/abs_diff_max": abs_diff_T.max() if abs_diff_T.numel() else abs_diff_T.new_zeros(()),
+        "mismatch/ratio_mean": ratio_T.sum(),
+        "mismatch/abs_mean": abs_diff_T.sum(),
+        "mismatch/abs_max": abs_diff_T.max() if abs_diff_T.numel() else abs_diff_T.new_zeros(()),
     }

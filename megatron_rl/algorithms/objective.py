@@ -39,10 +39,11 @@ def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torc
         old_logprobs_T: given exactly if `config.old_logprobs` is `recompute`.
         reference_logprobs_T: given if `config.kl.beta` is above 0.
     Returns:
-        The loss (float32 scalar), and float32 scalars without gradient: sums over the tokens with weight (divide by
-        `tokens` after summing over micro-batches and ranks), and maxima, whose names end in `_max`. `mismatch/*`
-        compares mu with pi_old where old log-probs are given, else with pi: then it says something of the engine only
-        on the first update of a rollout batch, before pi has moved (`MegatronTrainer.update` drops the others).
+        The loss (float32 scalar), and float32 scalars without gradient by the names of `megatron_rl.monitor.metrics`:
+        sums over the tokens with weight (divide by `train/tokens` after summing over micro-batches and ranks), and
+        maxima, whose names end in `_max`. `mismatch/*` compares mu with pi_old where old log-probs are given, else with
+        pi: then it says something of the engine only on the first update of a rollout batch, before pi has moved
+        (`MegatronTrainer.update` drops the others).
     Raises:
         ValueError: a tensor that the configuration needs is missing, or one that it excludes is given.
     """
@@ -72,29 +73,26 @@ def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torc
                            clip_high=config.clip_high, dual_clip=config.dual_clip)
     loss_T = correction_T * clipped.loss_T
     per_token = {
-        "policy/ratio": clipped.ratio_T,
-        "policy/clipped_high": clipped.clipped_high_T,
-        "policy/clipped_low": clipped.clipped_low_T,
-        "policy/clipped_dual": clipped.clipped_dual_T,
-        "policy/kl_old": kl_estimate(old_logprobs_T, logprobs_T, "k3"),
-        "policy/logprob": logprobs_T,
-        "correction/weight": correction_T,
-        "correction/capped": _capped(correction_T, None if bypass else config.importance_cap),
+        "train/ratio_mean": clipped.ratio_T,
+        "train/clip_fraction_high": clipped.clipped_high_T,
+        "train/clip_fraction_low": clipped.clipped_low_T,
+        "train/dual_clip_fraction": clipped.clipped_dual_T,
+        "mismatch/capped": _capped(correction_T, None if bypass else config.importance_cap),
     }
     if reference_logprobs_T is not None:
         reference_logprobs_T = in_loss(reference_logprobs_T)
         kl_T = kl_estimate(logprobs_T, reference_logprobs_T, config.kl.estimator)
         loss_T = loss_T + config.kl.beta * kl_T
-        per_token["reference/kl"] = kl_T
+        per_token["train/kl"] = kl_T
     if entropy_T is not None:
         entropy_T = in_loss(entropy_T)
         loss_T = loss_T - config.entropy_coef * entropy_T
-        per_token["policy/entropy"] = entropy_T
+        per_token["train/entropy"] = entropy_T
 
-    sums = {"tokens": mask_T.sum().float()}
+    sums = {"train/tokens": mask_T.sum().float()}
     sums |= {name: values_T.detach()[mask_T].sum() for name, values_T in per_token.items()}
     sums |= mismatch_sums(engine_twin_T, behaviour_logprobs_T, mask_T)
-    sums["policy/ratio_max"] = clipped.ratio_T[mask_T].max() if mask_T.any() else loss_T.new_zeros(())
+    sums["train/ratio_max"] = clipped.ratio_T[mask_T].max() if mask_T.any() else loss_T.new_zeros(())
     return (weights_T.float() * loss_T).sum(), sums
 
 

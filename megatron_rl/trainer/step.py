@@ -58,7 +58,7 @@ def run_step(chunks: list, plan: Plan, batch: PolicyBatch, objective: Objective,
         schedule: `schedule_of(batch, plan)` if not given.
 
     Returns:
-        The objective's sums over the whole batch (maxima, where the name ends in `_max`) and `loss`, the same on
+        The objective's sums over the whole batch (maxima, where the name ends in `_max`) and `train/loss`, the same on
         every rank.
     """
     sums: list[dict[str, torch.Tensor]] = []
@@ -69,7 +69,7 @@ def run_step(chunks: list, plan: Plan, batch: PolicyBatch, objective: Objective,
             logprobs_T=logprobs_P, entropy_T=entropy_P, advantages_T=predictions.advantages_P,
             weights_T=predictions.weights_P, behaviour_logprobs_T=predictions.behaviour_logprobs_P,
             old_logprobs_T=predictions.old_logprobs_P, reference_logprobs_T=predictions.reference_logprobs_P)
-        sums.append({name: value.detach() for name, value in {"loss": loss, **parts}.items()})
+        sums.append({name: value.detach() for name, value in {"train/loss": loss, **parts}.items()})
         return loss
 
     _run(chunks, plan, batch, schedule or schedule_of(batch, plan), loss_of, forward_only=False)
@@ -190,4 +190,4 @@ def _names(objective: Objective, batch: PolicyBatch) -> list[str]:
         logprobs_T=zero, entropy_T=zero, advantages_T=zero, weights_T=zero, behaviour_logprobs_T=zero,
         old_logprobs_T=None if batch.old_logprobs_N is None else zero,
         reference_logprobs_T=None if batch.reference_logprobs_N is None else zero)
-    return ["loss", *parts]
+    return ["train/loss", *parts]

@@ -92,7 +92,8 @@ class MegatronTrainer:
                         schedule)
         result = self.optimizer.step()
         if batch.old_logprobs_N is None and batch.extras.get("update_index", 0) > 0:
-            sums = {name: value for name, value in sums.items() if not name.startswith("mismatch/")}
+            sums = {name: value for name, value in sums.items()
+                    if not name.startswith("mismatch/") or name == "mismatch/capped"}
         return _metrics(sums, result) | {"train/sequences": float(len(batch.lengths_B)),
                                          "train/microbatches": float(len(schedule[0]))}
 
@@ -185,27 +186,14 @@ class MegatronTrainer:
                 "run.seed": str(config.run.seed), "run.steps": str(config.run.steps), **optimizer, **sizes}
 
 
-# name of the objective's sum -> name of the metric
-_MEANS = {
-    "policy/entropy": "train/entropy",
-    "policy/ratio": "train/ratio_mean",
-    "policy/clipped_high": "train/clip_fraction_high",
-    "policy/clipped_low": "train/clip_fraction_low",
-    "policy/clipped_dual": "train/dual_clip_fraction",
-    "reference/kl": "train/kl",
-    "mismatch/kl": "mismatch/kl",
-    "mismatch/ratio": "mismatch/ratio_mean",
-    "mismatch/abs_diff": "mismatch/abs_mean",
-    "correction/capped": "mismatch/capped",
-}
-_MAXIMA = {"policy/ratio_max": "train/ratio_max", "mismatch/abs_diff_max": "mismatch/abs_max"}
+_OF_THE_BATCH = ("train/loss", "train/tokens")
+"""What is no mean over tokens."""
 
 
 def _metrics(sums: dict[str, float], result: StepResult) -> dict[str, float]:
-    tokens = max(1.0, sums["tokens"])
-    metrics = {"train/loss": sums["loss"], "train/grad_norm": result.grad_norm, "train/lr": result.learning_rate,
-               "train/skipped": float(not result.applied), "train/tokens": sums["tokens"]}
-    metrics |= {name: sums[key] / tokens for key, name in _MEANS.items() if key in sums}
-    metrics |= {name: sums[key] for key, name in _MAXIMA.items() if key in sums}
+    tokens = max(1.0, sums["train/tokens"])
+    metrics = {name: value if name in _OF_THE_BATCH or name.endswith("_max") else value / tokens
+               for name, value in sums.items()}
     metrics["train/clip_fraction"] = metrics["train/clip_fraction_high"] + metrics["train/clip_fraction_low"]
-    return metrics
+    return metrics | {"train/grad_norm": result.grad_norm, "train/lr": result.learning_rate,
+                      "train/skipped": float(not result.applied)}

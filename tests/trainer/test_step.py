@@ -131,7 +131,7 @@ def test_log_probs_and_gradients_equal_hugging_face(case: str, models: Models) -
     for found_N, metrics, _ in results:
         np.testing.assert_allclose(found_N, np.where(completion_N, logprobs_N, 0), atol=5e-5)
         assert metrics == results[0][1], "metrics must be the same on every rank"
-    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["train/loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["weights"] == pytest.approx(batch.loss_weights_N.sum(), rel=1e-5)
     assert metrics["advantage_max"] == pytest.approx(max(0, (batch.loss_weights_N * batch.advantages_N).max()))
     assert_gradients_equal(results[0][2], gradients)
@@ -145,7 +145,7 @@ def test_bf16_stays_close_to_fp32(models: Models, sequence_parallel: bool, lengt
     found_N, metrics, gradients = run_ranks(4, _step, config, batch)[0]
     logprobs_N, loss, expected = models.truth(model, _lengths(lengths))
     assert np.abs(found_N - logprobs_N)[batch.behaviour_logprobs_N != 0].mean() < 0.03
-    assert metrics["loss"] == pytest.approx(loss, abs=0.03)
+    assert metrics["train/loss"] == pytest.approx(loss, abs=0.03)
     for name, truth in expected.items():
         cosine = (gradients[name] * truth).sum() / np.linalg.norm(gradients[name]) / np.linalg.norm(truth)
         assert cosine > 0.99, name

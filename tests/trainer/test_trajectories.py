@@ -102,10 +102,11 @@ def test_tool_tokens_are_context_without_loss_or_metric(trainer: dict, folder: P
     assert not logprobs_N[~batch.sampled_N].any()
     assert_gradients_equal(gradients, expected)
     log_ratio_T = logprobs_T.astype(np.float64) - batch.behaviour_logprobs_N[batch.sampled_N]
-    assert sums["tokens"] == len(logprobs_T)
-    assert sums["policy/logprob"] == pytest.approx(logprobs_T.sum(), rel=1e-4)
-    assert sums["mismatch/abs_diff"] == pytest.approx(np.abs(log_ratio_T).sum(), rel=1e-3)
-    assert sums["mismatch/abs_diff_max"] == pytest.approx(np.abs(log_ratio_T).max(), rel=1e-3)
+    assert sums["train/tokens"] == len(logprobs_T)
+    assert sums["train/ratio_mean"] == len(logprobs_T), "on the first update every ratio is 1"
+    assert sums["mismatch/kl"] == pytest.approx((np.expm1(log_ratio_T) - log_ratio_T).sum(), rel=1e-3)
+    assert sums["mismatch/abs_mean"] == pytest.approx(np.abs(log_ratio_T).sum(), rel=1e-3)
+    assert sums["mismatch/abs_max"] == pytest.approx(np.abs(log_ratio_T).max(), rel=1e-3)
 
 
 def test_with_the_mask_flipped_the_gradient_is_another(folder: Path, truth: tuple) -> None:
