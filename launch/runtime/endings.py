@@ -34,8 +34,8 @@ def failed(attempt: Attempt, failure: Failure) -> Outcome:
 
 def hung(attempt: Attempt, config: RunConfig, step: int, late: Sequence[progress_file.Span],
          stacks: list[hang.Stack]) -> Outcome:
-    """The outcome of a hang: names the absent, and the spans of the step that are overdue. If the job has ended by itself
-    meanwhile, what it wrote."""
+    """The outcome of a hang: names the absent, and the spans of the step that are overdue. If the job has ended by
+    itself meanwhile, what it wrote."""
     written = read_outcome(attempt.folder)
     if written is not None:
         return written

@@ -24,8 +24,8 @@ def loss_weights(lengths_B: np.ndarray, kept_B: np.ndarray, kind: AggregationKin
     - `sequence_sum`:  1 / |S|                           (the policy-gradient estimator, unnormalised)
     - `constant`:      1 / (|S| max_new_tokens)          (Dr. GRPO, arXiv:2503.20783)
 
-    Sequences that are not kept, or of which nothing was sampled, have weight 0 and are in neither the sum nor the count. If none
-    is kept all weights are 0 (and so is the gradient), never NaN.
+    Sequences that are not kept, or of which nothing was sampled, have weight 0 and are in neither the sum nor the
+    count. If none is kept all weights are 0 (and so is the gradient), never NaN.
 
     Args:
         lengths_B: sampled tokens of each sequence, int [B].

@@ -55,7 +55,8 @@ class Trajectory:
     def one_turn(token_ids: np.ndarray, logprobs: np.ndarray, weight_versions: np.ndarray, finish_reason: str,
                  text: str = "") -> Trajectory:
         """One answer to the prompt: every token is sampled."""
-        return Trajectory(token_ids, np.ones(len(token_ids), dtype=bool), logprobs, weight_versions, finish_reason, text)
+        sampled = np.ones(len(token_ids), dtype=bool)
+        return Trajectory(token_ids, sampled, logprobs, weight_versions, finish_reason, text)
 
     @property
     def length(self) -> int:
@@ -87,8 +88,9 @@ class PolicyBatch:
     sampled_N: np.ndarray
     """bool: the policy sampled this token. False on prompts, and on what tools or an environment wrote."""
     loss_weights_N: np.ndarray
-    """float32, 0 where nothing was sampled: mask times the normaliser of the chosen aggregation, computed on the global batch; the loss is the
-    plain sum over tokens of weight x token loss, so it cannot depend on DP, CP, micro-batches or packing."""
+    """float32, 0 where nothing was sampled: mask times the normaliser of the chosen aggregation, computed on the global
+    batch; the loss is the plain sum over tokens of weight x token loss, so it cannot depend on DP, CP, micro-batches or
+    packing."""
     advantages_N: np.ndarray
     """float32, 0 where nothing was sampled."""
     behaviour_logprobs_N: np.ndarray

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Callable
+from typing import Any, Callable
 
 import numpy as np
 import torch
@@ -52,8 +52,9 @@ class Predictions:
 
     def map(self, function: Mapping) -> Predictions:
         """Apply a function to every tensor."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Predictions(**{name: None if x is None else function(x) for name, x in values.items()})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        mapped: dict[str, Any] = {name: None if x is None else function(x) for name, x in values.items()}
+        return Predictions(**mapped)
 
 
 @dataclass(frozen=True)
@@ -191,17 +192,17 @@ def _predictions(batch: PolicyBatch, rows_P: np.ndarray, index_P: np.ndarray) ->
     if not len(rows_P):
         rows_P, index_P = np.array([0]), np.array([-1])
 
-    def values(values_N: np.ndarray | None, dtype: type) -> torch.Tensor | None:
-        if values_N is None:
-            return None
+    def values(values_N: np.ndarray, dtype: type = np.float32) -> torch.Tensor:
         return torch.from_numpy(np.where(index_P >= 0, values_N[index_P], 0).astype(dtype))
+
+    def given(values_N: np.ndarray | None) -> torch.Tensor | None:
+        return None if values_N is None else values(values_N)
 
     return Predictions(
         rows_P=torch.from_numpy(rows_P), labels_P=values(batch.tokens_N, np.int64),
-        weights_P=values(batch.loss_weights_N, np.float32), advantages_P=values(batch.advantages_N, np.float32),
-        behaviour_logprobs_P=values(batch.behaviour_logprobs_N, np.float32),
-        old_logprobs_P=values(batch.old_logprobs_N, np.float32),
-        reference_logprobs_P=values(batch.reference_logprobs_N, np.float32), index_P=torch.from_numpy(index_P))
+        weights_P=values(batch.loss_weights_N), advantages_P=values(batch.advantages_N),
+        behaviour_logprobs_P=values(batch.behaviour_logprobs_N), old_logprobs_P=given(batch.old_logprobs_N),
+        reference_logprobs_P=given(batch.reference_logprobs_N), index_P=torch.from_numpy(index_P))
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

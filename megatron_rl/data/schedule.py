@@ -90,8 +90,8 @@ def _check_budget(tokens: InputTokens, token_budget: int) -> None:
     if tokens.whole and max(tokens.whole) > token_budget:
         worst = int(np.argmax(tokens.whole))
         raise UserError(
-            f"sequence {worst} of the batch brings {tokens.whole[worst]} tokens into its micro-batch (its last "
-            f"sampled token left out, padded to a multiple of {tokens.multiple}), which holds at most trainer.token_budget = "
+            f"sequence {worst} of the batch brings {tokens.whole[worst]} tokens into its micro-batch (its last sampled "
+            f"token left out, padded to a multiple of {tokens.multiple}), which holds at most trainer.token_budget = "
             f"{token_budget}", where="trainer.token_budget",
             fix=f"set trainer.token_budget to at least {tokens.whole[worst]}, or lower rollout.max_new_tokens")
 

@@ -111,8 +111,8 @@ class PromptTemplate:
 
     def _apply(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False,
-                                                      add_generation_prompt=add_generation_prompt)
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False,
+                                                          add_generation_prompt=add_generation_prompt))
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             roles = [message.get("role") for message in messages]
             raise UserError(f"the tokenizer's chat template refuses messages with roles {roles}: {error}",
@@ -121,7 +121,8 @@ class PromptTemplate:
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int] | np.ndarray) -> str:
     """Text of int [R] completion ids: special tokens left out, spaces kept as the tokens say."""
-    return tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return str(tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=True,
+                                clean_up_tokenization_spaces=False))
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> tuple[int, ...]:

@@ -118,7 +118,8 @@ class Job:
         """The scores of every group, in order."""
         samples = [sample for group in groups for sample in group_samples(group)]
         size = SCORED_AT_ONCE * self.config.reward.workers
-        calls = {f"samples from {at}": self._rewards.score(samples[at:at + size]) for at in range(0, len(samples), size)}
+        calls = {f"samples from {at}": self._rewards.score(samples[at:at + size])
+                 for at in range(0, len(samples), size)}
         parts = await gather(calls, "score", arrived=self._clock.alive)
         scores = (score for part in parts.values() for score in part)
         return [[next(scores) for _ in group.trajectories] for group in groups]

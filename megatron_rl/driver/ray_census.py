@@ -37,7 +37,8 @@ def main() -> int:
 async def count() -> None:
     attempt, began = Attempt(Path(sys.argv[1])), time.monotonic()
     placement, deadline_s = attempt.placement(), attempt.config().run.deadline_s
-    ids = await connect(placement, deadline_s * len(placement.nodes))     # the supervisors keep the deadline of each node
+    # The supervisors keep the deadline of each node.
+    ids = await connect(placement, deadline_s * len(placement.nodes))
     counted_s = time.monotonic() - began
     actors = {node: pinned(Witness, ids[node], {}) for node in placement.nodes}
     calls = {node: answer(node, actor.look.remote()) for node, actor in actors.items()}

@@ -1,5 +1,8 @@
-"""`trace.json`: the spans of an attempt for https://ui.perfetto.dev or chrome://tracing (Trace Event Format, JSON array;
-its closing bracket is optional, so that a run that is killed leaves a file that can be read)."""
+"""`trace.json`: the spans of an attempt, for https://ui.perfetto.dev or chrome://tracing.
+
+It is in the Trace Event Format, as a JSON array. The closing bracket is optional there, so that a run that is killed
+leaves a file that can be read.
+"""
 
 from __future__ import annotations
 

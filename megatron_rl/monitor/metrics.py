@@ -76,9 +76,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("time/eval", "s", "evaluation, not in `time/step`"),
         Metric("time/checkpoint", "s", "checkpoint, not in `time/step`"),
         Metric("time/disk", "s", "waiting for a version on disk (`weight_sync.disk`), in `time/other`"),
-        Metric("time/other", "s", "what of `time/step` no rollout, reward, logprob, train or sync covers", "< 5 % of `time/step`"),
+        Metric("time/other", "s", "the part of `time/step` without rollout, reward, logprob, train or sync",
+               "< 5 % of `time/step`"),
         Metric("throughput/samples_per_s", "1/s", "trajectories per second of `time/step`"),
-        Metric("throughput/tokens_per_s", "1/s", "all tokens, those of prompts and tools too, per second of `time/step`"),
+        Metric("throughput/tokens_per_s", "1/s", "all tokens, prompts and tools included, per second of `time/step`"),
         Metric("throughput/rollout_tokens_per_s", "1/s", "sampled tokens per second of `time/rollout`"),
     ),
     "Update": (
@@ -108,7 +109,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("mismatch/abs_max", "nats", "largest absolute difference", "fp32 < 1e-2, bf16 of the order of 1"),
         Metric("mismatch/ratio_mean", "–", "mean ratio of trainer to behaviour probability", "0.98 to 1.02"),
         Metric("mismatch/capped", "share", "tokens at `algorithm.importance_cap`", "< 0.01"),
-        Metric("staleness/mean", "versions", "trainer version minus sampling version, mean over sampled tokens", "0 (synchronous)"),
+        Metric("staleness/mean", "versions", "trainer version minus sampling version, mean over sampled tokens",
+               "0 (synchronous)"),
         Metric("staleness/max", "versions", "oldest sampled token", "0 (synchronous)"),
     ),
     "Weight sync": (

@@ -32,7 +32,8 @@ class Monitor:
         run_dir = attempt_dir.parent.parent
         attempt_dir.mkdir(parents=True, exist_ok=True)
         earlier = [row for row in read_history(attempt_dirs(run_dir)) if row["step"] < first_step]
-        self._strict, self._warned = strict, set()
+        self._strict = strict
+        self._warned: set[str] = set()
         self._step = first_step - 1
         self._warnings = attempt_dir / "warnings.jsonl"
         self._watch = Watch(earlier)

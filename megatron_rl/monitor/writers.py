@@ -35,7 +35,7 @@ class JsonlWriter:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} after step {self._last_step} in {self._path}: steps must rise in a file")
-        row = {"step": step, "timestamp": round(time.time(), 3)}
+        row: dict[str, float | int | str] = {"step": step, "timestamp": round(time.time(), 3)}
         row |= {name: json_number(value) for name, value in metrics.items()}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()

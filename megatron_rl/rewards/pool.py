@@ -26,7 +26,7 @@ from pathlib import Path
 from launch.config.schema import Reward as RewardConfig
 from launch.errors import UserError
 from megatron_rl.rewards import child
-from megatron_rl.rewards.sample import Sample, Score
+from megatron_rl.rewards.sample import Sample, Score, Status
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ class _Worker:
                 self.starting = False
                 self._progress()
         except (EOFError, ConnectionResetError):
-            return scores | self._replace("error", self._death())
+            return scores | self._replace("error", _death(self._process))
         if self.deadline is not None and now >= self.deadline:
             limit = self._start_timeout_s if self.starting else self._config.timeout_s
             return scores | self._replace("timeout", f"no answer within {limit:g} s")
@@ -223,7 +223,7 @@ class _Worker:
         return left
 
     def kill(self) -> None:
-        if self._process is None:
+        if self._process is None or self._process.pid is None:
             return
         # Before `join`, which frees the pid: the worker leads a process group, with whatever the reward started.
         try:
@@ -239,14 +239,7 @@ class _Worker:
         self._running = ""
         self.deadline = time.monotonic() + self._config.timeout_s if self._pending else None
 
-    def _death(self) -> str:
-        self._process.join(timeout=5.0)
-        code = self._process.exitcode
-        if code is None:  # someone else waited for it
-            return "the worker process ended"
-        return f"the worker process ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
-
-    def _replace(self, status: str, detail: str) -> dict[int, Score]:
+    def _replace(self, status: Status, detail: str) -> dict[int, Score]:
         """A new process in place of this one; the sample it was busy with gets the blame."""
         if self._log_path is not None:
             detail += f"; see {self._log_path}"
@@ -261,3 +254,11 @@ class _Worker:
         self.kill()
         self.start()
         return failed
+
+
+def _death(process: multiprocessing.process.BaseProcess) -> str:
+    process.join(timeout=5.0)
+    code = process.exitcode
+    if code is None:  # someone else waited for it
+        return "the worker process ended"
+    return f"the worker process ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"

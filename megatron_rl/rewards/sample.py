@@ -12,7 +12,8 @@ Status = Literal["ok", "error", "timeout"]
 
 @dataclass(frozen=True)
 class Sample:
-    """The text of one trajectory to be scored. Plain values only: it crosses process boundaries and is saved as JSON."""
+    """The text of one trajectory, to be scored. Plain values only: it crosses process boundaries and is saved as JSON.
+    """
 
     completion: str
     answer: str | None

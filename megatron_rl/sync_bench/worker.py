@@ -1,5 +1,5 @@
-"""A rollout worker without an engine: vLLM's own model, which never runs, and the real `LaneReceiver` that writes into
-it. vLLM's executor is replaced by the pipe of a member process."""
+"""A rollout worker without an engine: vLLM's own model, which never runs, and the real `InPlaceTransferEngine` that
+writes into it. vLLM's executor is replaced by the pipe of a member process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.config import get_current_vllm_config
 from megatron_rl.layouts.digest import digest_layouts
 from megatron_rl.layouts.vllm import decode_layout
 from megatron_rl.weight_sync.ends.vllm_internals import offline_model
-from megatron_rl.weight_sync.ends.vllm_plugin import LaneReceiver, ShadowReceiver, WeightSyncWorker
+from megatron_rl.weight_sync.ends.vllm_plugin import InPlaceTransferEngine, ShadowTransferEngine, WeightSyncWorker
 from megatron_rl.weight_sync.protocol import Staging
 
 
@@ -27,12 +27,12 @@ class RolloutWorker(WeightSyncWorker):
         self.vllm_config, self._device = get_current_vllm_config(), torch.device(device)
         self.vllm_config.parallel_config.rank = rank
         self._weight_update_active = False
-        self.weight_transfer_engine = LaneReceiver(None, self.vllm_config, self._device, self.model)
+        self.weight_transfer_engine = InPlaceTransferEngine(None, self.vllm_config, self._device, self.model)
 
     def stage(self, staging: Staging) -> None:
         """From here on receive in place, or into a second copy."""
         self.weight_transfer_engine.shutdown()
-        kind = ShadowReceiver if staging == "shadow" else LaneReceiver
+        kind = ShadowTransferEngine if staging == "shadow" else InPlaceTransferEngine
         self.weight_transfer_engine = kind(None, self.vllm_config, self._device, self.model)
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:

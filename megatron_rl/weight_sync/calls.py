@@ -66,7 +66,7 @@ def raise_failures(found: Mapping[str, Any]) -> None:
         raise SyncError(f"no answer in time from {', '.join(missing)}")
 
 
-def _failed(found: Mapping[str, Any]) -> dict[str, Exception]:
+def _failed(found: Mapping[str, Any]) -> dict[str, BaseException]:
     return {name: outcome for name, outcome in found.items()
             if isinstance(outcome, BaseException) and not isinstance(outcome, NoAnswer)}
 

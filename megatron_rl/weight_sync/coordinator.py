@@ -11,8 +11,9 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from launch.fabric.estimate import Kind
 from launch.fabric.seated import Seats
@@ -41,6 +42,8 @@ from megatron_rl.weight_sync.protocol import (
 from megatron_rl.weight_sync.wire.abort import AbortLine
 
 log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 OPENING = 2.0
 """Opening lanes may take so many times the deadline of a transfer: who waited for one until its end comes late."""
@@ -107,15 +110,16 @@ class SyncCoordinator:
         """
         async with self._lock:
             deadline = time.monotonic() + self._timeout_s
-            self._sources, described = await asyncio.gather(
+            sources, described = await asyncio.gather(
                 answers({trainer_name(rank): t.sync_describe() for rank, t in self._trainers.items()}, deadline,
                         first_failure=True),
-                answers(self._on_engines("sync_describe", self._canonical), deadline, first_failure=True))
-            self._destinations = dict(zip(self._engines, described, strict=True))
+                answers(self._on_engines(lambda engine: engine.sync_describe(self._canonical)), deadline,
+                        first_failure=True))
+            self._sources, self._destinations = sources, dict(zip(self._engines, described, strict=True))
             had_lanes = self._handed_out
             try:
                 await self._close_lanes()
-                await self._open_lanes(self._epoch)
+                return await self._open_lanes(self._epoch)
             except Exception as error:
                 if had_lanes or self._handed_out:
                     self._epoch += 1            # members leave the lanes that they opened before it
@@ -123,11 +127,11 @@ class SyncCoordinator:
                     if died:
                         raise SyncError(f"{', '.join(died)} died while the lanes were opened: {error}") from error
                 raise
-            return self.manifest
 
     async def admit(self, replica: int, engine: EngineHandle) -> None:
         """Take an engine that was started again in the place of one that was lost. It serves once the next sync, which
-        runs over new lanes, has committed.
+        runs over new lanes, has committed. No run calls this yet: a run ends with the death of any process
+        (`go_on=False`), and tests alone heal.
 
         Raises:
             SyncError: it does not answer, or its workers cannot describe their layouts.
@@ -155,9 +159,8 @@ class SyncCoordinator:
             while True:
                 self._epoch += 1
                 try:
-                    if not self._open:
-                        await self._open_lanes(self._epoch - 1)
-                    return replace(await self._run_epoch(self._epoch, version), lost=tuple(lost))
+                    manifest = self.manifest if self._open else await self._open_lanes(self._epoch - 1)
+                    return replace(await self._run_epoch(manifest, self._epoch, version), lost=tuple(lost))
                 except Exception as error:
                     died = await self._discard(self._epoch, str(error))
                     lost += died
@@ -174,7 +177,7 @@ class SyncCoordinator:
         if self._line is not None:
             self._line.close()
 
-    async def _open_lanes(self, last_epoch: int) -> None:
+    async def _open_lanes(self, last_epoch: int) -> SyncManifest:
         if not self._engines:
             raise SyncError("no engine is left")
         destinations = [each for replica in self._engines for each in self._destinations[replica]]
@@ -189,8 +192,9 @@ class SyncCoordinator:
                         OPENING * self._timeout_s, last_epoch,
                         *((self._line.endpoint, self._line.token) if self._line else ()))
         self._handed_out = True
-        calls = {trainer_name(rank): trainer.sync_open(replace(part, streams=manifest.part_of_rank(rank)))
-                 for rank, trainer in self._trainers.items()}
+        calls: dict[str, Awaitable[Any]] = {
+            trainer_name(rank): trainer.sync_open(replace(part, streams=manifest.part_of_rank(rank)))
+            for rank, trainer in self._trainers.items()}
         calls |= {engine_name(replica): engine.sync_open(replace(part, streams=manifest.part_of_engine(replica)))
                   for replica, engine in self._engines.items()}
         # The members' own deadline names who is absent: let it speak first.
@@ -200,6 +204,7 @@ class SyncCoordinator:
         members += [engine_name(each.replica, each.worker) for each in destinations]
         compare_held(manifest, members, [*held[:trainers], *(each for workers in held[trainers:] for each in workers)])
         self.manifest, self._open = manifest, True
+        return manifest
 
     async def _close_lanes(self) -> None:
         """The stores of the lanes end before others listen in their place."""
@@ -209,20 +214,21 @@ class SyncCoordinator:
                            for rank, trainer in self._trainers.items()},
                           time.monotonic() + self._opening_s)
 
-    async def _run_epoch(self, epoch: int, version: int) -> SyncReport:
+    async def _run_epoch(self, manifest: SyncManifest, epoch: int, version: int) -> SyncReport:
         marks = [time.monotonic()]
         deadline = marks[0] + 1.5 * self._timeout_s
-        await answers(self._on_engines("sync_prepare", epoch), deadline)
+        await answers(self._on_engines(lambda engine: engine.sync_prepare(epoch)), deadline)
         marks.append(time.monotonic())
 
         sent, received = await self._transfer(epoch, deadline)
         marks.append(time.monotonic())
 
-        compare_digests(self.manifest.bytes_per_edge().keys(), sent, received)
+        compare_digests(manifest.bytes_per_edge().keys(), sent, received)
         marks.append(time.monotonic())
 
         # A deadline of its own: a transfer that took all of the other must not fail for what comes after it.
-        pauses = await answers(self._on_engines("sync_commit", epoch, version), time.monotonic() + self._timeout_s)
+        pauses = await answers(self._on_engines(lambda engine: engine.sync_commit(epoch, version)),
+                               time.monotonic() + self._timeout_s)
         self.version = version
         marks.append(time.monotonic())
 
@@ -234,11 +240,12 @@ class SyncCoordinator:
                 seconds[name] = max(seconds.get(name, 0.0), value)
         arrivals = {(sender, report.member): value for report in received for sender, value in report.arrivals.items()}
         return SyncReport(version, epoch, sum(report.nbytes for report in received), seconds, arrivals=arrivals,
-                          requantised=self.manifest.requantised_bytes)
+                          requantised=manifest.requantised_bytes)
 
     async def _transfer(self, epoch: int, deadline: float) -> tuple[list[TransferReport], list[TransferReport]]:
-        calls = {trainer_name(rank): t.sync_send(epoch) for rank, t in self._trainers.items()}
-        calls |= self._on_engines("sync_receive", epoch)
+        calls: dict[str, Awaitable[Any]] = {trainer_name(rank): t.sync_send(epoch)
+                                            for rank, t in self._trainers.items()}
+        calls |= self._on_engines(lambda engine: engine.sync_receive(epoch))
         aborted = False
 
         def arrived(name: str, outcome: object) -> None:
@@ -256,9 +263,9 @@ class SyncCoordinator:
             deaths = [f"{name}: {outcome}" for name, outcome in found.items() if isinstance(outcome, Exception)]
             raise SyncError("the transfer failed\n" + "\n".join(deaths + errors))
         raise_failures(found)
-        found = list(found.values())
-        return (found[:len(self._trainers)],
-                [report for reports in found[len(self._trainers):] for report in reports])
+        reports = list(found.values())
+        return (reports[:len(self._trainers)],
+                [report for of_engine in reports[len(self._trainers):] for report in of_engine])
 
     async def _discard(self, epoch: int, reason: str) -> list[str]:
         """Every member leaves its lanes, and engines that were written in place count as a mixture. Who does not answer
@@ -270,15 +277,15 @@ class SyncCoordinator:
         if self._line is not None:
             self._line.abort(epoch)
         calls = {trainer_name(rank): t.sync_discard(epoch, reason) for rank, t in self._trainers.items()}
-        calls |= self._on_engines("sync_discard", epoch, reason)
+        calls |= self._on_engines(lambda engine: engine.sync_discard(epoch, reason))
         found = await outcomes(calls, time.monotonic() + patience)
         lost = [name for name, outcome in found.items() if isinstance(outcome, Exception)]
         self._trainers = {rank: t for rank, t in self._trainers.items() if trainer_name(rank) not in lost}
         self._engines = {replica: e for replica, e in self._engines.items() if engine_name(replica) not in lost}
         return lost
 
-    def _on_engines(self, method: str, *args: object) -> dict[str, object]:
-        return {engine_name(replica): getattr(engine, method)(*args) for replica, engine in self._engines.items()}
+    def _on_engines(self, call: Callable[[EngineHandle], Awaitable[Answer]]) -> dict[str, Awaitable[Answer]]:
+        return {engine_name(replica): call(engine) for replica, engine in self._engines.items()}
 
 
 def lane_specs(manifest: SyncManifest, endpoints: Sequence[Endpoint], backend: Backend) -> tuple[LaneSpec, ...]:

@@ -15,24 +15,24 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from launch.errors import UserError
 from megatron_rl.layouts import step_folder as files
-from megatron_rl.layouts.step_folder import Part
+from megatron_rl.layouts.step_folder import Exported, Part
 from megatron_rl.weight_sync.calls import outcomes, raise_failures
 from megatron_rl.weight_sync.protocol import trainer_name
 
 log = logging.getLogger(__name__)
 
 class Writer(Protocol):
-    """A training rank, as this module sees it (`driver.actors.TrainerActor`)."""
+    """A training rank, as this module sees it (`driver.handles.RemoteTrainer`)."""
 
-    def export(self, folder: str, part: Part) -> Any:
-        """Awaitable: `Exported`. What the file system does is told in it, not raised: it ends no run."""
+    def export(self, folder: str, part: Part) -> Awaitable[Exported]:
+        """What the file system does is told in the answer, not raised: it ends no run."""
 
 
 @dataclass(frozen=True)

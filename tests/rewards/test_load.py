@@ -103,6 +103,7 @@ def test_group_to_samples():
         return Trajectory(ids, np.array(sampled), np.zeros(len(sampled), np.float32), ids, reason, text)
 
     prompt = Prompt(np.int64(17), np.arange(3, dtype=np.int32), "how far?", "3", {"unit": "km"})
-    samples = group_samples(Group(prompt, (trajectory("a", [True] * 2, "stop"), trajectory("b", [True, True, False, True], "length"))))
-    assert samples == [Sample("a", "3", "how far?", {"unit": "km"}, "stop", 2, 17, 0),
-                       Sample("b", "3", "how far?", {"unit": "km"}, "length", 3, 17, 1)], "tokens that a tool wrote are not the policy's"
+    group = Group(prompt, (trajectory("a", [True] * 2, "stop"), trajectory("b", [True, True, False, True], "length")))
+    assert group_samples(group) == [
+        Sample("a", "3", "how far?", {"unit": "km"}, "stop", 2, 17, 0),
+        Sample("b", "3", "how far?", {"unit": "km"}, "length", 3, 17, 1)], "a tool's tokens are not the policy's"

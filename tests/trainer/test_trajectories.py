@@ -67,8 +67,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def truth(folder: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Log-probs of the sampled tokens in order, and the gradient of the token mean of -A log p: Hugging Face's own loss,
-    with the label -100 on prompts and on what tools wrote."""
+    """Log-probs of the sampled tokens in order, and the gradient of the token mean of -A log p: by Hugging Face's own
+    loss, with the label -100 on prompts and on what tools wrote."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.get_input_embeddings().padding_idx = None     # it would withhold the gradient of a sampled pad token
     count = sum(shape.count("s") for _, shapes in SHAPES for shape in shapes)

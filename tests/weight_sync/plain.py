@@ -1,5 +1,5 @@
 """Engines without vLLM: one real process a worker, which holds plain tensors cut as vLLM cuts them, and the project's
-own `WorkerReceiver`. The engine's state machine in front of them is the real one."""
+own `WorkerSync`. The engine's state machine in front of them is the real one."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class _Worker:
     def __init__(self, a: Architecture, tp: int, rank: int, shadow: bool) -> None:
         import torch
 
-        from megatron_rl.weight_sync.ends.worker import WorkerReceiver
+        from megatron_rl.weight_sync.ends.worker import WorkerSync
         from tests.weight_sync.worlds import layouts_from_numbers, numbered, vllm_shards
 
         self.a, self.tp, self.rank = a, tp, rank
         shards = vllm_shards(a, tp, rank, numbered(a))
         self.layouts = layouts_from_numbers(a, shards)
         self.live = {name: torch.full(value.shape, torch.nan) for name, value in shards.items()}
-        self.receiver = WorkerReceiver(self.live, shadow=shadow)
+        self.receiver = WorkerSync(self.live, shadow=shadow)
 
     def sync_layout(self, canonical: list, dtype: str) -> dict:
         from megatron_rl.layouts.vllm import encode_layout

@@ -103,7 +103,7 @@ def _build(folder: str, tp: int, rank: int, staging: Staging = "in_place", quant
     from vllm.v1.worker.gpu_worker import Worker
 
     from megatron_rl.weight_sync.ends.vllm_internals import offline_model
-    from megatron_rl.weight_sync.ends.vllm_plugin import LaneReceiver, ShadowReceiver, WeightSyncWorker
+    from megatron_rl.weight_sync.ends.vllm_plugin import InPlaceTransferEngine, ShadowTransferEngine, WeightSyncWorker
 
     class _Worker(WeightSyncWorker, Worker):
         def __init__(self, model: torch.nn.Module, stack: ExitStack) -> None:
@@ -111,7 +111,7 @@ def _build(folder: str, tp: int, rank: int, staging: Staging = "in_place", quant
             self.vllm_config = get_current_vllm_config()
             self.vllm_config.parallel_config.rank = self.rank = rank
             self.model_runner = SimpleNamespace(get_model=lambda: model, reset_lora_state=lambda: None)
-            kind = ShadowReceiver if staging == "shadow" else LaneReceiver
+            kind = ShadowTransferEngine if staging == "shadow" else InPlaceTransferEngine
             self.weight_transfer_engine = kind(None, self.vllm_config, torch.device("cpu"), model)
             self._weight_update_active = self._weight_update_is_draft = False
             self.model = model

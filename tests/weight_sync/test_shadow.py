@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megatron_rl.weight_sync.ends.worker import SwapError, WorkerReceiver
+from megatron_rl.weight_sync.ends.worker import SwapError, WorkerSync
 from megatron_rl.weight_sync.protocol import EngineState, NotServing, SyncError
 from tests.weight_sync.plain import PlainEngine
 from tests.weight_sync.routed import World, two_checkpoints, world
@@ -43,7 +43,7 @@ async def _assert_served_and_whole(one: World, which: int, version: int,
 
 def test_what_was_not_received_whole_is_never_swapped_in():
     live = {"w": torch.ones(4)}
-    worker = WorkerReceiver(live, shadow=True)
+    worker = WorkerSync(live, shadow=True)
     worker.begin()
     with pytest.raises(SwapError, match="epoch 3 was not received"):
         worker.swap(3)

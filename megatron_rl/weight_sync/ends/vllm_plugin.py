@@ -1,7 +1,7 @@
 """The rollout side of a sync, inside vLLM's workers: a worker extension and registered weight transfer engines.
 
 Named as `worker_extension_cls`, this module is imported by every worker before its model is loaded. A transfer engine
-is a `WorkerReceiver` over the live parameters; there is one a staging, `megatron_rl_in_place` and `megatron_rl_shadow`.
+is a `WorkerSync` over the live parameters; there is one a staging, `megatron_rl_in_place` and `megatron_rl_shadow`.
 
 No exception may leave a worker RPC: at TP >= 2 vLLM's executor raises at the first failing rank without draining the
 others, and every later answer is off by one. Failures are recorded and reported by `sync_status`.
@@ -32,7 +32,7 @@ from megatron_rl.weight_sync.ends.vllm_internals import (
     keep_cpu_weights_in_place,
     live_model,
 )
-from megatron_rl.weight_sync.ends.worker import WorkerReceiver
+from megatron_rl.weight_sync.ends.worker import WorkerSync
 from megatron_rl.weight_sync.plan.streams import EngineRank
 from megatron_rl.weight_sync.protocol import SyncPart, vllm_backend
 
@@ -65,7 +65,7 @@ class WeightSyncWorker:
         """Close the update session, if one is open, and all lanes."""
         def leave() -> dict:
             end_update(self)
-            self.weight_transfer_engine.receiver.leave(reason)
+            self.weight_transfer_engine.sync.leave(reason)
             return {}
 
         return _never_raise(leave)
@@ -74,14 +74,14 @@ class WeightSyncWorker:
         """Bring the live parameters to what was received beside them."""
         def swap() -> dict:
             with in_vllms_config(self):
-                self.weight_transfer_engine.receiver.swap(epoch)
+                self.weight_transfer_engine.sync.swap(epoch)
             return {}
 
         return _never_raise(swap)
 
     def sync_status(self) -> dict:
-        """What the transfer engine did last; see `WorkerReceiver.status`."""
-        return self.weight_transfer_engine.receiver.status()
+        """What the transfer engine did last; see `WorkerSync.status`."""
+        return self.weight_transfer_engine.sync.status()
 
     def sync_compare(self, folder: str, canonical: list, dtype: str) -> dict:
         """Where live parameters and the weights in a folder differ: `lines`, see `disk_check.differences`."""
@@ -118,7 +118,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     epoch: int
 
 
-class LaneReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
+class InPlaceTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Receives the streams of one worker and writes them into live parameters. vLLM makes it when the model is loaded,
     before it measures the memory that is left."""
 
@@ -130,13 +130,13 @@ class LaneReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.quantised = Quantised(self.model)
-        self.receiver = WorkerReceiver(self.quantised.in_place, shadow=self.shadow, quantised=self.quantised.copies,
+        self.sync = WorkerSync(self.quantised.in_place, shadow=self.shadow, quantised=self.quantised.copies,
                                        requantise=self.quantised.swap)
 
     # vLLM's worker calls these; each returns whatever happens.
 
     def parse_init_info(self, init_dict: dict) -> dict:
-        return init_dict                     # parsed inside the guard of WorkerReceiver.open
+        return init_dict                     # parsed inside the guard of WorkerSync.open
 
     def init_transfer_engine(self, init_info: dict) -> None:
         worker = self.parallel_config.rank
@@ -146,26 +146,26 @@ class LaneReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             assert_not_empty(self.quantised.in_place)
             return (info.replica, worker), SyncPart.from_plain(info.parts[worker]), info.address
 
-        self.receiver.open(part)
+        self.sync.open(part)
 
     def start_weight_update(self) -> None:
-        self.receiver.begin()
+        self.sync.begin()
 
     def update_weights(self, update_info: dict) -> None:
         # The base class would call torch.accelerator.synchronize(), which a CPU has not.
-        self.receiver.receive(update_info.get("epoch", -1))
+        self.sync.receive(update_info.get("epoch", -1))
 
     def finish_weight_update(self) -> None:
         """Nothing is staged by vLLM; the version is set by the engine's COMMIT."""
 
     def shutdown(self) -> None:
-        self.receiver.leave("")
+        self.sync.leave("")
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        self.receiver.receive(update_info.epoch)
+        self.sync.receive(update_info.epoch)
 
 
-class ShadowReceiver(LaneReceiver):
+class ShadowTransferEngine(InPlaceTransferEngine):
     """Writes them into a second copy, while the engine serves."""
 
     shadow = True
@@ -199,5 +199,5 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
-WeightTransferEngineFactory.register_engine(vllm_backend("in_place"), LaneReceiver)
-WeightTransferEngineFactory.register_engine(vllm_backend("shadow"), ShadowReceiver)
+WeightTransferEngineFactory.register_engine(vllm_backend("in_place"), InPlaceTransferEngine)
+WeightTransferEngineFactory.register_engine(vllm_backend("shadow"), ShadowTransferEngine)

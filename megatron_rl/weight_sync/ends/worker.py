@@ -31,7 +31,7 @@ class SwapError(RuntimeError):
     """The live parameters are not what was received."""
 
 
-class WorkerReceiver:
+class WorkerSync:
     """One worker's part of all syncs.
 
     Args:
