@@ -96,7 +96,7 @@ async def measure(setup: Setup, rates: Rates, cores: int, logs: Path, route: str
 async def _ours(found: Measured, network: Network, world: World, spares: list[float]) -> None:
     """The second sync counts: the first one touches every buffer for the first time."""
     setup = found.setup
-    coordinator = SyncCoordinator(world.trainers, world.engines, world.endpoints,
+    coordinator = SyncCoordinator(world.trainers, [engine.weights for engine in world.engines], world.endpoints,
                                   canonical_tensors(setup.plan.architecture), backend="gloo",
                                   bucket_bytes=min(setup.bucket_bytes, found.prediction.cost.chunk_bytes),
                                   timeout_s=setup.timeout_s, route=found.prediction.chosen, seats=setup.seats)

@@ -86,6 +86,6 @@ def before_it_began(attempt: Attempt, status: int, log: Path, nodes: Sequence[st
     if refused(text) or everywhere and not LOST.search(text):
         return ended(attempt, "user_error", message, "srun", str(log))
     if failed and not everywhere:
-        return ended(attempt, "node_failure", f"{', '.join(failed)} did not start its task; {message}", "srun", str(log),
-                     failed)
+        return ended(attempt, "node_failure", f"{', '.join(failed)} did not start its task; {message}", "srun",
+                     str(log), failed)
     return ended(attempt, "crash", message, "srun", str(log))

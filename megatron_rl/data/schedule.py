@@ -98,8 +98,9 @@ def _check_budget(tokens: InputTokens, token_budget: int) -> None:
 
 def _groups(batch: PolicyBatch, share_prompts: bool) -> list[Unit]:
     """Runs of neighbours with the same prompt; every sequence on its own without sharing."""
+    starts_B = batch.offsets_B1[:-1]
     prompts = [batch.tokens_N[start:start + prompt].tobytes()
-               for start, prompt in zip(batch.offsets_B1, batch.prompt_lengths_B)] if share_prompts else []
+               for start, prompt in zip(starts_B, batch.prompt_lengths_B, strict=True)] if share_prompts else []
     units: list[Unit] = []
     for sequence in range(len(batch.lengths_B)):
         if share_prompts and sequence and prompts[sequence] == prompts[sequence - 1]:

@@ -29,7 +29,7 @@ class Handle:
 
 
 @overload
-def verb(method: Callable[Concatenate[Actor, Given], Coroutine[Any, Any, Answer]]  # type: ignore[overload-overlap]
+def verb(method: Callable[Concatenate[Actor, Given], Coroutine[Any, Any, Answer]]
          ) -> Callable[Concatenate[Handle, Given], Awaitable[Answer]]: ...
 
 

@@ -58,7 +58,7 @@ def of_evaluation(file: Path, groups: Sequence[Group], scores: Sequence[Sequence
     rows = [(group.prompt, group.trajectories[0], score[0]) for group, score in zip(groups, scores, strict=True)]
     right = [score.components.get(decides, 0.0) >= 1 for _, _, score in rows]
     with file.open("w", encoding="utf-8") as out:
-        for (prompt, trajectory, score), is_right in zip(rows, right):
+        for (prompt, trajectory, score), is_right in zip(rows, right, strict=True):
             out.write(json.dumps({"index": int(prompt.index), "prompt": prompt.text, "answer": prompt.answer,
                                   "completion": trajectory.text, "finish_reason": trajectory.finish_reason,
                                   "reward": score.total, "components": score.components, "right": is_right},

@@ -103,7 +103,7 @@ class RolloutEngine:
         for prompt in prompts:
             self._check_prompt(prompt)
         seeds = [group_seed(self._config.run.seed, step, prompt.index, instance)
-                 for prompt, instance in zip(prompts, instances(prompts))]
+                 for prompt, instance in zip(prompts, instances(prompts), strict=True)]
         if not self._config.rollout.deterministic:
             return list(await asyncio.gather(*[self.generate_group(prompt, sampling) for prompt in prompts]))
 
@@ -115,7 +115,7 @@ class RolloutEngine:
                 queues = [await self._enqueue(prompts[i], sampling, seeds[i]) for i in order]
             finally:
                 await self._vllm.resume()
-        for i, queue in zip(order, queues):
+        for i, queue in zip(order, queues, strict=True):
             groups[i] = await self._group(prompts[i], sampling, queue)
         return [groups[i] for i in range(len(prompts))]
 

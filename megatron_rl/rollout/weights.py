@@ -34,8 +34,8 @@ class EngineWeights:
     """State and version of one engine, and the calls into its workers: a `weight_sync.protocol.EngineHandle`.
 
     vLLM's own `weight_version` is a label nobody checks; here the version advances on COMMIT only, and a request is
-    refused unless the state is SERVING. `staging` says where the workers write (`weight_sync.protocol`), `in_flight` what
-    becomes of running requests (`weight_sync.in_flight`).
+    refused unless the state is SERVING. `staging` says where the workers write (`weight_sync.protocol`), `in_flight`
+    what becomes of running requests (`weight_sync.in_flight`).
     """
 
     def __init__(self, vllm: VllmEngine, replica: int, tp: int, dtype: str, address: str | None,
@@ -128,7 +128,7 @@ class EngineWeights:
         for worker in range(self._tp):
             mine = self._replica, worker
             streams = tuple(whole if mine in receivers else outline
-                            for whole, outline, receivers in zip(part.streams, outlines, on))
+                            for whole, outline, receivers in zip(part.streams, outlines, on, strict=True))
             parts.append(replace(part, streams=streams).plain())
         await self._vllm.open_transfer({"replica": self._replica, "parts": parts, "address": self._address})
         answers = await self._settled()
@@ -222,8 +222,9 @@ class EngineWeights:
         deadline = time.monotonic() + self._timeout_s / 2
         while left := self._vllm.unfinished:
             if time.monotonic() > deadline:
-                raise SyncError(f"engine {self._replica} still runs {left} requests {self._timeout_s / 2:g} s after it took "
-                                "the last one: raise weight_sync.timeout_s, or set weight_sync.in_flight to keep or abort")
+                raise SyncError(f"engine {self._replica} still runs {left} requests {self._timeout_s / 2:g} s after it "
+                                "took the last one: raise weight_sync.timeout_s, or set weight_sync.in_flight to keep "
+                                "or abort")
             await asyncio.sleep(LOOK_EVERY_S)       # vLLM tells who waits for a request, and nobody else
 
     async def _resume(self) -> None:

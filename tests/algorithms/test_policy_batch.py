@@ -104,8 +104,8 @@ def test_order_of_arrival_does_not_change_a_trajectories_advantage(kind):
         order = rng.permutation(len(groups))
         inside = [rng.permutation(sizes[g]) for g in order]
         arrived = [Group(groups[g].prompt, tuple(groups[g].trajectories[i] for i in p))
-                   for g, p in zip(order, inside)]
-        batches, _ = build_policy_batch(arrived, [rewards[g][p] for g, p in zip(order, inside)],
+                   for g, p in zip(order, inside, strict=True)]
+        batches, _ = build_policy_batch(arrived, [rewards[g][p] for g, p in zip(order, inside, strict=True)],
                                         algorithm(advantage=kind, updates_per_batch=2), LIMIT)
         found = {int(token): value for batch in batches
                  for token, value in zip(batch.tokens_N, batch.advantages_N, strict=True) if token < 100}
@@ -186,7 +186,8 @@ def test_normalisers_count_what_was_sampled(aggregation, truncated):
     expected = {"token_mean": sum(sums) / sum(map(len, kept)), "sequence_sum": np.mean(sums),
                 "sequence_mean": np.mean([np.mean(values) for values in kept]),
                 "constant": np.mean(sums) / LIMIT}[aggregation]
-    found = sum(weight * losses[int(token)] for weight, token in zip(batch.loss_weights_N, batch.tokens_N))
+    found = sum(weight * losses[int(token)]
+                for weight, token in zip(batch.loss_weights_N, batch.tokens_N, strict=True))
     assert found == pytest.approx(expected, rel=1e-6)
 
 

@@ -66,7 +66,8 @@ def sources(folder, config):
 
 def _coordinator(engine, sources, folder) -> SyncCoordinator:
     canonical = canonical_tensors(from_hf_config(folder))
-    return SyncCoordinator(sources, [engine.weights], endpoints(len(sources)), canonical, backend="gloo", bucket_bytes=1 << 20, timeout_s=patient(20),
+    return SyncCoordinator(sources, [engine.weights], endpoints(len(sources)), canonical, backend="gloo",
+                           bucket_bytes=1 << 20, timeout_s=patient(20),
                            aliases={"lm_head.weight": "model.embed_tokens.weight"})
 
 

@@ -85,7 +85,7 @@ def test_requests_go_on_with_the_new_weights(story, in_flight):
         return [group.trajectories[0] for group in await task], old, new
 
     completions, old, new = runner.run(asyncio.wait_for(over_a_sync(), patient(100)))
-    for prompt, completion in zip(PROMPTS, completions):
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
         assert completion.finish_reason in ("length", "stop") and len(completion.logprobs) == len(completion.token_ids)
         completion.weight_versions[:] -= old - 1        # as versions 1 and 2
         assert new == old + 1
@@ -111,7 +111,7 @@ def test_requests_are_waited_for_and_new_ones_are_refused_meanwhile(story):
         return [group.trajectories[0] for group in await task], old
 
     completions, old = runner.run(asyncio.wait_for(over_a_sync(), patient(100)))
-    for prompt, completion in zip(PROMPTS, completions):
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
         assert set(completion.weight_versions.tolist()) == {old}
         assert completion.token_ids[:COMPARED].tolist() == hf_greedy(at.models[0], prompt, COMPARED)
 

@@ -107,7 +107,7 @@ def test_groups_are_spread_by_load_and_come_back_by_prompt(pair, folder):
     scheduler, groups = _rollout(pair, Sampling(1, 0.0, 12), deterministic=False, max_sequences=2)
     assert [group.prompt.index for group in groups] == list(range(10))
     model = hf_model(folder)
-    for prompt, group in zip(PROMPTS, groups):
+    for prompt, group in zip(PROMPTS, groups, strict=True):
         expected = hf_greedy(model, prompt, 12)
         assert group.trajectories[0].token_ids.tolist() == expected
     assert {group.engine for group in groups} == {0, 1}
