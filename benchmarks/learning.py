@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from benchmarks.ours import QUIET, train
-from launch.report.run.progress import duration, sparkline
+from launch.report.run.display import duration, sparkline
 from launch.run.metrics import Row, series, smoothed
 
 START, GOAL, WINDOW = 0.2, 0.9, 10

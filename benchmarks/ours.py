@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.run.metrics import Row, attempt_dirs, read_history
+from launch.run.metrics import Row, attempt_dirs, metric_history
 
 QUIET = ("run.resume=never", "eval.every=0", "eval.at_start=false", "eval.at_end=false", "checkpoint.every=0",
          "monitor.tensorboard=false", "monitor.samples_every=0")
@@ -26,4 +26,4 @@ def train(config: str, run_dir: Path, overrides: Sequence[str], *, timeout_s: fl
     if done.returncode:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
         raise RuntimeError(f"exit code {done.returncode} of {' '.join(command)}\n{tail}")
-    return read_history(attempt_dirs(run_dir))
+    return metric_history(attempt_dirs(run_dir))

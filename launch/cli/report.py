@@ -20,13 +20,13 @@ def command(run: str, folder: str, out: str | None) -> None:
     while the run goes on.
     """
     from launch.report.run.html import write_report
-    from launch.report.run.measured import comparison_text, of_attempt
+    from launch.report.run.plan_vs_measured import comparison_text, of_attempt
     from launch.report.run.terminal import closing_summary
-    from launch.run.metrics import attempt_dirs, read_history
+    from launch.run.metrics import attempt_dirs, metric_history
 
     run_dir = Path(run) if Path(run).is_dir() else Path(folder) / run
     attempts = attempt_dirs(run_dir)
-    click.echo(closing_summary(run_dir, read_history(attempts)))
+    click.echo(closing_summary(run_dir, metric_history(attempts)))
     compared = of_attempt(attempts[-1])
     if compared is not None:
         click.echo(comparison_text(compared))

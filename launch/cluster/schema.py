@@ -5,17 +5,14 @@ from __future__ import annotations
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from launch.config.schema import Section
 
 Count = Annotated[int, Ge(1), Le(100_000)]
 Figure = Annotated[float, Gt(0), Le(1e9)]
 Names = str | list[str]
 """A host list as Slurm writes it (`node[001-032]`), or a list of names or host lists."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False,
-                              use_attribute_docstrings=True)
 
 
 class Nodes(Section):
@@ -40,7 +37,7 @@ class Gpus(Section):
     """All NVLinks of one GPU together, one direction, where it is not the datasheet's."""
 
 
-class Switch(Section):
+class SwitchEntry(Section):
     name: str = Field(min_length=1)
     """Name of the switch, unique in the file."""
     nodes: Count | Names | None = None
@@ -58,7 +55,7 @@ class Network(Section):
     """Equal to `nics_per_node` where NIC r of every node hangs on leaf switch r (rail-optimised), else 1."""
     nvlink_nodes: Count = 1
     """Nodes that share one NVLink domain: 1 for HGX and DGX boxes, 18 for an NVL72 rack of 4-GPU trays."""
-    switches: list[Switch] = []
+    switches: list[SwitchEntry] = []
     """The switch tree; without it every node reaches every other through one switch (one rail group)."""
 
 

@@ -55,7 +55,7 @@ def worst(checks: Iterable[Check]) -> Severity:
 
 
 @dataclass(frozen=True)
-class Report:
+class NodeReport:
     """All findings of a node."""
 
     node: str
@@ -80,15 +80,15 @@ def write_report(folder: Path, node: str, checks: Iterable[Check]) -> Path:
     """Write `folder/preflight.json` aside and rename it. `folder` is the node's, on the shared file system."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / REPORT
-    write_atomically(file, json.dumps(Report(node, tuple(checks)).to_json(), indent=1, allow_nan=False))
+    write_atomically(file, json.dumps(NodeReport(node, tuple(checks)).to_json(), indent=1, allow_nan=False))
     return file
 
 
-def read_report(folder: Path) -> Report | None:
+def read_report(folder: Path) -> NodeReport | None:
     """The report in a node's folder; None while it is not there."""
     document = read_shared(folder / REPORT)
     if document is None:
         return None
     if document["schema_version"] != SCHEMA_VERSION:
         raise ValueError(f"{folder / REPORT} has schema version {document['schema_version']}, not {SCHEMA_VERSION}")
-    return Report(document["node"], tuple(checks_from_json(document["checks"])), document["time"])
+    return NodeReport(document["node"], tuple(checks_from_json(document["checks"])), document["time"])

@@ -19,14 +19,14 @@ from launch.errors import UserError
 from launch.exit_codes import ExitCode
 from launch.files.shared import seen
 from launch.files.waiting import wait_until
-from launch.health import fabric, fabric_run, rails
+from launch.health import network, network_run
 from launch.health.check import SCHEMA_VERSION, Check, checks_to_json, write_report
 from launch.health.expected import Expected, expected_of
 from launch.health.gather import TIMEOUT_S, gather_reports
 from launch.health.ledger import FILE as LEDGER
 from launch.health.ledger import Ledger
 from launch.health.login import check_login
-from launch.health.node import NodeContext, check_node
+from launch.health.node import CheckContext, check_node
 from launch.health.simulated import machine_of
 from launch.health.verdict import Verdict, judge
 from launch.planner.here import is_here
@@ -41,7 +41,7 @@ from launch.slurm.profiles import Profile, load_profile
 
 Say = Callable[[str], None]
 CPU_MEMBERS = 2
-"""Processes of the fabric tier on one machine without GPUs."""
+"""Processes of the network tier on one machine without GPUs."""
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,16 @@ def run(request: Request, say: Say = lambda line: None) -> Verdict:
         read = folders_of(prepared.loaded.config) if prepared else []
         found = _over(nodes, _folder(prepared), expected, profile, request.tier == "fabric", cluster, say, read)
     else:
-        found = {here: check_node(NodeContext(here, expected))}
+        found = {here: check_node(CheckContext(here, expected))}
         if request.tier == "fabric":
-            found[here] += _fabric_here(here, device, _folder(prepared), say)
+            found[here] += _network_here(here, device, _folder(prepared), say)
     needed, spares = _size(prepared, cluster is not None, len(found))
     return judge(found, needed, spares, _ledger(request, prepared, len(found)), job=job,
                  skip=(*request.skip, *(prepared.loaded.config.run.skip_checks if prepared else ())))
 
 
 def agent(folder: str) -> None:
-    """One node's part of the step: greet, check, measure the fabric if that is wanted, leave at the end."""
+    """One node's part of the step: greet, check, measure the network if that is wanted, leave at the end."""
     attempt, node = Attempt(Path(folder)), _node()
     files = NodeFiles(attempt, node)
     files.folder.mkdir(parents=True, exist_ok=True)
@@ -97,10 +97,10 @@ def agent(folder: str) -> None:
     try:
         where = greeting(node, ports)
         files.write_hello(where)
-        checks = check_node(NodeContext(node, Expected.read(attempt.folder), attempt.folder, address=where.address))
+        checks = check_node(CheckContext(node, Expected.read(attempt.folder), attempt.folder, address=where.address))
         write_report(files.folder, node, checks)
         end = attempt.folder / END
-        wait_until(lambda: seen(end) or fabric.Task.read(attempt.folder) is not None, "the leader", TIMEOUT_S,
+        wait_until(lambda: seen(end) or network.Task.read(attempt.folder) is not None, "the leader", TIMEOUT_S,
                    say=print)
         if not seen(end):
             _members(attempt.folder, node, where.interface)
@@ -121,7 +121,7 @@ def allocation() -> tuple[str, ...]:
     return hostlist.expand(text, "SLURM_JOB_NODELIST") if text else ()
 
 
-def _over(nodes: Sequence[str], folder: Path, expected: Expected, profile: Profile, with_fabric: bool,
+def _over(nodes: Sequence[str], folder: Path, expected: Expected, profile: Profile, with_network: bool,
           cluster: ClusterSpec | None, say: Say, read: Sequence[Path]) -> dict[str, list[Check]]:
     """All nodes, by one step of the allocation. In a container they see the folders `read`, too."""
     expected.write(folder)
@@ -138,12 +138,10 @@ def _over(nodes: Sequence[str], folder: Path, expected: Expected, profile: Profi
 
     try:
         found = gather_reports(folder, nodes, say=say, check=check)
-        fit = [node for node, checks in found.items() if not any(each.severity == "critical" for each in checks)]
-        if with_fabric and len(fit) > 1:
-            hellos = {node: NodeFiles(Attempt(folder), node).hello() for node in fit}
-            nics = rails.for_nccl(found, fit, expected.nics, profile, say)
-            for node, checks in fabric_run.measure(folder, fit, hellos, expected, cluster, nics, say, check).items():
-                found[node] += checks
+        if with_network:
+            hellos = {node: hello for node in nodes if (hello := NodeFiles(Attempt(folder), node).hello()) is not None}
+            measured = network_run.measure(folder, found, hellos, expected, cluster, profile, say, check)
+            found = {node: [*checks, *measured.get(node, ())] for node, checks in found.items()}
         return found
     finally:
         (folder / END).touch()
@@ -152,25 +150,25 @@ def _over(nodes: Sequence[str], folder: Path, expected: Expected, profile: Profi
 
 
 def _members(folder: Path, node: str, interface: str) -> None:
-    """Start this node's processes of the fabric's task and wait for them."""
-    children = fabric_run.start(folder, node, interface)
-    deadline = time.monotonic() + fabric.Task.read(folder).timeout_s
+    """Start this node's processes of the network's task and wait for them."""
+    children = network_run.start(folder, node, interface)
+    deadline = time.monotonic() + network.Task.read(folder).timeout_s
     for child in children:
         if child.wait(max(0.0, deadline - time.monotonic())) is None:
             child.end()
 
 
-def _fabric_here(node: str, device: str, folder: Path, say: Say) -> list[Check]:
+def _network_here(node: str, device: str, folder: Path, say: Say) -> list[Check]:
     """The members of this machine alone: its GPUs, or two processes on the CPU."""
     gpus = [gpu.index for gpu in machine_of(node).gpus().gpus] if device == "gpu" else []
     ports = allocate(address="127.0.0.1")
     try:
-        members = tuple(fabric.Member(node, gpu, "127.0.0.1") for gpu in gpus or (None,) * CPU_MEMBERS)
-        task = fabric.Task(members, "nccl" if gpus else "gloo", ports.rendezvous,
-                           **({} if gpus else {"allreduce_bytes": 16 * fabric.MIB}))
+        members = tuple(network.Member(node, gpu, "127.0.0.1") for gpu in gpus or (None,) * CPU_MEMBERS)
+        task = network.Task(members, "nccl" if gpus else "gloo", ports.rendezvous,
+                           **({} if gpus else {"allreduce_bytes": 16 * network.MIB}))
         task.write(folder)
         _members(folder, node, "lo")
-        return fabric_run.result(folder, replace(task, timeout_s=0.0), [node], None, say)[node]
+        return network_run.result(folder, replace(task, timeout_s=0.0), [node], None, say)[node]
     finally:
         ports.release()
 

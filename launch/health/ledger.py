@@ -37,7 +37,7 @@ Seen = tuple[str, str, str | Path]
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """A node was seen failing."""
 
     node: str
@@ -78,7 +78,7 @@ class Ledger:
         return max(1, math.floor(self.cluster_nodes * self.max_share))
 
     def add(self, node: str, reason: str, evidence: str | Path = "", job: str = "", *,
-            now: float | None = None) -> Entry:
+            now: float | None = None) -> LedgerEntry:
         """Record a failure and return its entry. The same node, reason and job count once, and the newest counts.
 
         Raises:
@@ -108,7 +108,7 @@ class Ledger:
             return None
         return self
 
-    def entries(self, now: float | None = None) -> list[Entry]:
+    def entries(self, now: float | None = None) -> list[LedgerEntry]:
         """All entries, oldest first; with `now` only those that have not expired.
 
         Raises:
@@ -121,7 +121,7 @@ class Ledger:
                 return []
             document = json.loads(text)
             version = document["schema_version"]
-            found = [Entry(**row) for row in document["entries"]] if version == SCHEMA_VERSION else []
+            found = [LedgerEntry(**row) for row in document["entries"]] if version == SCHEMA_VERSION else []
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"the ledger of bad nodes is not readable: {error}", where=str(self.path.absolute()),
                             fix="remove or rename the file: nodes are then judged afresh") from error
@@ -144,12 +144,12 @@ class Ledger:
         out = set(self.excluded(at))
         return tuple(dict.fromkeys(entry.node for entry in self.entries(at) if entry.node not in out))
 
-    def reasons(self, node: str, now: float | None = None) -> list[Entry]:
+    def reasons(self, node: str, now: float | None = None) -> list[LedgerEntry]:
         """The entries of a node at `now`, newest first."""
         at = time.time() if now is None else now
         return [entry for entry in reversed(self.entries(at)) if entry.node == node]
 
-    def _bad(self, now: float | None) -> list[tuple[str, list[Entry]]]:
+    def _bad(self, now: float | None) -> list[tuple[str, list[LedgerEntry]]]:
         at = time.time() if now is None else now
         entries = self.entries(at)
         blamed: dict[str, set[str]] = defaultdict(set)
@@ -157,7 +157,7 @@ class Ledger:
             blamed[entry.kind].add(entry.node)
         most = math.inf if self.cluster_nodes is None or self.cluster_nodes < 3 else \
             self.cluster_nodes * SAME_REASON_SHARE
-        by_node: dict[str, list[Entry]] = defaultdict(list)
+        by_node: dict[str, list[LedgerEntry]] = defaultdict(list)
         for entry in entries:
             if len(blamed[entry.kind]) <= most:
                 by_node[entry.node].append(entry)
@@ -165,9 +165,9 @@ class Ledger:
                if any(entry.evidence for entry in found) or len({entry.job for entry in found}) > 1]
         return sorted(bad, key=lambda each: (-len(each[1]), -each[1][-1].time, each[0]))
 
-    def _add(self, found: Sequence[Seen], job: str, at: float) -> list[Entry]:
+    def _add(self, found: Sequence[Seen], job: str, at: float) -> list[LedgerEntry]:
         """Two jobs do not lose each other's entries. The lock is a file of its own: the ledger itself is replaced."""
-        new = [Entry(node, reason, str(evidence), job, at, at + self.expiry_s) for node, reason, evidence in found]
+        new = [LedgerEntry(node, reason, str(evidence), job, at, at + self.expiry_s) for node, reason, evidence in found]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with held(self.path.with_name(f".{self.path.name}.lock"), self.lock_s):
             entries = {(entry.node, entry.kind, entry.job): entry for entry in (*self.entries(at), *new)}

@@ -17,7 +17,7 @@ from launch.health.simulated import machine_of
 
 
 @dataclass(frozen=True)
-class NodeContext:
+class CheckContext:
     """A node, and what is expected of it."""
 
     node: str
@@ -42,7 +42,7 @@ class Subject:
     """A group of checks with what they need."""
 
     name: str
-    run: Callable[[NodeContext, Machine], Sequence[Check]]
+    run: Callable[[CheckContext, Machine], Sequence[Check]]
 
 
 SUBJECTS: tuple[Subject, ...] = (
@@ -59,7 +59,7 @@ SUBJECTS: tuple[Subject, ...] = (
 )
 
 
-def check_node(context: NodeContext) -> list[Check]:
+def check_node(context: CheckContext) -> list[Check]:
     """Run every check on this node, the ones that wait for the leader last. Takes a second or two; at most
     `context.canary_timeout_s` more where the leader does not answer.
 

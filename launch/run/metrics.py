@@ -50,7 +50,7 @@ def metric_rows(path: Path) -> list[Row]:
             for row in read_jsonl(path)]
 
 
-def read_history(attempts: Sequence[Path]) -> list[Row]:
+def metric_history(attempts: Sequence[Path]) -> list[Row]:
     """One row a step over all attempts, oldest attempt first: where two hold the same step the newer attempt's
     stands, and everything an older attempt wrote past the point of resume is dropped."""
     history: list[Row] = []

@@ -26,7 +26,7 @@ from launch.health.ledger import Ledger
 from launch.health.verdict import Verdict, judge, record
 from launch.plan.plan import Placement
 from launch.processes import Child, start
-from launch.report.run.progress import make_progress
+from launch.report.run.display import make_display
 from launch.run import node_files
 from launch.run.attempt_log import PastAttempt, record_of
 from launch.run.attempts import Attempt
@@ -37,9 +37,9 @@ from launch.run.outcome import Outcome, write_outcome
 from launch.run.stop import stop_requested
 from launch.runtime import endings
 from launch.runtime.aftermath import Aftermath
-from launch.runtime.fabric_tier import with_fabric
 from launch.runtime.job_plan import JobPlan, place_job, plan_job
 from launch.runtime.job_topology import switches_of_job
+from launch.runtime.network_tier import with_network
 from launch.runtime.start_deadline import greeting_s, with_start_deadline
 from launch.runtime.stop_clock import JobIsOver, Signals, StopClock
 from launch.runtime.summary import print_end
@@ -167,7 +167,7 @@ class Leader:
         hellos = self._hellos(greeting_s(config.run.deadline_s, self.profile))
         verdict = self._preflight(made, hellos, config.run.deadline_s)
         made, placement = self._place(made, hellos, verdict)
-        with make_progress(config.run.name, config.run.steps) as display:
+        with make_display(config.run.name, config.run.steps) as display:
             return Watch(self.attempt, made.prepared.loaded.config, placement, self.step,
                          View(self.attempt.folder, display), self.clock.tick, say).run()
 
@@ -210,7 +210,7 @@ class Leader:
         found = gather_reports(self.attempt.folder, came, deadline_s, say=say, check=self._check)
         self._check()
         reports = {node: found[node] if node in found else [self._absent(node)] for node in self.facts.nodes}
-        reports = with_fabric(self.attempt, self.loaded.config, self.before, reports, hellos, made.cluster,
+        reports = with_network(self.attempt, self.loaded.config, self.before, reports, hellos, made.cluster,
                               self.profile, say, self._check)
         verdict = judge(reports, made.needed, made.spares, self.ledger.readable(say),
                         skip=self.loaded.config.run.skip_checks)

@@ -20,7 +20,7 @@ from launch.config.schema import RunConfig
 from launch.planner.prepare import Prepared
 from launch.planner.seats.local import LOCAL_NODE, LOOPBACK, place_local
 from launch.ports import Ports, allocate
-from launch.report.run.progress import Progress, make_progress
+from launch.report.run.display import Display, make_display
 from launch.run import components
 from launch.run import progress as progress_file
 from launch.run.attempts import Attempt, RunFolder
@@ -52,7 +52,7 @@ def run_local(prepared: Prepared, *, quiet: bool = False) -> tuple[Attempt, Outc
             placement = place_local(prepared.plan, attempt.number, ports, gpus=gpus)
             attempt.write(config, prepared.plan, placement, envvars.recordable())
             job = LocalJob(attempt, config, prepared.plan.device, ports)
-            with make_progress(config.run.name, config.run.steps, quiet=quiet) as display:
+            with make_display(config.run.name, config.run.steps, quiet=quiet) as display:
                 if prepared.plan.no_forecast:
                     display.message(f"nothing is predicted for this run: {prepared.plan.no_forecast}")
                 return attempt, job.run(display)
@@ -71,7 +71,7 @@ class LocalJob:
     session: RaySession = field(default_factory=RaySession)
     interrupts: int = 0
 
-    def run(self, display: Progress) -> Outcome:
+    def run(self, display: Display) -> Outcome:
         restore = self._catch_signals(display)
         try:
             teardown.sweep(self.attempt)
@@ -88,7 +88,7 @@ class LocalJob:
             write_outcome(self.attempt.folder, outcome)
         return outcome
 
-    def _run(self, display: Progress) -> Outcome:
+    def _run(self, display: Display) -> Outcome:
         ray, driver = self._start()
         view, mourning = View(self.attempt.folder, display), None
         while driver.wait(LOOK_EVERY_S) is None:
@@ -132,7 +132,7 @@ class LocalJob:
         return {**envvars.inherited(), **variables, **loopback_variables(),
                 "PYTHONPATH": ":".join(filter(None, [str(Path.cwd()), path]))}
 
-    def _catch_signals(self, display: Progress) -> Callable[[], None]:
+    def _catch_signals(self, display: Display) -> Callable[[], None]:
         """The first Ctrl-C or SIGTERM asks the job to stop at the next step boundary, the second ends it."""
         def on_signal(number: int, frame: FrameType | None) -> None:
             self.interrupts += 1

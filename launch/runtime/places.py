@@ -17,7 +17,7 @@ NICS = "MEGATRON_RL_NICS"
 
 
 @dataclass(frozen=True)
-class Place:
+class PlacedProcess:
     """One process of a job."""
 
     process: str
@@ -32,16 +32,16 @@ class Place:
     index: int = 0
 
 
-def places(placement: Placement) -> tuple[Place, ...]:
+def places(placement: Placement) -> tuple[PlacedProcess, ...]:
     """Every process that the placement gives a seat: training ranks in order, then the engines."""
-    found = [Place(f"trainer-{each.rank}", "trainer", each.node, each.gpu, each.nic,
+    found = [PlacedProcess(f"trainer-{each.rank}", "trainer", each.node, each.gpu, each.nic,
                    () if each.gpu is None else (each.gpu,), () if each.nic is None else (each.nic,))
              for each in placement.training]
     for engine in placement.rollout:
         nodes = engine.nodes or (engine.node,) * max(1, len(engine.gpus))
         for number, node in enumerate(nodes):
             mine = [rank for rank, other in enumerate(nodes) if other == node]
-            found.append(Place(
+            found.append(PlacedProcess(
                 f"rollout-{engine.replica}.{number}", "rollout", node,
                 engine.gpus[number] if engine.gpus else None, engine.nics[number] if engine.nics else None,
                 tuple(engine.gpus[rank] for rank in mine) if engine.gpus else (),
@@ -49,7 +49,7 @@ def places(placement: Placement) -> tuple[Place, ...]:
     return tuple(found)
 
 
-def variables(place: Place, config: RunConfig, placement: Placement, device: envvars.Device,
+def variables(place: PlacedProcess, config: RunConfig, placement: Placement, device: envvars.Device,
               mark: str) -> dict[str, str]:
     """What this process is started with, on top of what its node's supervisor inherited."""
     return {**envvars.environment(place.role, device, config, job=mark, gpus=place.visible,

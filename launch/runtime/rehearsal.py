@@ -19,10 +19,10 @@ from launch import envvars
 from launch.files.shared import write_atomically
 from launch.plan.plan import Placement, Plan
 from launch.report.lines import few
-from launch.report.run import rehearsal as table
+from launch.report.run import rehearsal_table as table
 from launch.run.attempts import Attempt
 from launch.run.outcome import Outcome
-from launch.runtime.places import Place, places, variables
+from launch.runtime.places import PlacedProcess, places, variables
 
 SCHEMA_VERSION = 1
 NAMED = 4
@@ -30,7 +30,7 @@ NAMED = 4
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """What one process found in itself (`launch/runtime/workloads/rank_report.py`)."""
 
     process: str
@@ -57,8 +57,8 @@ class Report:
         return asdict(self)
 
     @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Report:
-        return Report(**values)
+    def from_json(values: Mapping[str, Any]) -> RankReport:
+        return RankReport(**values)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class RayReport:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Mismatch:
     """Something that is not as placed."""
 
     process: str
@@ -83,12 +83,12 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Check:
+class Comparison:
     """One question, asked of many."""
 
     name: str
     asked: int
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[Mismatch, ...] = ()
 
     @property
     def held(self) -> int:
@@ -106,7 +106,7 @@ def ray_file(attempt: Attempt) -> Path:
 def conclude(attempt: Attempt) -> Outcome:
     """Compare when every node has reported, write the report, and say how the rehearsal ended."""
     config, plan, placement = attempt.config(), attempt.plan(), attempt.placement()
-    reports = [Report.from_json(row) for node in placement.nodes
+    reports = [RankReport.from_json(row) for node in placement.nodes
                for row in json.loads(node_file(attempt, node).read_text(encoding="utf-8"))]
     given = {place.process: variables(place, config, placement, plan.device, attempt.mark)
              for place in places(placement)}
@@ -125,8 +125,8 @@ def conclude(attempt: Attempt) -> Outcome:
                    f"\n  report: {attempt.folder / 'rehearsal.txt'}")
 
 
-def compare(plan: Plan, placement: Placement, reports: Sequence[Report],
-            given: Mapping[str, Mapping[str, str]]) -> tuple[Check, ...]:
+def compare(plan: Plan, placement: Placement, reports: Sequence[RankReport],
+            given: Mapping[str, Mapping[str, str]]) -> tuple[Comparison, ...]:
     """Every check, those that hold too. Pure.
 
     Args:
@@ -147,35 +147,35 @@ def compare(plan: Plan, placement: Placement, reports: Sequence[Report],
     return tuple(check for check in checks if check.asked)
 
 
-def _each_once(wanted: Mapping[str, Place], reports: Sequence[Report]) -> Check:
+def _each_once(wanted: Mapping[str, PlacedProcess], reports: Sequence[RankReport]) -> Comparison:
     times = Counter(report.process for report in reports)
-    findings = [Finding(name, "once", f"{times[name]} times" if times[name] else "no report")
+    findings = [Mismatch(name, "once", f"{times[name]} times" if times[name] else "no report")
                 for name in wanted if times[name] != 1]
-    findings += [Finding(name, "nowhere", "reported") for name in times if name not in wanted]
-    return Check("each process once", len(wanted), tuple(findings))
+    findings += [Mismatch(name, "nowhere", "reported") for name in times if name not in wanted]
+    return Comparison("each process once", len(wanted), tuple(findings))
 
 
-def _equal(name: str, pairs: Sequence[tuple[Place, Report]], placed: Callable[[Place], Any],
-           found: Callable[[Report], Any]) -> Check:
-    findings = [Finding(place.process, str(placed(place)), str(found(report))) for place, report in pairs
+def _equal(name: str, pairs: Sequence[tuple[PlacedProcess, RankReport]], placed: Callable[[PlacedProcess], Any],
+           found: Callable[[RankReport], Any]) -> Comparison:
+    findings = [Mismatch(place.process, str(placed(place)), str(found(report))) for place, report in pairs
                 if placed(place) != found(report)]
     asked = sum(placed(place) is not None for place, _ in pairs)
-    return Check(f"{name} as placed", asked or len(findings), tuple(findings))
+    return Comparison(f"{name} as placed", asked or len(findings), tuple(findings))
 
 
-def _one_process_a_gpu(placement: Placement, reports: Sequence[Report]) -> Check:
+def _one_process_a_gpu(placement: Placement, reports: Sequence[RankReport]) -> Comparison:
     """As many processes on a GPU as the placement puts there: one, or two where both partitions share it."""
     allowed = Counter((place.node, place.gpu) for place in places(placement) if place.gpu is not None)
     holders: dict[tuple[str, int], list[str]] = defaultdict(list)
     for report in reports:
         if report.gpu is not None:
             holders[report.node, report.gpu].append(report.process)
-    findings = [Finding(", ".join(names), f"{allowed[seat]} on {_on(*seat)}", f"{len(names)}")
+    findings = [Mismatch(", ".join(names), f"{allowed[seat]} on {_on(*seat)}", f"{len(names)}")
                 for seat, names in holders.items() if len(names) > allowed[seat]]
-    return Check("no GPU taken twice", len(allowed), tuple(findings))
+    return Comparison("no GPU taken twice", len(allowed), tuple(findings))
 
 
-def _groups_in_a_node(plan: Plan, wanted: Mapping[str, Place], said: Mapping[str, Report]) -> Check:
+def _groups_in_a_node(plan: Plan, wanted: Mapping[str, PlacedProcess], said: Mapping[str, RankReport]) -> Comparison:
     """TP groups and engines, but for those that are placed over several nodes."""
     groups: dict[str, list[str]] = defaultdict(list)
     for rank in plan.training.ranks:
@@ -188,11 +188,11 @@ def _groups_in_a_node(plan: Plan, wanted: Mapping[str, Place], said: Mapping[str
     for name, members in inside.items():
         nodes = sorted({said[each].node for each in members if each in said})
         if len(nodes) > 1:
-            findings.append(Finding(name, "one node", ", ".join(nodes)))
-    return Check("TP groups and engines inside a node", len(inside), tuple(findings))
+            findings.append(Mismatch(name, "one node", ", ".join(nodes)))
+    return Comparison("TP groups and engines inside a node", len(inside), tuple(findings))
 
 
-def _rails(plan: Plan, wanted: Mapping[str, Place], said: Mapping[str, Report]) -> Check:
+def _rails(plan: Plan, wanted: Mapping[str, PlacedProcess], said: Mapping[str, RankReport]) -> Comparison:
     """Ranks that exchange gradients or activations across nodes sit on GPUs of equal local index, so that their NICs
     are on one rail; but for groups that the placement could not align."""
     groups: dict[str, list[str]] = defaultdict(list)
@@ -211,15 +211,15 @@ def _rails(plan: Plan, wanted: Mapping[str, Place], said: Mapping[str, Report]) 
         present = {each: said[each] for each in members if each in said}
         if len(rails := _across(present, present)) > 1:
             who = f"{name} ({few(list(present), NAMED)})"
-            findings.append(Finding(who, "equal local GPUs", ", ".join(map(str, sorted(rails, key=str)))))
-    return Check("rails aligned", len(aligned), tuple(findings))
+            findings.append(Mismatch(who, "equal local GPUs", ", ".join(map(str, sorted(rails, key=str)))))
+    return Comparison("rails aligned", len(aligned), tuple(findings))
 
 
-def _across(seats: Mapping[str, Place | Report], members: Sequence[str] | Mapping[str, Any]) -> set[int | None]:
+def _across(seats: Mapping[str, PlacedProcess | RankReport], members: Sequence[str] | Mapping[str, Any]) -> set[int | None]:
     return {seats[name].gpu for name in members}
 
 
-def _environment(pairs: Sequence[tuple[Place, Report]], given: Mapping[str, Mapping[str, str]]) -> Check:
+def _environment(pairs: Sequence[tuple[PlacedProcess, RankReport]], given: Mapping[str, Mapping[str, str]]) -> Comparison:
     """Each process has the variables that the launcher sets, with its values. The GPUs have a check of their own."""
     findings = []
     for place, report in pairs:
@@ -227,20 +227,20 @@ def _environment(pairs: Sequence[tuple[Place, Report]], given: Mapping[str, Mapp
         wrong = {name: (value, report.environment.get(name)) for name, value in expected.items()
                  if name != "CUDA_VISIBLE_DEVICES" and report.environment.get(name) != value}
         if wrong:
-            findings.append(Finding(place.process, ", ".join(f"{name}={value}" for name, (value, _) in wrong.items()),
+            findings.append(Mismatch(place.process, ", ".join(f"{name}={value}" for name, (value, _) in wrong.items()),
                                     ", ".join(f"{name}={found}" if found is not None else f"{name} unset"
                                               for name, (_, found) in wrong.items())))
-    return Check("environment as set", len(pairs), tuple(findings))
+    return Comparison("environment as set", len(pairs), tuple(findings))
 
 
-def ray_nodes(placement: Placement, ray: RayReport) -> Check:
+def ray_nodes(placement: Placement, ray: RayReport) -> Comparison:
     """An actor on every node, the one that it was pinned to. Pure."""
-    findings = [Finding(f"actor on {node}", node, ray.found.get(node, "nowhere")) for node in placement.nodes
+    findings = [Mismatch(f"actor on {node}", node, ray.found.get(node, "nowhere")) for node in placement.nodes
                 if ray.found.get(node) != node]
-    return Check("an actor on every Ray node", len(placement.nodes), tuple(findings))
+    return Comparison("an actor on every Ray node", len(placement.nodes), tuple(findings))
 
 
-def to_document(placement: Placement, reports: Sequence[Report], checks: Sequence[Check]) -> dict[str, Any]:
+def to_document(placement: Placement, reports: Sequence[RankReport], checks: Sequence[Comparison]) -> dict[str, Any]:
     """The report as JSON. Each process as it reported itself, without what is in its node's file."""
     roles = {place.process: place.role for place in places(placement)}
     nodes: dict[str, dict[str, Any]] = {}
@@ -257,7 +257,7 @@ def to_document(placement: Placement, reports: Sequence[Report], checks: Sequenc
                             for role in ("trainer", "rollout")}}
 
 
-def _order(placement: Placement, report: Report) -> tuple[int, str, int]:
+def _order(placement: Placement, report: RankReport) -> tuple[int, str, int]:
     node = placement.nodes.index(report.node) if report.node in placement.nodes else len(placement.nodes)
     return node, report.node, -1 if report.gpu is None else report.gpu
 
@@ -274,6 +274,6 @@ def _on(node: str, gpu: int | None) -> str | None:
     return None if gpu is None else f"{node} GPU {gpu}"
 
 
-def _listed(findings: Sequence[Finding]) -> str:
+def _listed(findings: Sequence[Mismatch]) -> str:
     shown = "; ".join(f"{each.process}: {each.found}, placed: {each.placed}" for each in findings[:NAMED])
     return shown + (f"; and {len(findings) - NAMED} more" if len(findings) > NAMED else "")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from launch.files.shared import write_atomically
 from launch.report.run.html import write_report
-from launch.report.run.measured import FILE, comparison_text, of_attempt
+from launch.report.run.plan_vs_measured import FILE, comparison_text, of_attempt
 from launch.report.run.terminal import closing_summary
 from launch.run.attempts import Attempt
-from launch.run.metrics import attempt_dirs, read_history
+from launch.run.metrics import attempt_dirs, metric_history
 from launch.run.outcome import Outcome
 
 LOG_TAIL_LINES = 15
@@ -21,7 +21,7 @@ REHEARSAL = "rehearsal.txt"
 
 def print_end(attempt: Attempt, outcome: Outcome) -> None:
     """Write the report and print the end of an attempt: the summary to stdout, a failure to stderr."""
-    history = read_history(attempt_dirs(attempt.run_folder))
+    history = metric_history(attempt_dirs(attempt.run_folder))
     compared = of_attempt(attempt.folder)
     if compared is not None:
         write_atomically(attempt.folder / FILE, compared.model_dump_json(indent=2) + "\n")

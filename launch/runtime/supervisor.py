@@ -23,12 +23,11 @@ from launch import envvars
 from launch.errors import UserError
 from launch.files.shared import names_in, read_shared, seen, write_atomically
 from launch.files.waiting import LOOK_EVERY_S, listed, wait_until
-from launch.health import fabric, fabric_run
+from launch.health import network, network_run
 from launch.health.check import checks_to_json, write_report
 from launch.health.expected import FILE as EXPECTED
 from launch.health.expected import Expected
-from launch.health.node import NodeContext as CheckContext
-from launch.health.node import check_node
+from launch.health.node import CheckContext, check_node
 from launch.ports import Ports, allocate
 from launch.run import components, node_files
 from launch.run import progress as progress_file
@@ -131,11 +130,11 @@ class Supervisor:
             ports.release()
 
     def _until_placed(self) -> None:
-        """Wait for the placement; take part in the measurement of the fabric, if the leader wants one before that."""
+        """Wait for the placement; take part in the measurement of the network, if the leader wants one before that."""
         placement = self.attempt.folder / "placement.json"
-        self._until(lambda: seen(placement) or fabric.Task.read(self.attempt.folder) is not None)
+        self._until(lambda: seen(placement) or network.Task.read(self.attempt.folder) is not None)
         if not placement.exists():
-            members = fabric_run.start(self.attempt.folder, self.node, self.files.hello().interface)
+            members = network_run.start(self.attempt.folder, self.node, self.files.hello().interface)
             self._until(lambda: all(member.returncode is not None for member in members))
             self._until(lambda: seen(placement))
 

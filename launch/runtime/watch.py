@@ -13,7 +13,7 @@ from launch.files.shared import seen
 from launch.files.waiting import listed, wait_for
 from launch.plan.plan import Placement
 from launch.processes import Child
-from launch.report.run.progress import Progress
+from launch.report.run.display import Display
 from launch.run import components, node_files
 from launch.run import progress as progress_file
 from launch.run.attempts import Attempt
@@ -173,7 +173,7 @@ class Watch:
 class View:
     """Shows phases, steps and warnings as they appear."""
 
-    def __init__(self, folder: Path, display: Progress) -> None:
+    def __init__(self, folder: Path, display: Display) -> None:
         self._folder, self._display, self._said = folder, display, ""
         self._metrics, self._warnings = MetricsTail(folder / "metrics.jsonl"), JsonlTail(folder / "warnings.jsonl")
 

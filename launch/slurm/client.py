@@ -125,12 +125,12 @@ class Slurm:
     def account(self, job_id: str) -> Account:
         """What the accounting knows, long after the job. SlurmError where this Slurm keeps no accounts."""
         text = self._ask("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job_id}",
-                         "--format=JobID,State,ExitCode,Elapsed,NodeList")
-        lines = [line.split("|") for line in text.splitlines() if line.count("|") >= 4]
+                         "--format=JobID,State,ExitCode,NodeList")
+        lines = [line.split("|") for line in text.splitlines() if line.count("|") >= 3]
         if not lines:
             raise SlurmError(f"the accounting holds no job {job_id}", where=f"`sacct --jobs={job_id}`",
                              fix="check the number: `squeue --me` lists running jobs")
-        return Account(*lines[-1][:5])
+        return Account(*lines[-1][:4])
 
     def test_only(self, script: Path, words: Sequence[str] = (), options: Sequence[str] = (), *,
                   cwd: Path | None = None) -> Estimate:

@@ -9,11 +9,12 @@ import os
 from typing import Annotated, Literal
 
 from annotated_types import Gt, Le
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from launch import envvars
 from launch.config import typed_file, yaml_file
 from launch.config.problems import Problems
+from launch.config.schema import Section
 
 KIND, EXAMPLE = "site profile", "slurm/profiles/default.yaml"
 Option = Literal["exclusive", "mem", "requeue", "signal", "dependency", "comment", "open_mode", "ntasks_per_node"]
@@ -32,11 +33,6 @@ def _one_line(text: str) -> str:
 
 Line = Annotated[str, AfterValidator(_one_line)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False,
-                              use_attribute_docstrings=True)
 
 
 class Container(Section):

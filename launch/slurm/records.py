@@ -93,7 +93,6 @@ class Account:
     job_id: str
     state: str
     exit_code: str
-    elapsed: str
     nodes: str
 
 

@@ -10,7 +10,6 @@ from datetime import datetime
 from pathlib import Path
 
 import launch
-from launch.config.load import load_config
 from launch.errors import UserError
 from launch.files.shared import write_atomically
 from launch.planner.prepare import Prepared, prepare
@@ -28,7 +27,7 @@ NO_LIMIT = ("unlimited", "infinite", "-1")
 
 
 @dataclass(frozen=True)
-class Job:
+class Submission:
     """A job that could be submitted."""
 
     prepared: Prepared
@@ -41,7 +40,7 @@ class Job:
 
 
 def compose(config: str, words: Sequence[str], flags: Flags, *, profile: str | None = None,
-            spares: int | None = None) -> Job:
+            spares: int | None = None) -> Submission:
     """Plan a configuration and render its batch script. Asks nothing of Slurm and writes nothing.
 
     Raises:
@@ -61,10 +60,10 @@ def compose(config: str, words: Sequence[str], flags: Flags, *, profile: str | N
                     output=_pattern(folder))
     text = render(config, words, prepared.loaded.config, prepared.plan, site, flags=flags, places=places,
                   margin_s=margin_s, plan_hash=prepared.plan.fingerprint())
-    return Job(prepared, site, text, explained(prepared.loaded.config, prepared.plan, site), folder)
+    return Submission(prepared, site, text, explained(prepared.loaded.config, prepared.plan, site), folder)
 
 
-def submit(job: Job, say: Say, slurm: Slurm | None = None) -> str:
+def submit(job: Submission, say: Say, slurm: Slurm | None = None) -> str:
     """Write the script, make the folder of its output, let Slurm test it, submit it. Returns the job's id.
 
     Raises:
@@ -82,7 +81,7 @@ def submit(job: Job, say: Say, slurm: Slurm | None = None) -> str:
     return job_id
 
 
-def make_folder(job: Job) -> None:
+def make_folder(job: Submission) -> None:
     """Make the folder of the job's output: where it is missing, Slurm fails the job without a word."""
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +89,7 @@ def make_folder(job: Job) -> None:
         raise _unwritable(error, job.folder) from error
 
 
-def _written(job: Job) -> Path:
+def _written(job: Submission) -> Path:
     """The script, in a file of its own: the job may be submitted again from it."""
     script = job.folder / f"{job.prepared.plan.fingerprint()}.sbatch"
     make_folder(job)
@@ -147,12 +146,3 @@ def _pattern(folder: Path) -> str:
     """sbatch's file pattern: `%` is its escape, and blanks end an option."""
     text = str(folder).replace("%", "%%")
     return f'"{text}/%j.log"' if re.search(r"\s", text) else f"{text}/%j.log"
-
-
-def portable(config: str) -> str:
-    """The script that is shipped for a configuration: no site, no absolute path, any overrides. It starts what this
-    version trains: a configuration that is planned asynchronous, synchronously."""
-    words = ("algorithm.asynchronous=false",) if load_config(config).config.algorithm.asynchronous else ()
-    prepared = prepare(config, words)
-    return render(config, words, prepared.loaded.config, prepared.plan, Profile())
-

@@ -60,7 +60,7 @@ class Shape:
 
 
 @dataclass
-class Member:
+class SubmittedPoint:
     """A submitted point."""
 
     point: Point
@@ -96,10 +96,10 @@ def run_sweep(config: str, words: Sequence[str], flags: Flags, say: Say, *, devi
     if dry_run:
         lines = [f"{point.name}: {shape}: {shlex.join(task.words)}" for point, task, shape in planned]
         return "\n".join(lines), ExitCode.OK
-    members = submit_sweep(planned, flags, sweep_folder(planned), say)
+    submitted = submit_sweep(planned, flags, sweep_folder(planned), say)
     if wait:
-        wait_for(members, say, slurm)
-    return table(members), exit_code(members) if wait else ExitCode.OK
+        wait_for(submitted, say, slurm)
+    return table(submitted), exit_code(submitted) if wait else ExitCode.OK
 
 
 def sweep_folder(planned: Sequence[tuple[Point, SweepTask, Shape]]) -> Path:
@@ -145,7 +145,7 @@ def plan_sweep(config: str, words: Sequence[str], flags: Flags, *, device: str =
 
 
 def submit_sweep(planned: Sequence[tuple[Point, SweepTask, Shape]], flags: Flags, folder: Path,
-                 say: Say) -> list[Member]:
+                 say: Say) -> list[SubmittedPoint]:
     """Submit the points: one array for each shape. The folder keeps submitit's scripts, logs and pickles.
 
     Raises:
@@ -154,7 +154,7 @@ def submit_sweep(planned: Sequence[tuple[Point, SweepTask, Shape]], flags: Flags
     """
     submitit = _submitit()
     folder.mkdir(parents=True, exist_ok=True)
-    members: list[Member] = []
+    submitted: list[SubmittedPoint] = []
     for shape in dict.fromkeys(shape for _, _, shape in planned):
         chosen = [(point, task) for point, task, other in planned if other == shape]
         for _, task in chosen:
@@ -164,12 +164,12 @@ def submit_sweep(planned: Sequence[tuple[Point, SweepTask, Shape]], flags: Flags
         before = [attempts_before(Path(task.run_folder)) for _, task in chosen]
         with _clean_environment(), _refusals(submitit):
             jobs = executor.map_array(_call, [task for _, task in chosen])
-        members += [Member(point, task, job, newest)
+        submitted += [SubmittedPoint(point, task, job, newest)
                     for (point, task), job, newest in zip(chosen, jobs, before, strict=True)]
         say(f"submitted {len(jobs)} jobs of {shape} as array "
             f"{jobs[0].job_id.partition('_')[0]}")
-    _record(folder, members)
-    return members
+    _record(folder, submitted)
+    return submitted
 
 
 def parameters(shape: Shape, flags: Flags, name: str) -> dict[str, object]:
@@ -188,28 +188,28 @@ def parameters(shape: Shape, flags: Flags, name: str) -> dict[str, object]:
     return {key: value for key, value in asked.items() if value is not None}
 
 
-def wait_for(members: Sequence[Member], say: Say, slurm: Slurm | None = None) -> None:
+def wait_for(submitted: Sequence[SubmittedPoint], say: Say, slurm: Slurm | None = None) -> None:
     """Wait until every point has ended: it has an outcome, or it has none though its job ended a while ago. That a job
     has ended, the queue tells, and submitit's future (it asks sacct) where this Slurm keeps accounts: sooner, but not
     of a job that the accounting never heard of."""
     slurm = slurm or Slurm()
-    accounts = _keeps_accounts(slurm, members[0].job_id)
+    accounts = _keeps_accounts(slurm, submitted[0].job_id)
     queue, said = _Queue(slurm, say), set()
     ended_at: dict[str, float] = {}
     while True:
         now = time.monotonic()
-        for member in members:
-            if member.over:
+        for one in submitted:
+            if one.over:
                 continue
-            if not (accounts and member.job.done()) and queue.holds(member.job_id):
-                ended_at.pop(member.job_id, None)
-            elif now - ended_at.setdefault(member.job_id, now) >= LATE_S:
-                member.ended = f"ended without an outcome: {member.job.state if accounts else 'not in the queue'}"
-        for member in members:
-            if member.over and member.job_id not in said:
-                said.add(member.job_id)
-                say(line_of(member))
-        if all(member.over for member in members):
+            if not (accounts and one.job.done()) and queue.holds(one.job_id):
+                ended_at.pop(one.job_id, None)
+            elif now - ended_at.setdefault(one.job_id, now) >= LATE_S:
+                one.ended = f"ended without an outcome: {one.job.state if accounts else 'not in the queue'}"
+        for one in submitted:
+            if one.over and one.job_id not in said:
+                said.add(one.job_id)
+                say(line_of(one))
+        if all(one.over for one in submitted):
             return
         time.sleep(LOOK_EVERY_S)  # between two looks at files that others write
 
@@ -233,29 +233,29 @@ class _Queue:
         return self._jobs is None or _queued(job_id, self._jobs)
 
 
-def table(members: Sequence[Member]) -> str:
+def table(submitted: Sequence[SubmittedPoint]) -> str:
     """One line a point: job, run, how it is."""
-    width = max(len(member.point.name) for member in members)
-    lines = [f"{member.job_id:<12} {member.point.name:<{width}}  {state_of(member)}" for member in members]
+    width = max(len(one.point.name) for one in submitted)
+    lines = [f"{one.job_id:<12} {one.point.name:<{width}}  {state_of(one)}" for one in submitted]
     return "\n".join(line[:100] for line in lines)
 
 
-def line_of(member: Member) -> str:
-    return f"{member.point.name}: {state_of(member)}"
+def line_of(one: SubmittedPoint) -> str:
+    return f"{one.point.name}: {state_of(one)}"
 
 
-def state_of(member: Member) -> str:
-    outcome = member.outcome
+def state_of(one: SubmittedPoint) -> str:
+    outcome = one.outcome
     if outcome is None:
-        started = attempts_after(Path(member.task.run_folder), member.before)
-        return member.ended or ("runs" if started else "waits")
+        started = attempts_after(Path(one.task.run_folder), one.before)
+        return one.ended or ("runs" if started else "waits")
     first = outcome.message.strip().splitlines()[0] if outcome.message.strip() else ""
     return f"{outcome.status} after step {outcome.step}" + (f": {first}" if first else "")
 
 
-def exit_code(members: Sequence[Member]) -> ExitCode:
+def exit_code(submitted: Sequence[SubmittedPoint]) -> ExitCode:
     """The worst of all."""
-    codes = [outcome.exit_code if (outcome := member.outcome) else ExitCode.CRASH for member in members]
+    codes = [outcome.exit_code if (outcome := one.outcome) else ExitCode.CRASH for one in submitted]
     return max(codes, key=int)
 
 
@@ -275,9 +275,9 @@ def _one_node(config: RunConfig, on_gpu: bool) -> Shape:
     return Shape(1, 0, False, ranks * trainer.threads + engines * rollout.threads)
 
 
-def _record(folder: Path, members: Sequence[Member]) -> None:
-    rows = [{"run": member.point.name, "folder": member.task.run_folder, "job_id": member.job_id,
-             "values": member.point.values, "log": member.task.log} for member in members]
+def _record(folder: Path, submitted: Sequence[SubmittedPoint]) -> None:
+    rows = [{"run": one.point.name, "folder": one.task.run_folder, "job_id": one.job_id,
+             "values": one.point.values, "log": one.task.log} for one in submitted]
     write_atomically(folder / "sweep.json", json.dumps({"schema_version": 1, "points": rows}, indent=1))
 
 

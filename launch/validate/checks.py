@@ -18,7 +18,7 @@ WORTH_ORDERING = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Requirement:
     """`passed` is None where the points do not allow the check."""
 
     name: str
@@ -26,9 +26,9 @@ class Check:
     detail: str
 
 
-def run_checks(rows: Sequence[Row], find: Callable[[str], KindModule] = module) -> list[Check]:
+def run_checks(rows: Sequence[Row], find: Callable[[str], KindModule] = module) -> list[Requirement]:
     """All checks whose kind is among the rows."""
-    checks: dict[str, list[Callable[[Sequence[Row]], Check]]] = {
+    checks: dict[str, list[Callable[[Sequence[Row]], Requirement]]] = {
         "parameters": [_exact_counts], "memory": [_known_oom],
         "training": [_tensor_parallel_order, lambda mine: _tp4_beats_tp8(mine, find), _weak_scaling],
         "weight_sync": [lambda mine: _lower_bound(mine, cast(SyncModule, find("weight_sync"))),
@@ -41,22 +41,22 @@ def run_checks(rows: Sequence[Row], find: Callable[[str], KindModule] = module) 
     return found
 
 
-def _check(name: str, failures: Sequence[str], checked: int, of_what: str) -> Check:
+def _check(name: str, failures: Sequence[str], checked: int, of_what: str) -> Requirement:
     if not checked:
-        return Check(name, None, f"no {of_what}")
+        return Requirement(name, None, f"no {of_what}")
     if failures:
-        return Check(name, False, f"{len(failures)} of {checked} {of_what}: {'; '.join(failures[:3])}")
-    return Check(name, True, f"{checked} {of_what}")
+        return Requirement(name, False, f"{len(failures)} of {checked} {of_what}: {'; '.join(failures[:3])}")
+    return Requirement(name, True, f"{checked} {of_what}")
 
 
-def _exact_counts(rows: Sequence[Row]) -> Check:
+def _exact_counts(rows: Sequence[Row]) -> Requirement:
     known = [row for row in rows if row.result.predicted is not None]
     wrong = [f"{row.point.id} {row.result.predicted:,.0f}, not {row.result.measured_low:,.0f}" for row in known
              if row.result.predicted != row.result.measured_low]
     return _check("parameter counts are exact", wrong, len(known), "models")
 
 
-def _known_oom(rows: Sequence[Row]) -> Check:
+def _known_oom(rows: Sequence[Row]) -> Requirement:
     known = [row for row in rows if row.result.quantity == "fits" and row.result.measured_high == 0
              and row.result.predicted is not None]
     wrong = [row.point.id for row in known if row.result.predicted]
@@ -86,7 +86,7 @@ def _setting(point: Point, *names: str) -> tuple:
             *(str(point.get(name)) for name in ("precision", "seq_len", "task", "recompute", *names)))
 
 
-def _tensor_parallel_order(rows: Sequence[Row]) -> Check:
+def _tensor_parallel_order(rows: Sequence[Row]) -> Requirement:
     """Pairs of one model, GPU, precision and length at two TP sizes."""
     known = [(row, rates) for row in rows if (rates := _rates(row)) and row.point.integer("parallelism.fsdp", 1) == 1
              and row.point.integer("parallelism.tp")]
@@ -102,7 +102,7 @@ def _tensor_parallel_order(rows: Sequence[Row]) -> Check:
     return _check("measured order of tensor-parallel sizes kept", wrong, checked, "pairs")
 
 
-def _tp4_beats_tp8(rows: Sequence[Row], find: Callable[[str], KindModule]) -> Check:
+def _tp4_beats_tp8(rows: Sequence[Row], find: Callable[[str], KindModule]) -> Requirement:
     """The same run with TP 8 and half the DP on 8-GPU nodes, all inside NVLink: each GPU gets narrower matrices and
     larger collectives for a share of the same work, so it cannot be faster."""
     wrong, checked = [], 0
@@ -121,7 +121,7 @@ def _tp4_beats_tp8(rows: Sequence[Row], find: Callable[[str], KindModule]) -> Ch
     return _check("TP 8 with half the DP is not faster than TP 4", wrong, checked, "runs with TP 4")
 
 
-def _weak_scaling(rows: Sequence[Row]) -> Check:
+def _weak_scaling(rows: Sequence[Row]) -> Requirement:
     """The same work a GPU on more GPUs: where the measured step time is flat, so is the predicted one."""
     families: dict[tuple, list[tuple[int, float, float]]] = {}
     for row in rows:
@@ -150,7 +150,7 @@ def _weak_scaling(rows: Sequence[Row]) -> Check:
     return replace(check, detail=check.detail + aside)
 
 
-def _lower_bound(rows: Sequence[Row], model: SyncModule) -> Check:
+def _lower_bound(rows: Sequence[Row], model: SyncModule) -> Requirement:
     wrong, checked = [], 0
     coefficients = model.default()
     for row in rows:
@@ -167,7 +167,7 @@ GOOD = 10.0
 """A good system: its transfer takes at most this many times the lower bound."""
 
 
-def _within_twice(rows: Sequence[Row], model: SyncModule) -> Check:
+def _within_twice(rows: Sequence[Row], model: SyncModule) -> Requirement:
     wrong, checked = [], 0
     coefficients = model.default()
     for row in rows:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch.validate.checks import Check, run_checks
+from launch.validate.checks import Requirement, run_checks
 from launch.validate.interface import KINDS, KindModule
 from launch.validate.points import Point
 from launch.validate.score import (
@@ -30,7 +30,7 @@ class Report:
     """One for each measured quantity of each point."""
     regimes: dict[tuple[str, str], Score]
     kinds: dict[str, list[Score]]
-    checks: list[Check]
+    checks: list[Requirement]
     left_out: list[LeftOut]
     left_out_note: str
     """Why `left_out` is empty; empty where it is not."""

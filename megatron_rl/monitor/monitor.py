@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from launch.config.schema import RunConfig
-from launch.run.metrics import attempt_dirs, read_history
+from launch.run.metrics import attempt_dirs, metric_history
 from megatron_rl.data.batch import Group
 from megatron_rl.monitor.divergence import Finding, Watch
 from megatron_rl.monitor.metrics import check_names
@@ -31,7 +31,7 @@ class Monitor:
     def __init__(self, config: RunConfig, attempt_dir: Path, *, first_step: int = 1, strict: bool = False) -> None:
         run_dir = attempt_dir.parent.parent
         attempt_dir.mkdir(parents=True, exist_ok=True)
-        earlier = [row for row in read_history(attempt_dirs(run_dir)) if row["step"] < first_step]
+        earlier = [row for row in metric_history(attempt_dirs(run_dir)) if row["step"] < first_step]
         self._strict = strict
         self._warned: set[str] = set()
         self._step = first_step - 1

@@ -23,7 +23,7 @@ class JsonlWriter:
     """`metrics.jsonl`: one object a step, flushed at once, only ever appended to.
 
     Steps must rise within a file. An attempt that is resumed writes a file of its own, so nothing here is ever
-    rewritten; `launch.run.metrics.read_history` lets the newer attempt win where two hold the same step.
+    rewritten; `launch.run.metrics.metric_history` lets the newer attempt win where two hold the same step.
     """
 
     def __init__(self, path: Path) -> None:

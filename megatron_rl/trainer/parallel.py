@@ -56,13 +56,6 @@ def initialise(plan: Plan, rank: int, address: str, port: int, timeout_s: float,
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
-def destroy() -> None:
-    """Leave all groups. Safe to call when `initialise` failed half-way."""
-    parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def coordinates() -> RankCoordinates:
     """This process's place, as Megatron's groups have it."""
     return RankCoordinates(

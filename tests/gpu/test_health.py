@@ -8,11 +8,11 @@ import torch
 from launch.cluster import nvml
 from launch.health.checks import gpus
 from launch.health.expected import Expected
-from launch.health.fabric import Member, Result, Task
 from launch.health.machine import RealMachine
+from launch.health.network import Member, Result, Task
 from launch.ports import allocate
 from tests.health.conftest import named
-from tests.health.test_fabric import run
+from tests.health.test_network import run
 
 pytestmark = pytest.mark.gpu
 

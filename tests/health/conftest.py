@@ -10,7 +10,7 @@ import pytest
 
 from launch.health.check import Check
 from launch.health.expected import Expected
-from launch.health.node import NodeContext, check_node
+from launch.health.node import CheckContext, check_node
 from launch.health.simulated import load
 from tests.launch.conftest import cli, run_yaml  # noqa: F401 (fixtures)
 
@@ -26,7 +26,7 @@ def fleet(tmp_path: Path) -> Callable[..., dict[str, list[Check]]]:
         file = tmp_path / "hardware.json"
         file.write_text(json.dumps({"default": {"limits": {"nofile": 1_000_000}, **(default or {})},
                                     "nodes": faults or {}}))
-        return {node: check_node(NodeContext(node, expected, environment=environment, machine=load(file, node)))
+        return {node: check_node(CheckContext(node, expected, environment=environment, machine=load(file, node)))
                 for node in (f"n{index}" for index in range(1, count + 1))}
     return make
 

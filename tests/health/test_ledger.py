@@ -16,7 +16,7 @@ from launch import envvars, processes
 from launch.errors import UserError
 from launch.files.waiting import wait_until
 from launch.health.check import critical
-from launch.health.ledger import EXPIRY_S, MAX_WITHOUT_SIZE, Entry, Ledger
+from launch.health.ledger import EXPIRY_S, MAX_WITHOUT_SIZE, Ledger, LedgerEntry
 from launch.health.verdict import judge, record
 
 DAY = 24 * 3600.0
@@ -80,7 +80,7 @@ ENTRIES = st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["gpu.ecc", "ni
 def test_it_never_eats_the_cluster(tmp_path_factory, entries, size, share, now):
     """Whatever was recorded: at most the cap, only nodes with a live entry, nobody twice, the same after a reload."""
     path = tmp_path_factory.mktemp("ledger") / "ledger.json"
-    rows = [Entry(f"n{node}", reason, "e.json" if evidence else "", str(job), at, at + EXPIRY_S)
+    rows = [LedgerEntry(f"n{node}", reason, "e.json" if evidence else "", str(job), at, at + EXPIRY_S)
             for node, reason, evidence, job, at in entries]
     path.write_text(json.dumps({"schema_version": 1, "entries": [vars(row) for row in rows]}))
     ledger = Ledger(path, cluster_nodes=size, max_share=share)

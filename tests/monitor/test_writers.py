@@ -11,7 +11,7 @@ import pytest
 
 from launch.config.schema import RunConfig
 from launch.errors import UserError
-from launch.run.metrics import attempt_dirs, metric_rows, read_history
+from launch.run.metrics import attempt_dirs, metric_history, metric_rows
 from megatron_rl.data.batch import Group, Prompt, Trajectory
 from megatron_rl.monitor.metrics import UnknownMetric
 from megatron_rl.monitor.monitor import Monitor
@@ -167,7 +167,7 @@ def test_monitor_writes_everything_of_an_attempt(tmp_path):
     findings = monitor.log(3, {"reward/mean": float("nan")})
     monitor.close()
     assert [finding.code for finding in findings] == ["NON_FINITE"]
-    assert [row["step"] for row in read_history(attempt_dirs(tmp_path / "tiny"))] == [1, 2, 3]
+    assert [row["step"] for row in metric_history(attempt_dirs(tmp_path / "tiny"))] == [1, 2, 3]
     assert tensorboard_scalars(tmp_path / "tiny" / "tensorboard", "time/step") == {1: 1.0, 2: 1.0}
     warning = json.loads((attempt / "warnings.jsonl").read_text())
     assert (warning["code"], warning["step"], warning["evidence"]) == ("NON_FINITE", 3, {"reward/mean": "NaN"})

@@ -12,7 +12,7 @@ import pytest
 from launch.cli.main import main
 from launch.errors import UserError
 from launch.report.diagnose import logs
-from launch.report.diagnose.log_lines import Source, read, time_of
+from launch.report.diagnose.log_lines import LogFile, read, time_of
 from launch.report.diagnose.logs import Filter, Follower
 from launch.report.diagnose.logs_first_error import first_error, text_of
 from launch.run.components import Failure, report_lost
@@ -57,7 +57,7 @@ class TestTimes:
         path = tmp_path / "x.log"
         path.write_text(f"before\n{stamp(NOW)} a INFO one\n  more\n{stamp(NOW - 9)} a INFO clock went back\n"
                         "\x1b[31mred\x1b[0m\n")
-        lines = list(read(Source(path, "x")))
+        lines = list(read(LogFile(path, "x")))
         assert [line.time - NOW for line in lines] == pytest.approx([0, 0, 0, 0, 0])
         assert lines[4].text == "red" and [line.number for line in lines] == [1, 2, 3, 4, 5]
 

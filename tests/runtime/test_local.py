@@ -12,7 +12,7 @@ from launch.exit_codes import ExitCode
 from launch.planner.prepare import prepare
 from launch.planner.seats.local import LOCAL_NODE, place_local
 from launch.ports import Ports
-from launch.report.run.progress import make_progress
+from launch.report.run.display import make_display
 from launch.run import progress as progress_file
 from launch.run.attempts import RunFolder
 from launch.run.components import record_error
@@ -49,7 +49,7 @@ def test_a_slow_end_does_not_turn_the_users_error_into_a_crash(tmp_path, monkeyp
         job = LocalJob(attempt, config, "cpu", Ports(20000))
         monkeypatch.setattr(job, "_start", lambda: (ray, driver))
         try:
-            with make_progress("x", 1, quiet=True) as display:
+            with make_display("x", 1, quiet=True) as display:
                 outcome = job._run(display)
         finally:
             for child in (ray, driver):

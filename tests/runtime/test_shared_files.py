@@ -21,7 +21,7 @@ from launch.files.shared import names_in, patiently, read_shared, seen, write_at
 from launch.files.waiting import wait_until
 from launch.health import canary
 from launch.health.check import read_report, write_report
-from launch.health.fabric import Result, Task
+from launch.health.network import Result, Task
 from launch.plan.plan import Placement
 from launch.run import components, node_files
 from launch.run.attempts import Attempt, RunFolder

@@ -17,10 +17,10 @@ from launch.plan.plan import Placement, Plan
 from launch.planner.prepare import prepare
 from launch.planner.seats.cluster import bind
 from launch.ports import Ports
-from launch.report.run import rehearsal as table
+from launch.report.run import rehearsal_table as table
 from launch.run import faults
-from launch.runtime.places import Place, places, variables
-from launch.runtime.rehearsal import Check, RayReport, Report, compare, ray_nodes, to_document
+from launch.runtime.places import PlacedProcess, places, variables
+from launch.runtime.rehearsal import Comparison, RankReport, RayReport, compare, ray_nodes, to_document
 from launch.runtime.workloads.rank_report import END, entry_of
 from launch.runtime.workloads.rehearse import SCRIPT, report_of
 from tests.slurm_cluster import REPOSITORY
@@ -48,18 +48,18 @@ def given(prepared, placement) -> dict[str, dict[str, str]]:
             for place in places(placement)}
 
 
-def as_placed(place: Place, environment: dict[str, str]) -> Report:
+def as_placed(place: PlacedProcess, environment: dict[str, str]) -> RankReport:
     leaf = (int(place.node.rpartition("-")[2]) - 1) // 8 + 1 if place.node.rpartition("-")[2].isdecimal() else 0
-    return Report(place.process, place.node, place.gpu, place.nic, host="sim", pid=1000,
+    return RankReport(place.process, place.node, place.gpu, place.nic, host="sim", pid=1000,
                   switches=f"core.spine[1-2].leaf{leaf}.{place.node}", environment=envvars.recordable(environment))
 
 
 @pytest.fixture(scope="module")
-def reports(placement, given) -> list[Report]:
+def reports(placement, given) -> list[RankReport]:
     return [as_placed(place, given[place.process]) for place in places(placement)]
 
 
-def wrong(plan: Plan, placement: Placement, reports: Sequence[Report], given) -> dict[str, Check]:
+def wrong(plan: Plan, placement: Placement, reports: Sequence[RankReport], given) -> dict[str, Comparison]:
     return {check.name: check for check in compare(plan, placement, reports, given) if check.findings}
 
 

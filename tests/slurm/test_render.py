@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.config.load import load_config
 from launch.errors import UserError
 from launch.plan.forecast import DiskForecast
 from launch.planner import prepare as preparing
@@ -15,7 +16,6 @@ from launch.planner.prepare import prepare
 from launch.slurm.margin import PORTABLE_S, needed, stop_margin
 from launch.slurm.profiles import Profile, parse_profile
 from launch.slurm.render import Flags, Places, comment_of, plan_hash_of, render
-from launch.slurm.submit import portable
 from tests.patience import patient
 from tests.slurm_cluster import REPOSITORY
 
@@ -38,6 +38,14 @@ refuses: [exclusive, mem, requeue]
 segment: 2
 sbatch: [--constraint=ib]
 """
+
+
+def portable(config: str) -> str:
+    """The script that is shipped for a configuration: no site, no absolute path, any overrides. It starts what this
+    version trains: a configuration that is planned asynchronous, synchronously."""
+    words = ("algorithm.asynchronous=false",) if load_config(config).config.algorithm.asynchronous else ()
+    prepared = prepare(config, words)
+    return render(config, words, prepared.loaded.config, prepared.plan, Profile())
 
 
 @functools.cache

@@ -64,8 +64,6 @@ def _mistaken_plan(rank: Rank, config: RunConfig) -> str:
         parallel.initialise(plan, rank.rank, rank.address, rank.port, rank.timeout_s)
     except RuntimeError as error:
         return str(error)
-    finally:
-        parallel.destroy()
     return "accepted"
 
 

@@ -17,9 +17,9 @@ from launch.report.diagnose.known.job import ENDS, JOB
 from launch.report.diagnose.known.machine import GPU, MEMORY, NETWORK
 from launch.report.diagnose.known.stack import STACK
 from launch.report.diagnose.known.symptom import Symptom
-from launch.report.diagnose.log_lines import Source
+from launch.report.diagnose.log_lines import LogFile
 from launch.report.diagnose.logs import sources
-from launch.report.diagnose.logs_first_error import Failure, first_error
+from launch.report.diagnose.logs_first_error import LoggedError, first_error
 from launch.run.attempt_log import read_history
 from launch.run.find import Found, read_json
 from launch.run.outcome import Outcome, read_outcome
@@ -69,7 +69,7 @@ class Diagnosis:
     outcome: str
     findings: tuple[Finding, ...]
     """Most telling first."""
-    first: Failure | None
+    first: LoggedError | None
     """The first error over all processes."""
     look_at: tuple[str, ...]
     """Files and commands for what is not in the table."""
@@ -152,7 +152,7 @@ def _decided(found: Found) -> str:
     return next((past.why for past in read_history(found.folder) if past.attempt == attempt), "")
 
 
-def _by_logs(logs: Iterable[Source]) -> Iterable[Finding]:
+def _by_logs(logs: Iterable[LogFile]) -> Iterable[Finding]:
     for source in logs:
         for line in log_lines.read(source):
             if ANY_LOG.search(line.text):
@@ -188,11 +188,11 @@ def _finding(symptom: Symptom, evidence: str, where: str, at: float = 0.0) -> Fi
                    symptom.weight, at)
 
 
-def _logs(found: Found, record: JobRecord | None) -> list[Source]:
+def _logs(found: Found, record: JobRecord | None) -> list[LogFile]:
     logs = sources(found.attempt, ray_too=True) if found.attempt else []
     written = {source.path for source in logs}
     if record and record.stdout and Path(record.stdout).is_file() and Path(record.stdout) not in written:
-        logs.append(Source(Path(record.stdout), "job"))
+        logs.append(LogFile(Path(record.stdout), "job"))
     return logs
 
 

@@ -26,7 +26,7 @@ MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class LogFile:
     """A log file and who writes it."""
 
     path: Path
@@ -53,7 +53,7 @@ class Source:
 @dataclass(frozen=True, slots=True)
 class Line:
     time: float
-    source: Source
+    source: LogFile
     number: int
     """From 1; 0 where only the end of the file was read."""
     text: str
@@ -78,7 +78,7 @@ def time_of(text: str, year: int) -> float | None:
     return None
 
 
-def read(source: Source, *, tail: bool = False) -> Iterator[Line]:
+def read(source: LogFile, *, tail: bool = False) -> Iterator[Line]:
     """The lines of a log in order, colours taken out, times never going back.
 
     Args:
@@ -101,7 +101,7 @@ def read(source: Source, *, tail: bool = False) -> Iterator[Line]:
                        source.started or first_time(texts, status.st_mtime), 0 if cut else 1)
 
 
-def stamped(texts: list[str], source: Source, year: int, start: float, first: int = 1) -> Iterator[Line]:
+def stamped(texts: list[str], source: LogFile, year: int, start: float, first: int = 1) -> Iterator[Line]:
     """Lines with times; `start` is that of lines before the first that states one."""
     now = start
     for offset, raw in enumerate(texts):

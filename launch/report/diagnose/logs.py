@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launch.errors import UserError
 from launch.report.diagnose import log_lines
-from launch.report.diagnose.log_lines import Line, Source
+from launch.report.diagnose.log_lines import Line, LogFile
 from launch.run.attempts import Attempt
 from launch.run.components import components
 from launch.run.find import find_run, read_json
@@ -29,12 +29,12 @@ class Filter:
     rank: int | None = None
     node: str | None = None
 
-    def takes(self, source: Source) -> bool:
+    def takes(self, source: LogFile) -> bool:
         return (self.role in (None, source.role, source.name) and self.rank in (None, source.rank)
                 and self.node in (None, source.node))
 
 
-def sources(attempt: Path, *, ray_too: bool = False) -> list[Source]:
+def sources(attempt: Path, *, ray_too: bool = False) -> list[LogFile]:
     """Every log of an attempt: its components', the supervisors', the batch script's.
 
     Args:
@@ -45,21 +45,21 @@ def sources(attempt: Path, *, ray_too: bool = False) -> list[Source]:
     for path in sorted(attempt.glob("logs/*.log")):
         record = records.get(path.stem)
         node, started = (record.node, record.process.started) if record else ("", None)
-        found.append(Source(path, path.stem, node, started))
+        found.append(LogFile(path, path.stem, node, started))
     for path in sorted([*attempt.glob("nodes/*/*.log"), *attempt.glob("nodes/*/logs/*.log")]):
         node = path.relative_to(attempt / "nodes").parts[0]
-        found.append(Source(path, path.stem, node))
+        found.append(LogFile(path, path.stem, node))
     if ray_too:
         kept = [path for suffix in ("log", "out", "err") for path in attempt.glob(f"**/ray/**/*.{suffix}")]
         known = {each.path for each in found}
-        found += [Source(path, "ray-logs", "") for path in sorted(set(kept) - known)]
+        found += [LogFile(path, "ray-logs", "") for path in sorted(set(kept) - known)]
     log = read_json(attempt / "job.json").get("log")
     if log and Path(log).exists():
-        found.append(Source(Path(log), "job", ""))
+        found.append(LogFile(Path(log), "job", ""))
     return found
 
 
-def choose(attempt: Path, wanted: Filter) -> list[Source]:
+def choose(attempt: Path, wanted: Filter) -> list[LogFile]:
     """The logs that a filter takes.
 
     Raises:
@@ -79,12 +79,12 @@ def choose(attempt: Path, wanted: Filter) -> list[Source]:
                         f"nodes: {', '.join(nodes) or 'none'}")
 
 
-def merged(chosen: Iterable[Source], *, tail: bool = False) -> Iterator[Line]:
+def merged(chosen: Iterable[LogFile], *, tail: bool = False) -> Iterator[Line]:
     """The lines of several logs by time; lines of one log keep their order."""
     return heapq.merge(*(log_lines.read(source, tail=tail) for source in chosen), key=lambda line: line.time)
 
 
-def last(chosen: Sequence[Source], count: int) -> list[Line]:
+def last(chosen: Sequence[LogFile], count: int) -> list[Line]:
     """The last `count` lines over all logs."""
     return list(deque(merged(chosen, tail=True), maxlen=count))
 
@@ -100,7 +100,7 @@ def as_json(line: Line) -> dict:
             "line": line.number, "text": line.text}
 
 
-def label_width(chosen: Iterable[Source]) -> int:
+def label_width(chosen: Iterable[LogFile]) -> int:
     return min(28, max((len(source.label) for source in chosen), default=0))
 
 
@@ -139,7 +139,7 @@ class Follower:
             found += lines
         return sorted(found, key=lambda line: line.time)
 
-    def _chosen(self) -> list[Source]:
+    def _chosen(self) -> list[LogFile]:
         return [source for source in sources(self.attempt) if self.wanted.takes(source)]
 
 

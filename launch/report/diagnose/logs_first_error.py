@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from launch.report.diagnose import log_lines
-from launch.report.diagnose.log_lines import Line, Source
+from launch.report.diagnose.log_lines import Line, LogFile
 from launch.report.diagnose.logs import Filter, sources
 from launch.report.lines import WIDTH, few, field
 from launch.run.attempts import Attempt
@@ -41,7 +41,7 @@ MOST_LINES = 400
 
 
 @dataclass(frozen=True)
-class Failure:
+class LoggedError:
     """One error that somebody wrote down."""
 
     time: float
@@ -70,8 +70,8 @@ class Failure:
 class FirstError:
     """The first error, and what came after it."""
 
-    first: Failure | None
-    others: tuple[Failure, ...]
+    first: LoggedError | None
+    others: tuple[LoggedError, ...]
     outcome: str = ""
     """The message of outcome.json."""
 
@@ -84,7 +84,7 @@ def first_error(attempt: Path, wanted: Filter | None = None) -> FirstError:
     """Find it: errors that the user can mend first, then by time, those that only follow last. Processes that fail
     after the outcome was written were being ended: their errors are never the first."""
     found = [each for each in failures(attempt)
-             if wanted is None or wanted.takes(Source(Path(each.file), each.component, each.node))]
+             if wanted is None or wanted.takes(LogFile(Path(each.file), each.component, each.node))]
     outcome = read_outcome(attempt)
     end = (attempt / "outcome.json").stat().st_mtime if outcome else float("inf")   # what comes later was being ended
     ordered = sorted((each for each in found if each.users or each.time <= end),
@@ -95,7 +95,7 @@ def first_error(attempt: Path, wanted: Filter | None = None) -> FirstError:
     return FirstError(first, others, message)
 
 
-def failures(attempt: Path) -> list[Failure]:
+def failures(attempt: Path) -> list[LoggedError]:
     """Every error that is recorded or logged; of a component that recorded one, its log counts only for others."""
     records = {record.name: record for record in components(Attempt(attempt))}
     found = []
@@ -103,13 +103,13 @@ def failures(attempt: Path) -> list[Failure]:
         node = records[error.name].node if error.name in records else ""
         file = records[error.name].log if error.name in records else str(attempt / "errors" / f"{error.name}.json")
         last = error.summary.strip().splitlines()[0] if error.user_error else error.summary.strip()
-        found.append(Failure(error.time, error.name, node, last, error.traceback.rstrip(), file, 0, error.user_error))
+        found.append(LoggedError(error.time, error.name, node, last, error.traceback.rstrip(), file, 0, error.user_error))
     for path in sorted(attempt.glob("nodes/*/lost.json")):
         lost, node = read_json(path), path.parent.name
         name = str(lost.get("component") or "supervisor")
         if not any(each.component == name for each in found):
             message = str(lost.get("message") or "lost").strip()
-            found.append(Failure(float(lost.get("time") or path.stat().st_mtime), name, node, message.splitlines()[0],
+            found.append(LoggedError(float(lost.get("time") or path.stat().st_mtime), name, node, message.splitlines()[0],
                                  message, str(lost.get("log") or path)))
     recorded = {(each.component, _key(each.summary)) for each in found}
     for source in sources(attempt):
@@ -120,9 +120,9 @@ def failures(attempt: Path) -> list[Failure]:
     return found
 
 
-def in_log(source: Source, lines: Iterable[Line]) -> list[Failure]:
+def in_log(source: LogFile, lines: Iterable[Line]) -> list[LoggedError]:
     """Tracebacks and fatal lines of one log. A chain of exceptions is one failure, under its last exception."""
-    found: list[Failure] = []
+    found: list[LoggedError] = []
     block: list[Line] = []
     chained = False
     for line in lines:
@@ -173,7 +173,7 @@ def text_of(found: FirstError, attempt: Path, *, lines: int = 40) -> str:
     return "\n".join(parts)
 
 
-def _then(others: Sequence[Failure], start: float) -> str:
+def _then(others: Sequence[LoggedError], start: float) -> str:
     """`12 more: trainer-0, trainer-1 and 10 more (DistBackendError ...), 31 s later`."""
     later = [each.time - start for each in others]
     kinds: dict[str, list[str]] = {}
@@ -183,13 +183,13 @@ def _then(others: Sequence[Failure], start: float) -> str:
     return f"{len(others)} more, {min(later):.1f} to {max(later):.1f} s later; " + "; ".join(parts)
 
 
-def _failure(source: Source, block: list[Line], summary: str, before: Failure | None = None) -> Failure:
+def _failure(source: LogFile, block: list[Line], summary: str, before: LoggedError | None = None) -> LoggedError:
     """One failure; with `before`, the chain that it ends."""
     text = "\n".join(_PREFIX.sub("", line.text) for line in block)
     if before is not None:
         return replace(before, summary=summary.strip(), text=f"{before.text}\n\n{text}")
     first = block[0]
-    return Failure(first.time, source.name, source.node, summary.strip(), text, str(source.path), first.number)
+    return LoggedError(first.time, source.name, source.node, summary.strip(), text, str(source.path), first.number)
 
 
 def _key(summary: str) -> str:

@@ -52,7 +52,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class NewestCheckpoint:
     step: int
     age_s: float
     path: str
@@ -88,7 +88,7 @@ class Status:
     step: int = 0
     """Steps that are done."""
     steps: int | None = None
-    checkpoint: Checkpoint | None = None
+    checkpoint: NewestCheckpoint | None = None
     running_s: float | None = None
     left_s: float | None = None
     """Until the time limit."""
@@ -161,14 +161,14 @@ def read_status(found: Found, now: float, record: JobRecord | None = None, *, br
         decision="" if brief else _decision(run_folder, folder), warnings=_warnings(outcome, rows))
 
 
-def newest_checkpoint(run_folder: Path, now: float) -> Checkpoint | None:
+def newest_checkpoint(run_folder: Path, now: float) -> NewestCheckpoint | None:
     """The newest folder of `checkpoints/` that holds complete.json, which is written last."""
     complete = [(int(match[1]), path) for path in (run_folder / "checkpoints").glob("step-*")
                 if (match := _CHECKPOINT.fullmatch(path.name)) and (path / "complete.json").exists()]
     if not complete:
         return None
     step, path = max(complete)
-    return Checkpoint(step, max(0.0, now - (path / "complete.json").stat().st_mtime), str(path))
+    return NewestCheckpoint(step, max(0.0, now - (path / "complete.json").stat().st_mtime), str(path))
 
 
 def _only_slurm(found: Found, now: float, record: JobRecord | None) -> Status:

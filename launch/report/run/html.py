@@ -7,10 +7,10 @@ from html import escape
 from pathlib import Path
 
 from launch.report.run.charts import SPLIT_COLOURS, svg_charts
-from launch.report.run.measured import FILE, comparison_html, of_attempt
-from launch.report.run.progress import duration, shares
+from launch.report.run.display import duration, shares
+from launch.report.run.plan_vs_measured import FILE, comparison_html, of_attempt
 from launch.report.run.terminal import mean_split
-from launch.run.metrics import Row, attempt_dirs, first_and_last, read_history, read_jsonl, series
+from launch.run.metrics import Row, attempt_dirs, first_and_last, metric_history, read_jsonl, series
 
 DOCUMENTS = ("config.yaml", "config.json", "plan.json", "placement.json", FILE, "versions.json",
              "environment.json")
@@ -47,7 +47,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
     Raises UserError when the folder is not a run's or matplotlib is missing."""
     attempts = attempt_dirs(run_dir)
-    history = read_history(attempts)
+    history = metric_history(attempts)
     out = out or run_dir / "report.html"
     warnings = [warning for attempt in attempts for warning in read_jsonl(attempt / "warnings.jsonl")]
     samples = [sample for attempt in attempts for sample in read_jsonl(attempt / "samples.jsonl")]

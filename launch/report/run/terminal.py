@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.report.run.progress import duration, shares
+from launch.report.run.display import duration, shares
 from launch.run.metrics import Row, first_and_last, series, smoothed
 
 

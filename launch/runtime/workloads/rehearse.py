@@ -25,8 +25,8 @@ from launch.files.shared import seen, write_atomically
 from launch.run import faults
 from launch.run.outcome import write_outcome
 from launch.runtime import rehearsal
-from launch.runtime.places import Place, places, variables
-from launch.runtime.rehearsal import Report
+from launch.runtime.places import PlacedProcess, places, variables
+from launch.runtime.rehearsal import RankReport
 from launch.runtime.workloads import rank_report, train
 from launch.runtime.workloads.context import NodeContext
 
@@ -95,7 +95,7 @@ def _wait_for_census(context: NodeContext, ray: train.Started) -> None:
     context.wait(told, f"an actor on each of {nodes} Ray nodes", context.attempt.config().run.deadline_s * nodes)
 
 
-def _start(place: Place, given: dict[str, str], folder: Path) -> processes.Child:
+def _start(place: PlacedProcess, given: dict[str, str], folder: Path) -> processes.Child:
     if place.gpu is not None:
         given["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, faults.swapped(place.node, place.visible)))
     command = [sys.executable, "-I", "-S", str(SCRIPT), place.process, str(place.index)]
@@ -111,10 +111,10 @@ def _has_said(child: processes.Child) -> bool:
     return child.log.read_bytes().endswith(rank_report.END)
 
 
-def report_of(said: bytes) -> Report:
+def report_of(said: bytes) -> RankReport:
     """What a process wrote, secrets masked."""
     head, _, environ = said.removesuffix(rank_report.END).partition(b"\0\0")
     fields, variables = (dict(entry.split("=", 1) for entry in os.fsdecode(text).split("\0") if "=" in entry)
                          for text in (head, environ))
     numbers = {key: int(fields[key]) if fields[key] else None for key in ("gpu", "nic", "pid", "cpus")}
-    return Report(**{**fields, **numbers}, environment=envvars.recordable(variables))
+    return RankReport(**{**fields, **numbers}, environment=envvars.recordable(variables))

@@ -6,9 +6,9 @@ from statistics import fmean
 import pytest
 from rich.console import Console
 
-from launch.report.run.progress import LineProgress, LiveProgress, Silent, duration, make_progress, shares, split_bar
+from launch.report.run.display import LineDisplay, LiveDisplay, Silent, duration, make_display, shares, split_bar
 from launch.report.run.terminal import closing_summary, mean_split, reward_curve
-from launch.run.metrics import read_history
+from launch.run.metrics import metric_history
 from tests.report.synthetic import row, write_run
 
 
@@ -17,14 +17,14 @@ def console(terminal: bool) -> Console:
 
 
 def test_kind_follows_the_terminal():
-    assert isinstance(make_progress("tiny", 9, console=console(True)), LiveProgress)
-    assert isinstance(make_progress("tiny", 9, console=console(False)), LineProgress)
-    assert isinstance(make_progress("tiny", 9, console=console(True), quiet=True), Silent)
+    assert isinstance(make_display("tiny", 9, console=console(True)), LiveDisplay)
+    assert isinstance(make_display("tiny", 9, console=console(False)), LineDisplay)
+    assert isinstance(make_display("tiny", 9, console=console(True), quiet=True), Silent)
 
 
 def test_without_a_terminal_each_step_is_one_line():
     out = console(False)
-    with make_progress("tiny", 40, console=out) as progress:
+    with make_display("tiny", 40, console=out) as progress:
         progress.phase("starting 1 vLLM engine")
         for step in (9, 10):
             progress.step(step, row(step))
@@ -37,7 +37,7 @@ def test_without_a_terminal_each_step_is_one_line():
 
 def test_panel_shows_reward_speed_split_and_time_left():
     out = console(True)
-    with make_progress("tiny", 40, console=out) as progress:
+    with make_display("tiny", 40, console=out) as progress:
         progress.step(10, row(10))
         progress.phase("rollout of step 11")
     panel = out.file.getvalue()
@@ -75,7 +75,7 @@ def test_reward_curve_rises_with_the_reward():
 def test_summary_names_every_place(tmp_path):
     run = write_run(tmp_path / "tiny", (1, 40))
     (run / "tensorboard").mkdir()
-    history = read_history([run / "attempts" / "1"])
+    history = metric_history([run / "attempts" / "1"])
     summary = closing_summary(run, history, run / "report.html")
     assert f"tensorboard --logdir {run / 'tensorboard'}" in summary
     assert str(run / "report.html") in summary and "held-out     15.9% -> 96.6%" in summary

@@ -25,8 +25,8 @@ RECENT = 20
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
-class Progress(Protocol):
-    def __enter__(self) -> Progress: ...
+class Display(Protocol):
+    def __enter__(self) -> Display: ...
 
     def __exit__(self, *exception) -> None: ...
 
@@ -40,12 +40,12 @@ class Progress(Protocol):
         """A line that stays, such as a warning."""
 
 
-def make_progress(name: str, steps: int, *, console: Console | None = None, quiet: bool = False) -> Progress:
+def make_display(name: str, steps: int, *, console: Console | None = None, quiet: bool = False) -> Display:
     """The display that fits where standard output goes. Use it as a context manager."""
     if quiet:
         return Silent()
     console = console or Console()
-    return LiveProgress(name, steps, console) if console.is_terminal else LineProgress(steps, console)
+    return LiveDisplay(name, steps, console) if console.is_terminal else LineDisplay(steps, console)
 
 
 class Silent:
@@ -65,7 +65,7 @@ class Silent:
         pass
 
 
-class LineProgress(Silent):
+class LineDisplay(Silent):
     """One line a step, fit for a log file."""
 
     def __init__(self, steps: int, console: Console) -> None:
@@ -96,7 +96,7 @@ class LineProgress(Silent):
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class LiveProgress:
+class LiveDisplay:
     """A panel that is redrawn in place."""
 
     def __init__(self, name: str, steps: int, console: Console) -> None:
@@ -108,7 +108,7 @@ class LiveProgress:
         self._accuracy: float | None = None
         self._live = Live(self._render(), console=console, refresh_per_second=4, transient=False)
 
-    def __enter__(self) -> LiveProgress:
+    def __enter__(self) -> LiveDisplay:
         self._live.start()
         return self
 

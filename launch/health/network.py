@@ -1,6 +1,6 @@
-"""The fabric tier: an all-reduce over all members and the bandwidth of every pair of nodes, against the plan's.
+"""The network tier (`--tier fabric`): an all-reduce over all members and the bandwidth of every pair of nodes, against the plan's.
 
-The measurement needs torch and is a program of its own (`megatron_rl.fabric_check`), one process a member, started by
+The measurement needs torch and is a program of its own (`megatron_rl.network_check`), one process a member, started by
 the node's supervisor; here are its task, its result, and the judgement.
 """
 
@@ -113,7 +113,7 @@ class Result:
 
 def command(attempt_folder: Path, rank: int) -> list[str]:
     """What a supervisor starts for member `rank`, with `variables` set before Python starts."""
-    return [sys.executable, "-m", "megatron_rl.fabric_check", str(attempt_folder), str(rank)]
+    return [sys.executable, "-m", "megatron_rl.network_check", str(attempt_folder), str(rank)]
 
 
 def variables(task: Task, member: Member, interface: str, mark: str) -> dict[str, str]:
@@ -143,7 +143,7 @@ def expected_bytes_per_s(cluster: ClusterSpec) -> float:
     return cluster.nic_bandwidth * cluster.nics_per_node / cluster.gpus_per_node
 
 
-def judge_fabric(result: Result, nodes: Sequence[str], expected: float | None = None) -> dict[str, list[Check]]:
+def judge_network(result: Result, nodes: Sequence[str], expected: float | None = None) -> dict[str, list[Check]]:
     """Checks by node, to be judged with the others.
 
     A node is as fast as its best pair: where that is slow, the node is; where only some of its pairs are, the path

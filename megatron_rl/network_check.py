@@ -1,7 +1,7 @@
-"""Measure the fabric: `python -m megatron_rl.fabric_check ATTEMPT RANK`, one process for each member of the task.
+"""Measure the network: `python -m megatron_rl.network_check ATTEMPT RANK`, one process for each member of the task.
 
 First an all-reduce over everybody, then all pairs of nodes in rounds of disjoint pairs, each member with its opposite
-number. Whatever arrives is compared with what must arrive. Rank 0 writes the result (`launch.health.fabric.Result`).
+number. Whatever arrives is compared with what must arrive. Rank 0 writes the result (`launch.health.network.Result`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from launch.health.fabric import Pair, Result, Task, rounds
+from launch.health.network import Pair, Result, Task, rounds
 from megatron_rl.stores import meet, tcp_store
 
 PATTERN = 251

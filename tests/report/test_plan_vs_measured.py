@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from launch.planner.calibrate.measured import FEWEST, WARM_UP, PlanVsMeasured, compare
-from launch.report.run.measured import comparison_html, comparison_text, of_attempt
+from launch.report.run.plan_vs_measured import comparison_html, comparison_text, of_attempt
 from tests.report.plan_example import example_plan
 
 TIMES = {"rollout": 80.0, "reward": 5.0, "logprob": 11.0, "train": 64.0, "sync": 2.5, "other": 1.0}

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from launch.health import fabric
+from launch.health import network
 from tests.slurm.stub_run import StubRun
 
 
@@ -20,11 +20,11 @@ def test_the_nodes_that_are_fit_measure_before_the_job_starts(slurm, tmp_path):
     past, = run.ended(1, timeout_s=150)
     assert past.status == "finished", run.text()
     folder = run.attempt(1).folder
-    task = fabric.Task.read(folder)
+    task = network.Task.read(folder)
     members = task.members
     assert task.nics == dict.fromkeys(("h100-001", "h100-003", "h100-004"), tuple(f"mlx5_{rail}" for rail in range(8)))
     assert [member.node for member in members] == ["h100-001", "h100-003", "h100-004"]
-    result = fabric.Result.read(folder)
+    result = network.Result.read(folder)
     assert len(result.pairs) == 3 and not result.errors and not result.wrong
-    assert "the fabric is measured: run.preflight = fabric" in run.text()
+    assert "the network is measured: run.preflight = fabric" in run.text()
     assert json.loads((folder / "verdict.json").read_text())["accepted"] == ["h100-001", "h100-003", "h100-004"]

@@ -8,14 +8,14 @@ import pytest
 
 from launch.cluster.file import load_cluster
 from launch.config.load import load_config
-from launch.health import fabric
+from launch.health import network
 from launch.health.check import Check, critical, ok, worst
 from launch.health.expected import Expected
 from launch.health.verdict import judge
 from launch.run.attempt_log import PastAttempt
 from launch.run.attempts import Attempt
 from launch.run.node_files import Hello
-from launch.runtime.fabric_tier import wanted, with_fabric
+from launch.runtime.network_tier import wanted, with_network
 from launch.slurm.profiles import Profile
 from tests.launch.conftest import run_yaml  # noqa: F401 (fixture)
 
@@ -46,15 +46,15 @@ def measure(run_yaml, tmp_path):
     whose rank 0 wrote these errors; and what was said."""
     def measure(errors: dict[str, str], *words: str) -> tuple[dict[str, list[Check]], list[str]]:
         attempt, said = Attempt(tmp_path / "attempts" / "4"), []
-        (attempt.folder / fabric.FOLDER).mkdir(parents=True)
+        (attempt.folder / network.FOLDER).mkdir(parents=True)
         Expected().write(attempt.folder)
-        fabric.Result(0, 0.0, errors=errors).write(attempt.folder)
+        network.Result(0, 0.0, errors=errors).write(attempt.folder)
         reports = {"n1": [ok("gpu.count")], "n2": [ok("gpu.count")],
                    "n3": [critical("gpu.ecc", 4, "4 errors", "drain")]}
         hellos = {node: Hello(node, 1, "h", "10.0.0.1", "eth0", 21000, 0, 8, "", "", 0.0) for node in reports}
-        found = with_fabric(attempt, load_config(run_yaml, words).config, [past("hang")], reports, hellos,
+        found = with_network(attempt, load_config(run_yaml, words).config, [past("hang")], reports, hellos,
                             load_cluster("configs/clusters/h100x32.yaml"), Profile(), said.append, lambda: None)
-        assert {member.node for member in fabric.Task.read(attempt.folder).members} == {"n1", "n2"}
+        assert {member.node for member in network.Task.read(attempt.folder).members} == {"n1", "n2"}
         return found, said
     return measure
 
@@ -64,7 +64,7 @@ NOBODY = dict.fromkeys(("n1", "n2"), "Connection closed by peer")
 
 def test_a_measurement_that_nobody_asked_for_and_that_fails_ends_no_run(measure):
     found, said = measure(NOBODY)
-    assert said[-1] == "the fabric could not be measured: going on without"
+    assert said[-1] == "the network could not be measured: going on without"
     assert [worst(found[node]) for node in ("n1", "n2", "n3")] == ["warning", "warning", "critical"]
     verdict = judge(found, 2)
     assert verdict.ok and verdict.accepted == ("n1", "n2")

@@ -1,4 +1,4 @@
-"""The fabric tier of the preflight inside a job: when it is wanted, and who takes part."""
+"""The network tier of the preflight (`run.preflight=fabric`) inside a job: when it is wanted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from launch.cluster.spec import ClusterSpec
 from launch.config.schema import RunConfig
-from launch.health import fabric_run, rails
+from launch.health import network_run
 from launch.health.check import Check, worst
 from launch.health.expected import Expected
 from launch.run.attempt_log import PastAttempt
@@ -34,20 +34,19 @@ def wanted(config: RunConfig, before: Sequence[PastAttempt]) -> str:
     return ""
 
 
-def with_fabric(attempt: Attempt, config: RunConfig, before: Sequence[PastAttempt], reports: Mapping[str, list[Check]],
+def with_network(attempt: Attempt, config: RunConfig, before: Sequence[PastAttempt], reports: Mapping[str, list[Check]],
                 hellos: Mapping[str, Hello], cluster: ClusterSpec, profile: Profile, say: Callable[[str], None],
                 check: Callable[[], None]) -> dict[str, list[Check]]:
-    """The reports, with the fabric's checks of all nodes that are fit so far where they are wanted."""
+    """The reports, with the checks of the network of all nodes that are fit so far, where they are wanted."""
     why = wanted(config, before)
-    fit = [node for node, checks in reports.items() if worst(checks) != "critical"]
-    if not why or len(fit) < 2:
+    if not why:
         return dict(reports)
-    say(f"the fabric is measured: {why}")
-    nics = rails.for_nccl(reports, fit, cluster.nics_per_node, profile)
-    found = fabric_run.measure(attempt.folder, fit, hellos, Expected.read(attempt.folder), cluster, nics, say, check)
-    if config.run.preflight != "fabric" and all(worst(checks) == "critical" for checks in found.values()):
+    say(f"the network is measured: {why}")
+    found = network_run.measure(attempt.folder, reports, hellos, Expected.read(attempt.folder), cluster, profile, say,
+                                check)
+    if config.run.preflight != "fabric" and found and all(worst(checks) == "critical" for checks in found.values()):
         # Nobody asked for it, and it says nothing of one node or another: no reason to end a run.
-        say("the fabric could not be measured: going on without")
+        say("the network could not be measured: going on without")
         found = {node: [replace(each, severity="warning") if each.severity == "critical" else each for each in checks]
                  for node, checks in found.items()}
     return {node: [*checks, *found.get(node, ())] for node, checks in reports.items()}

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from launch.errors import UserError
-from launch.run.metrics import MetricsTail, attempt_dirs, first_and_last, read_history, read_jsonl, smoothed
+from launch.run.metrics import MetricsTail, attempt_dirs, first_and_last, metric_history, read_jsonl, smoothed
 from tests.report.synthetic import row, write_run
 
 
 def test_newer_attempt_wins_and_what_the_older_did_past_the_resume_is_dropped(tmp_path):
     """Attempt 1 reached step 9, its checkpoint was of step 5; attempt 2 ended at step 7."""
-    history = read_history(attempt_dirs(write_run(tmp_path, (1, 9), (6, 7))))
+    history = metric_history(attempt_dirs(write_run(tmp_path, (1, 9), (6, 7))))
     assert [r["step"] for r in history] == [1, 2, 3, 4, 5, 6, 7]
     assert [r["mismatch/abs_max"] for r in history] == [1e-4] * 5 + [2e-4] * 2
 
@@ -20,7 +20,7 @@ def test_attempts_are_ordered_by_number_and_empty_ones_change_nothing(tmp_path):
     write_run(tmp_path, *[(n, n) for n in range(1, 11)])
     (tmp_path / "attempts" / "11").mkdir()
     assert [path.name for path in attempt_dirs(tmp_path)] == [str(n) for n in range(1, 12)]
-    assert [r["step"] for r in read_history(attempt_dirs(tmp_path))] == list(range(1, 11))
+    assert [r["step"] for r in metric_history(attempt_dirs(tmp_path))] == list(range(1, 11))
 
 
 def test_a_folder_that_is_no_run_is_a_user_error(tmp_path):

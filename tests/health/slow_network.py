@@ -1,4 +1,4 @@
-"""All members of a fabric's measurement on this machine: `python -m tests.health.slow_fabric FOLDER`. The kernel sends
+"""All members of a measurement of the network on this machine: `python -m tests.health.slow_network FOLDER`. The kernel sends
 slowly on some of their connections, as a link does that trained down.
 
 They fork from one process, so that torch is loaded once.
@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
-from launch.health.fabric import Task
-from megatron_rl import fabric_check
+from launch.health.network import Task
+from megatron_rl import network_check
 
 SO_MAX_PACING_RATE = 47
 """socket(7); Python has no name for it."""
@@ -29,7 +29,7 @@ SLOW_TOWARDS: Mapping[int, Collection[int]] = {0: (2,), 3: (0, 1, 2)}
 
 
 def member(folder: str, rank: int) -> None:
-    """`python -m megatron_rl.fabric_check FOLDER RANK`, whose connections are slowed down once they are made."""
+    """`python -m megatron_rl.network_check FOLDER RANK`, whose connections are slowed down once they are made."""
     connect = dist.init_process_group
 
     def connected(*args, store: dist.Store, **more) -> None:
@@ -42,7 +42,7 @@ def member(folder: str, rank: int) -> None:
             assert paced, f"no connection from {rank} to {other}"
 
     dist.init_process_group = connected
-    sys.exit(fabric_check.main([folder, str(rank)]))
+    sys.exit(network_check.main([folder, str(rank)]))
 
 
 def _pace(file: int) -> None:
