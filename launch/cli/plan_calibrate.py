@@ -16,6 +16,6 @@ def command(runs: tuple[Path, ...], cluster_file: str) -> None:
     RUN is the folder of a run or of one of its attempts; runs of several sizes tell more than one.
     """
     from launch.planner.calibrate.calibrate import calibrate
-    from launch.report.run.measured import print_calibration
+    from launch.report.run.plan_vs_measured import print_calibration
 
     print_calibration(calibrate(runs[0], cluster_file, *runs[1:]))
