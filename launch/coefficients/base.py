@@ -3,10 +3,8 @@ may replace any of them by what was measured there."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
-
-from launch.plan.book import Book
 
 
 @dataclass(frozen=True)
@@ -53,13 +51,6 @@ class Coefficients:
     cluster file."""
 
     PREFIX = ""
-
-    def write(self, book: Book, sources: dict[str, str] | None = None) -> None:
-        """Write all down as given numbers; `sources` replaces the default source of those that a site measured."""
-        for each in fields(self):
-            key = f"{self.PREFIX}.{each.name}"
-            source = (sources or {}).get(key, each.metadata["source"])
-            book.given(key, getattr(self, each.name), each.metadata["unit"], source)
 
     def changed(self, values: dict[str, float]) -> Self:
         """A copy with some values replaced, by field name."""

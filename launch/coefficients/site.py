@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from launch.coefficients.base import Coefficients
 from launch.coefficients.collectives import CollectiveCoefficients
 from launch.coefficients.memory import MemoryCoefficients
 from launch.coefficients.reliability import ReliabilityCoefficients
@@ -12,7 +13,6 @@ from launch.coefficients.rl import RlCoefficients
 from launch.coefficients.rollout import RolloutCoefficients
 from launch.coefficients.sync import SyncCoefficients
 from launch.coefficients.training import TrainingCoefficients
-from launch.plan.book import Book
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SiteCoefficients:
             changed[member.name] = group.changed(values)
         return SiteCoefficients(**changed)
 
-    def write(self, book: Book, sources: Mapping[str, str]) -> None:
-        """Write all of them down."""
-        for member in fields(self):
-            getattr(self, member.name).write(book, dict(sources))
+    @property
+    def groups(self) -> tuple[Coefficients, ...]:
+        """All members."""
+        return tuple(getattr(self, member.name) for member in fields(self))

@@ -3,45 +3,67 @@ need, and every byte must leave a NIC."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from launch.fabric.lanes import Traffic
+from launch.coefficients.sync import DEFAULT
+from launch.fabric.estimate import RouteCost
+from launch.fabric.lanes import Fabric, Traffic
+from launch.plan.book import line, nonzero
 
 
-class Bounds(NamedTuple):
+@dataclass(eq=False)
+class Bounds:
     """Seconds, at line rate."""
 
-    ingress: float
-    """Busiest rollout NIC: one copy of what its GPUs take."""
-    egress: float
-    """All NICs of both partitions send what all rollout nodes take: relays included."""
-    source: float
-    """Busiest training stage: one copy of each shard leaves its holders."""
-    spine: float
-    """One copy into each leaf that has rollout nodes and no training node; 0 where the spine is not thin."""
-    nvlink: float
-    """Bytes between twins of a node."""
+    PREFIX = "sync.floor"
 
-    @property
+    traffic: Traffic
+    fabric: Fabric
+    direct: RouteCost
+
+    @line("s", "one node's copy over its NICs", key="ingress_s", written=nonzero)
+    def ingress(self) -> float:
+        """Busiest rollout NIC: one copy of what its GPUs take."""
+        return self.direct.rollout_nic_in_bytes / self.fabric.nic_bandwidth
+
+    @line("s", "all copies over all NICs, relays included", key="egress_s", written=nonzero)
+    def egress(self) -> float:
+        """All NICs of both partitions send what all rollout nodes take: relays included."""
+        traffic, fabric = self.traffic, self.fabric
+        wanted = sum(sum(kind.ingress) * len(kind.nodes) for kind in traffic.kinds)
+        trainer_nics = -(-traffic.training.gpus * fabric.nics_per_node // fabric.gpus_per_node)
+        nics = trainer_nics + traffic.rollout_nodes * fabric.nics_per_node
+        return wanted / (nics * fabric.nic_bandwidth)
+
+    @line("s", "one copy out of the holders of the busiest shard", key="source_s", written=nonzero)
+    def source(self) -> float:
+        """Busiest training stage: one copy of each shard leaves its holders."""
+        return _source(self.traffic) / self.fabric.nic_bandwidth
+
+    @line("s", "one copy into each leaf without a trainer, over its uplinks", key="spine_s", written=nonzero)
+    def spine(self) -> float:
+        """One copy into each leaf that has rollout nodes and no training node; 0 where the spine is not thin."""
+        return _spine(self.traffic)
+
+    @line("s", "bytes between twins of a node", key="nvlink_s", written=nonzero)
+    def nvlink(self) -> float:
+        """Bytes between twins of a node."""
+        return self.direct.nvlink_bytes / self.fabric.nvlink_bandwidth
+
+    @line("s", "below which no route can be: the largest of its parts", key="sync.floor_s")
     def floor(self) -> float:
-        return max(self)
+        return max(self.ingress, self.egress, self.source, self.spine, self.nvlink)
 
     @property
     def binding(self) -> str:
         """Which one it is."""
-        return max(zip(self, self._fields), key=lambda pair: pair[0])[1]
+        names = ("ingress", "egress", "source", "spine", "nvlink")
+        return max(names, key=lambda name: getattr(self, name))
 
 
 def bounds(traffic: Traffic) -> Bounds:
     """Of any route over this traffic."""
-    fabric = traffic.fabric
-    nic = fabric.nic_bandwidth
-    ingress = max((max(kind.ingress, default=0) for kind in traffic.kinds), default=0)
-    wanted = sum(sum(kind.ingress) * len(kind.nodes) for kind in traffic.kinds)
-    trainer_nics = -(-traffic.training.gpus * fabric.nics_per_node // fabric.gpus_per_node)
-    nics = trainer_nics + traffic.rollout_nodes * fabric.nics_per_node
-    return Bounds(ingress / nic, wanted / (nics * nic), _source(traffic) / nic, _spine(traffic),
-                  max((kind.twin_bytes for kind in traffic.kinds), default=0) / fabric.nvlink_bandwidth)
+    return Bounds(traffic, traffic.fabric, RouteCost(traffic, traffic.fabric, "direct", DEFAULT))
 
 
 def _source(traffic: Traffic) -> float:

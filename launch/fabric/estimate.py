@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil, sqrt
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from launch.coefficients.sync import SyncCoefficients
-from launch.fabric.lanes import Demand, NodeKind, Traffic
+from launch.fabric.lanes import Demand, Fabric, NodeKind, Traffic
 from launch.fabric.shards import Shard
+from launch.plan.book import line, part
 
 Kind = Literal["direct", "chain", "tree"]
 KINDS: tuple[Kind, ...] = ("direct", "chain", "tree")
@@ -35,81 +37,124 @@ MINOR = 20
 """A transfer below 1/MINOR of what its NIC takes in (vocabulary rows on the border of two ranks) is a small one."""
 
 
-class Loads(NamedTuple):
-    """Bytes of the busiest NIC of each sort, for one route."""
+def forwards(cost: RouteCost, value: float) -> bool:
+    """Whether receivers pass on what they take."""
+    return cost.kind != "direct"
 
-    ingress: int
-    """Into a rollout NIC."""
-    egress: float
-    """Out of a training NIC."""
-    relay_egress: int
-    """Out of a rollout NIC."""
-    nvlink: int
-    """Into a GPU of a rollout node from its twins."""
-    hops: int
-    """NIC hops of the last receiver."""
-    streams: int
-    """Transfers that a rollout GPU takes in at the same time."""
-    transfers: int
-    """Into the busiest rollout NIC."""
+
+@dataclass(eq=False)
+class RouteCost:
+    """One route, predicted: bytes through the busiest NIC of each sort, and seconds."""
+
+    traffic: Traffic
+    fabric: Fabric
+    kind: Kind
+    c: SyncCoefficients
+    bucket_bytes: int = DEFAULT_BUCKET
+    quantise: bool = False
+    """The engines quantise what they receive."""
 
     @property
+    def PREFIX(self) -> str:
+        return f"sync.{self.kind}"
+
+    @line("bytes", lambda self: "busiest training NIC: its shard" + (" x its receivers" if self.kind == "direct" else ""),
+          key="trainer_nic_out_bytes", shown=round)
+    def egress(self) -> float:
+        """Out of a training NIC."""
+        return _egress(self.traffic, self.kind)
+
+    @line("bytes", "busiest rollout NIC: one copy for its node over its NICs")
+    def rollout_nic_in_bytes(self) -> int:
+        return max((max(each.ingress, default=0) for each in self.traffic.kinds), default=0)
+
+    @line("bytes", "into a GPU from engines that share its node")
+    def nvlink_bytes(self) -> int:
+        """Between twins of a node, into the busiest GPU."""
+        return max((each.twin_bytes for each in self.traffic.kinds), default=0)
+
+    @line("", lambda self: f"NIC hops: receivers / senders{', its log2' if self.kind == 'tree' else ''}", written=forwards)
+    def hops(self) -> int:
+        """Of the last receiver."""
+        return 1 if self.kind == "direct" else max([1, *(_hops(*each, self.kind) for each in self.by_kind)])
+
+    @line("bytes", "busiest rollout NIC: what it forwards", written=forwards)
+    def rollout_nic_out_bytes(self) -> int:
+        """0 for `direct`."""
+        if self.kind == "direct" or self.hops == 1:
+            return 0
+        return max(max(each.ingress, default=0) for each, demands in self.by_kind if _hops(each, demands, self.kind) > 1)
+
+    @line("s", "bytes of the busiest NIC / its line rate, or NVLink")
+    def lower_bound_s(self) -> float:
+        """Busiest NIC of this route at line rate."""
+        return max(self.busiest / self.fabric.nic_bandwidth, self.nvlink_bytes / self.fabric.nvlink_bandwidth)
+
+    @line("bytes", "sqrt(W a B / fill), or all where nobody forwards; at most a bucket")
+    def chunk_bytes(self) -> int:
+        """The chunk that makes chunks' latency and the pipeline's fill equal, in whole MiB (or 64 KiB, where it is less
+        than one)."""
+        if not self.fill or not self.busiest:
+            return min(self.bucket_bytes, MIB * ceil(max(1, self.busiest) / MIB))
+        best = sqrt(self.busiest * self.c.chunk_latency_s * self.rate / self.fill)
+        step = MIB if best >= MIB else SMALL_STEP
+        return min(self.bucket_bytes, max(1, round(best / step)) * step)
+
+    @line("s", "W/(e B) + (W/c) a + fill (c/(e B) + a); fill = H - 1 (chain), 2 (H - 1) (tree)")
+    def wire_s(self) -> float:
+        """First byte to last byte, expected."""
+        latency, busiest, chunk = self.c.chunk_latency_s, self.busiest, self.chunk_bytes
+        chunks = busiest / chunk + self.transfers / 2          # a transfer's last chunk is half full on average
+        wire = busiest / self.rate + chunks * latency + self.fill * (chunk / self.rate + latency)
+        if self.nvlink_bytes:
+            nvlink_rate = self.fabric.nvlink_bandwidth * self.c.nvlink_efficiency
+            wire = max(wire, self.nvlink_bytes / nvlink_rate) + chunk / nvlink_rate
+        return wire
+
+    @line("s", "pause + barriers + wire + 2 c/copy rate + held/digest rate (+ held/quantise rate)", key="seconds")
+    def expected_s(self) -> float:
+        """The whole sync: pause, barriers, wire, packing that nothing overlaps, digest, requantising."""
+        c, held = self.c, self.rollout_nic_in_bytes + self.nvlink_bytes
+        return (c.pause_s + c.barrier_s + self.wire_s + 2 * self.chunk_bytes / c.copy_rate
+                + held / c.digest_rate + (held / c.quantise_rate if self.quantise else 0.0))
+
+    @line("bytes", "2 chunks")
+    def trainer_staging_bytes(self) -> int:
+        """Two chunks on each sending GPU."""
+        return SENDING * self.chunk_bytes
+
+    @line("bytes", "2 chunks x transfers into a GPU at the same time")
+    def rollout_staging_bytes(self) -> int:
+        """Two chunks for each transfer that a receiving GPU takes in at once; what it forwards leaves from there."""
+        # With slots the first chunks of the next transfer arrive while the last of this one are unpacked.
+        streams = min(2, self.transfers) if self.kind == "direct" else self.transfers * (
+            2 if self.kind == "tree" and self.rollout_nic_out_bytes else 1)
+        return RECEIVING * self.chunk_bytes * streams
+
+    @line("transfers", "large ones into the busiest rollout NIC", key="sync.transfers")
+    def transfers(self) -> int:
+        return max((_transfers(self.traffic, each) for each in self.traffic.kinds), default=0)
+
+    @property
+    def by_kind(self) -> list[tuple[NodeKind, Sequence[Demand]]]:
+        return list(zip(self.traffic.kinds, self.traffic.demands, strict=True))
+
+    @property
+    def trainer_nic_out_bytes(self) -> int:
+        return round(self.egress)
+
+    @part
     def busiest(self) -> float:
-        return max(self.ingress, self.egress, self.relay_egress)
+        return max(self.rollout_nic_in_bytes, self.egress, self.rollout_nic_out_bytes)
 
+    @property
+    def fill(self) -> int:
+        """Chunks that pass before the last receiver's pipeline is full."""
+        return (self.hops - 1) * (2 if self.kind == "tree" else 1)
 
-class Times(NamedTuple):
-    """Seconds of one route."""
-
-    lower_bound: float
-    """Its busiest NIC at line rate."""
-    wire: float
-    """First byte to last byte."""
-    expected: float
-    """The whole sync: pause, barriers, wire, packing that nothing overlaps, digest, requantising."""
-    chunk_bytes: int
-
-
-def loads(traffic: Traffic, kind: Kind) -> Loads:
-    """Bytes through the busiest NICs."""
-    kinds = traffic.kinds
-    hops, relays = 1, 0
-    for each, demands in zip(kinds, traffic.demands):
-        depth, forwards = _depth(each, demands, kind)
-        hops = max(hops, depth)
-        relays = max(relays, max(each.ingress, default=0) if forwards else 0)
-    transfers = max((_transfers(traffic, each) for each in kinds), default=0)
-    # With slots the first chunks of the next transfer arrive while the last of this one are unpacked.
-    streams = min(2, transfers) if kind == "direct" else transfers * (2 if kind == "tree" and relays else 1)
-    return Loads(
-        ingress=max((max(each.ingress, default=0) for each in kinds), default=0), egress=_egress(traffic, kind),
-        relay_egress=relays, nvlink=max((each.twin_bytes for each in kinds), default=0), hops=hops, streams=streams,
-        transfers=transfers)
-
-
-def times(traffic: Traffic, kind: Kind, coefficients: SyncCoefficients, *, bucket_bytes: int = DEFAULT_BUCKET,
-          quantise: bool = False, load: Loads | None = None) -> Times:
-    """Seconds of a route; `load` where `loads` is known already."""
-    load = load or loads(traffic, kind)
-    fabric = traffic.fabric
-    rate = fabric.nic_bandwidth * coefficients.nic_efficiency
-    nvlink_rate = fabric.nvlink_bandwidth * coefficients.nvlink_efficiency
-    chunk = chunk_bytes(kind, load, coefficients.chunk_latency_s, rate, bucket_bytes)
-    latency, busiest = coefficients.chunk_latency_s, load.busiest
-    chunks = busiest / chunk + load.transfers / 2          # a transfer's last chunk is half full on average
-    wire = busiest / rate + chunks * latency + fill_chunks(kind, load.hops) * (chunk / rate + latency)
-    if load.nvlink:
-        wire = max(wire, load.nvlink / nvlink_rate) + chunk / nvlink_rate
-    held = gpu_bytes(load)
-    expected = (coefficients.pause_s + coefficients.barrier_s + wire + 2 * chunk / coefficients.copy_rate
-                + held / coefficients.digest_rate + (held / coefficients.quantise_rate if quantise else 0.0))
-    bound = max(busiest / fabric.nic_bandwidth, load.nvlink / fabric.nvlink_bandwidth)
-    return Times(bound, wire, expected, chunk)
-
-
-def gpu_bytes(load: Loads) -> int:
-    """Weights that a rollout GPU holds afterwards (at most): what it digests."""
-    return load.ingress + load.nvlink
+    @property
+    def rate(self) -> float:
+        return self.fabric.nic_bandwidth * self.c.nic_efficiency
 
 
 def swap_seconds(weight_bytes: float, coefficients: SyncCoefficients) -> float:
@@ -121,22 +166,6 @@ def swap_seconds(weight_bytes: float, coefficients: SyncCoefficients) -> float:
     """
     return (coefficients.pause_s + coefficients.barrier_s / 3 + weight_bytes / coefficients.copy_rate
             + weight_bytes / coefficients.digest_rate)
-
-
-def fill_chunks(kind: Kind, hops: int) -> int:
-    """Chunks that pass before the last receiver's pipeline is full."""
-    return (hops - 1) * (2 if kind == "tree" else 1)
-
-
-def chunk_bytes(kind: Kind, load: Loads, latency: float, rate: float, bucket_bytes: int) -> int:
-    """The chunk that makes chunks' latency and the pipeline's fill equal, in whole MiB (or 64 KiB, where it is less than
-    one), at most a bucket."""
-    fill = fill_chunks(kind, load.hops)
-    if not fill or not load.busiest:
-        return min(bucket_bytes, MIB * ceil(max(1, load.busiest) / MIB))
-    best = sqrt(load.busiest * latency * rate / fill)
-    step = MIB if best >= MIB else SMALL_STEP
-    return min(bucket_bytes, max(1, round(best / step)) * step)
 
 
 def dealt_whole(each: NodeKind, demands: Sequence[Demand]) -> bool:
@@ -174,13 +203,10 @@ def _egress(traffic: Traffic, kind: Kind) -> float:
     return most * min(shared, traffic.training.gpus)
 
 
-def _depth(each: NodeKind, demands: Sequence[Demand], kind: Kind) -> tuple[int, bool]:
-    """(NIC hops, whether receivers forward) for nodes of one kind."""
-    if kind == "direct":
-        return 1, False
+def _hops(each: NodeKind, demands: Sequence[Demand], kind: Kind) -> int:
+    """NIC hops into nodes of one kind, where receivers forward."""
     behind = ceil(len(each.nodes) / min(demand.senders for demand in demands))
-    hops = behind if kind == "chain" else behind.bit_length()
-    return hops, hops > 1
+    return behind if kind == "chain" else behind.bit_length()
 
 
 def _transfers(traffic: Traffic, each: NodeKind) -> int:

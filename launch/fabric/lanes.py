@@ -18,6 +18,7 @@ from launch.cluster.spec import ClusterSpec
 from launch.fabric.gpu_order import engine_gpu_order
 from launch.fabric.shards import Flow, Shard, Worker, flows, share
 from launch.model.shape import ModelShape
+from launch.plan.book import made
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 
 
@@ -58,12 +59,36 @@ class Fabric:
 
 def fabric_of(cluster: ClusterSpec, nodes: Sequence[str] | None = None, spine_bandwidth: float = 0.0) -> Fabric:
     """`nodes`: names in the plan's order, training first (default: the cluster's order)."""
+    return Fabric(cluster.gpus_per_node, _nics(cluster), _nic_bandwidth(cluster), cluster.gpu.nvlink_bandwidth,
+                  _rails(cluster), _leaves(cluster, nodes), spine_bandwidth)
+
+
+def cluster_fabric() -> made[Fabric]:
+    """A part of an object with a `cluster`: `fabric_of` it."""
+    return made(Fabric, gpus_per_node=lambda owner: owner.cluster.gpus_per_node,
+                nics_per_node=lambda owner: _nics(owner.cluster),
+                nic_bandwidth=lambda owner: _nic_bandwidth(owner.cluster),
+                nvlink_bandwidth=lambda owner: owner.cluster.gpu.nvlink_bandwidth,
+                rails=lambda owner: _rails(owner.cluster), leaf_of_node=lambda owner: _leaves(owner.cluster, None))
+
+
+def _nics(cluster: ClusterSpec) -> int:
+    return min(cluster.nics_per_node, cluster.gpus_per_node)
+
+
+def _nic_bandwidth(cluster: ClusterSpec) -> float:
+    """A GPU with two NICs has one of twice the rate."""
+    return cluster.nic_bandwidth * cluster.nics_per_node / _nics(cluster)
+
+
+def _rails(cluster: ClusterSpec) -> int:
+    return min(cluster.rails, _nics(cluster))
+
+
+def _leaves(cluster: ClusterSpec, nodes: Sequence[str] | None) -> tuple[int, ...]:
     leaf_of = leaf_of_nodes(cluster)
     leaves = tuple(leaf_of.get(node, 0) for node in nodes or cluster.nodes)
-    nics = min(cluster.nics_per_node, cluster.gpus_per_node)      # a GPU with two NICs: one of twice the rate
-    return Fabric(cluster.gpus_per_node, nics, cluster.nic_bandwidth * cluster.nics_per_node / nics,
-                  cluster.gpu.nvlink_bandwidth, min(cluster.rails, nics), leaves if any(leaves) else (),
-                  spine_bandwidth)
+    return leaves if any(leaves) else ()
 
 
 def leaf_of_nodes(cluster: ClusterSpec) -> dict[str, int]:

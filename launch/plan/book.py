@@ -1,103 +1,266 @@
-"""The book of a plan: every number with its formula, its inputs and where they came from, written down while it is
-computed. `megatron-rl plan explain` prints it; nothing is derived a second time for the explanation.
+"""The book of a plan: every number with its formula, its inputs and where they came from.
 
-    hidden = book.given("model.hidden", 8192, "", "configs/70b/grpo.yaml:12, model.path")
-    width = book.computed("training.memory.logits", hidden * 4, "bytes", "tokens x V/TP x 10", ("model.hidden", ...))
+A model is a class whose numbers are computed when they are asked for. Those that `megatron-rl plan explain` prints are
+its lines:
 
-Models take `book: Book = NO_BOOK`, which keeps nothing: the search runs thousands of candidates through the same code.
+    @dataclass(frozen=True)
+    class TrainingTime:
+        PREFIX = "training"
+        layout: TrainingLayout
+        ...
+
+        @line("s", "(sum of slots - slowest) / v (arXiv 2104.04473)")
+        def pp_bubble_s(self) -> float:
+            return (sum(self.slots) - self.slot_s) / self.layout.vpp
+
+A search reads `time.pp_bubble_s`, which calls the method once and keeps the result. An explanation reads the same
+attribute of `book.view(time)`: what the method reads on its way is noted, and these are the inputs of the line. Nothing
+is written down a second time, and no input can be forgotten:
+
+- A number reaches a method only through `self`, and every attribute of a view is noted, whether it decides a value or a
+  branch. Hence the inputs are those that matter, and guards ("is it 1?").
+- A `part` is a value without a line of its own: who reads it has read all that it was computed from.
+- An object that a part makes carries what the part read, and gives it to whoever reads one of its plain fields. An object
+  that is `made` field by field gives what that field was read from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
+from types import FunctionType, MethodType
+from typing import Any, Generic, Self, TypeVar, cast, overload
 
-Number = TypeVar("Number", int, float)
+from launch.plan.forecast import Number
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One number. `inputs` are keys of other entries; a given number has none and a source instead."""
+class part(Generic[T]):
+    """A value of an object that is computed when it is first read, and kept: `functools.cached_property` without its
+    lock, which costs more than most formulas."""
 
-    key: str
-    value: float
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self.function = function
+        self.__doc__ = function.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> Self: ...
+
+    @overload
+    def __get__(self, owner: object, kind: type) -> T: ...
+
+    def __get__(self, owner: object | None, kind: type) -> Self | T:
+        if owner is None:
+            return self
+        value = owner.__dict__[self.name] = self.function(owner)
+        return value
+
+
+class made(part[T]):
+    """A part that is an object made of what is read of its owner, field by field: `kind(field=read(owner), ...)`."""
+
+    def __init__(self, kind: Callable[..., T], /, **fields: Callable[[Any], Any]) -> None:
+        super().__init__(lambda owner: kind(**{name: read(owner) for name, read in fields.items()}))
+        self.fields = fields
+
+
+class _Line(part[T]):
+    """A part that is a line of the book: see `line`."""
+
     unit: str
-    """bytes, s, FLOP, tokens/s, ... or empty."""
-    formula: str = ""
-    """In the field's symbols, with the paper or page it comes from where it is not plain arithmetic."""
-    inputs: tuple[str, ...] = ()
-    source: str = ""
+    formula: str | Callable[[Any], str]
+    key: str
+    written: Callable[[Any, Any], bool]
+    shown: Callable[[Any], Any]
+
+
+def line(unit: str, formula: str | Callable[[Any], str], *, key: str = "",
+         written: Callable[[Any, Any], bool] = lambda owner, value: True,
+         shown: Callable[[Any], Any] = lambda value: value) -> Callable[[Callable[[Any], T]], _Line[T]]:
+    """A method that computes a number of the book.
+
+    Args:
+        unit: bytes, s, FLOP, tokens/s, ... or empty.
+        formula: in the field's symbols, with the paper or page it comes from where it is not plain arithmetic; or what
+            gives it for an object.
+        key: with a dot the whole key, without one what stands for the name of the method behind the object's `PREFIX`.
+        written: (object, value) -> whether there is such a line; one that is not written counts as a part.
+        shown: value -> how it stands in the book (round).
+    """
+    def decorated(function: Callable[[Any], T]) -> _Line[T]:
+        found: _Line[T] = _Line(function)
+        found.unit, found.formula, found.key = unit, formula, key
+        found.written, found.shown = written, shown
+        return found
+    return decorated
+
+
+def nonzero(owner: Any, value: float) -> bool:
+    """For `line`: a number that is 0 has no line."""
+    return value != 0
 
 
 class Book:
-    """Entries in the order in which they were written. A key is written once; writing the same number again is allowed
-    (two models may use one), writing another is a bug."""
-
-    keeps = True
+    """Entries in the order in which they were written, an input before what rests on it. A key is written once; writing
+    the same number again is allowed, writing another is a bug."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, Number] = {}
+        self._views: dict[int, _View] = {}
+        self._reading: list[dict[str, None]] = []
+        """Keys read so far by the lines and parts being computed, the innermost last."""
 
-    def given(self, key: str, value: Number, unit: str, source: str) -> Number:
+    def given(self, key: str, value: float, unit: str, source: str) -> float:
         """Write down an input and return it."""
-        self._write(Entry(key, value, unit, source=source))
+        self._write(Number(key=key, value=value, unit=unit, source=source))
         return value
 
-    def computed(self, key: str, value: Number, unit: str, formula: str, inputs: Iterable[str]) -> Number:
+    def computed(self, key: str, value: float, unit: str, formula: str, inputs: Iterable[str]) -> float:
         """Write down a result and return it. Every input must have been written before."""
-        entry = Entry(key, value, unit, formula, tuple(inputs))
+        entry = Number(key=key, value=value, unit=unit, formula=formula, inputs=tuple(inputs))
         missing = [name for name in entry.inputs if name not in self._entries]
         if missing:
             raise KeyError(f"{key} is computed from {', '.join(missing)}, which nobody has written down")
         self._write(entry)
         return value
 
-    def _write(self, entry: Entry) -> None:
+    def name(self, target: object, attribute: str, key: str) -> None:
+        """Who reads this attribute of `target` reads the number `key`."""
+        self._view(target)._keys[attribute] = key
+
+    def describe(self, target: object, *keys: str) -> None:
+        """Who reads any other attribute of `target`, or calls a method, reads all of these numbers: they are what the book
+        says of it."""
+        self._view(target)._others = keys
+
+    def view(self, target: T) -> T:
+        """`target`, as an object whose attributes are computed anew and whose reads are noted."""
+        return cast(T, self._view(target))
+
+    def write(self, *targets: object) -> None:
+        """Write all lines of these objects, in the order of their classes, those of a base class first."""
+        for target in targets:
+            view = self._view(target)
+            for kind in reversed(type(view._target).__mro__):
+                for name, found in vars(kind).items():
+                    if isinstance(found, _Line):
+                        getattr(view, name)
+
+    def _view(self, target: object) -> _View:
+        if isinstance(target, _View):
+            return target
+        if id(target) not in self._views:
+            self._views[id(target)] = _View(self, target)
+        return self._views[id(target)]
+
+    def _read(self, view: _View, name: str) -> Any:
+        """An attribute of a view, computed once; its keys count as read by whatever is being computed."""
+        if name not in view._known:
+            self._reading.append({})
+            try:
+                value = self._value(view, name)
+                view._known[name] = value, tuple(self._reading[-1])
+            finally:
+                self._reading.pop()
+        value, keys = view._known[name]
+        if self._reading:
+            self._reading[-1].update(dict.fromkeys(keys))
+        return value
+
+    def _value(self, view: _View, name: str) -> Any:
+        """Computes an attribute; what is noted while it does are the attribute's keys."""
+        target, noted = view._target, self._reading[-1]
+        if name in view._keys or view._others:
+            noted.update(dict.fromkeys([view._keys[name]] if name in view._keys else view._others))
+            return getattr(target, name)
+        if name in view._makers:
+            value = view._makers[name](view._maker)
+            return self._seen(value, tuple(noted))
+        found = next((vars(kind)[name] for kind in type(target).__mro__ if name in vars(kind)), None)
+        if isinstance(found, made):
+            value = self._view(found.function(view))
+            value._makers, value._maker = found.fields, view
+            noted.clear()                   # each of its fields has its own
+            return value
+        if isinstance(found, part):
+            value = found.function(view)
+            value = self._seen(value, tuple(noted), view)
+            if isinstance(found, _Line) and found.written(view, value):
+                inputs = tuple(noted)
+                key = found.key or name
+                key = key if "." in key else f"{target.PREFIX}.{key}"        # type: ignore[attr-defined]
+                formula = found.formula if isinstance(found.formula, str) else found.formula(target)
+                self.computed(key, found.shown(value), found.unit, formula, inputs)
+                noted.clear()
+                noted[key] = None
+            return value
+        if isinstance(found, property):
+            assert found.fget is not None
+            value = found.fget(view)
+            return self._seen(value, tuple(noted))
+        if isinstance(found, FunctionType):
+            return MethodType(found, view)
+        value = getattr(target, name)
+        if name in getattr(target, "__dataclass_fields__", ()) and value is not view._maker:
+            noted.update(dict.fromkeys(view._made_from))
+        return self._seen(value, view._made_from)
+
+    def _seen(self, value: Any, made_from: tuple[str, ...] = (), maker: _View | None = None) -> Any:
+        """A value as a line sees it: objects as views, which carry what they were made from."""
+        if type(value) is tuple:
+            return tuple(self._seen(each, made_from, maker) for each in value)
+        if type(value) is dict:
+            return {key: self._seen(each, made_from, maker) for key, each in value.items()}
+        if is_dataclass(value) and not isinstance(value, type):
+            fresh = id(value) not in self._views
+            value = self._view(value)
+            if fresh:
+                value._made_from, value._maker = made_from, maker
+        return value
+
+    def _write(self, entry: Number) -> None:
         if self._entries.setdefault(entry.key, entry) != entry:
             raise ValueError(f"{entry.key} is in the book as {self._entries[entry.key]}, not {entry}")
 
-    def __getitem__(self, key: str) -> Entry:
+    def __getitem__(self, key: str) -> Number:
         return self._entries[key]
 
     def __contains__(self, key: str) -> bool:
         return key in self._entries
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[Number]:
         return iter(self._entries.values())
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def leaves(self, key: str) -> tuple[str, ...]:
-        """Keys of the given numbers that `key` rests on, in the book's order."""
-        found, todo = set(), [key]
-        while todo:
-            name = todo.pop()
-            if name not in found:
-                found.add(name)
-                todo += self._entries[name].inputs
-        return tuple(name for name in self._entries if name in found and not self._entries[name].inputs)
 
-    def dependents(self, key: str) -> tuple[str, ...]:
-        """Keys of all numbers that rest on `key`, in the book's order."""
-        reached = {key}
-        for entry in self._entries.values():     # inputs are written before what they are used for
-            if reached.intersection(entry.inputs):
-                reached.add(entry.key)
-        return tuple(name for name in self._entries if name in reached and name != key)
+_HASHES = itertools.count()
 
 
-class _NoBook(Book):
-    """Keeps nothing."""
+class _View:
+    """An object whose reads are noted."""
 
-    keeps = False
+    __slots__ = ("_book", "_keys", "_known", "_made_from", "_maker", "_makers", "_others", "_target")
 
-    def given(self, key: str, value: Number, unit: str, source: str) -> Number:
-        return value
+    def __init__(self, book: Book, target: object) -> None:
+        self._book, self._target = book, target
+        self._keys: dict[str, str] = {}
+        self._others: tuple[str, ...] = ()
+        self._made_from: tuple[str, ...] = ()
+        self._makers: Mapping[str, Callable[[Any], Any]] = {}
+        self._maker: _View | None = None
+        self._known: dict[str, tuple[Any, tuple[str, ...]]] = {}
 
-    def computed(self, key: str, value: Number, unit: str, formula: str, inputs: Iterable[str]) -> Number:
-        return value
+    def __getattr__(self, name: str) -> Any:
+        return self._book._read(self, name)
 
-
-NO_BOOK: Book = _NoBook()
+    def __hash__(self) -> int:
+        """Another one each time: no `lru_cache` answers for what has to be read, and none keeps what was read here for
+        anybody else."""
+        return next(_HASHES)

@@ -69,23 +69,6 @@ class RolloutLayout:
         return self.tp * self.pp * self.replicas
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingWork:
-    """What one optimizer step computes, over all ranks."""
-
-    sequences: int
-    tokens: int
-    """Real tokens of the whole step (prompt + completion), padding not counted."""
-    attention_length: float
-    """E[t^2] / E[t] over the sequences: causal attention costs as much as if all had this length."""
-    micro_batch_tokens: int
-    """Tokens of a micro-batch on a DP rank (over its CP ranks together), padding included."""
-    micro_batches: int
-    """Of each DP rank."""
-    longest: int
-    """Tokens of the longest sequence."""
-
-
 @lru_cache(maxsize=1024)
 def even_layers(layers: int, pp: int, vpp: int = 1) -> tuple[int, ...]:
     """Layers of each stage where a run does not say: equal; else embedding and head counted as a layer each, where

@@ -19,7 +19,7 @@ from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.plan.plan import Plan
 from launch.planner.explain.forecast import forecast
 from launch.planner.memory.rollout import kv_bytes_per_token
-from launch.planner.search.candidate import Candidate, candidate, rollout_option, training_option
+from launch.planner.search.candidate import Candidate, RolloutOption, TrainingOption
 from launch.planner.search.problem import Mode, problem_of
 from launch.planner.search.space import RECOMPUTE
 
@@ -104,5 +104,5 @@ def pinned_candidate(loaded: LoadedConfig, shape: ModelShape, plan: Plan, machin
         precision=config.trainer.dtype, distributed_optimizer=config.trainer.distributed_optimizer,
         recompute=RECOMPUTE[config.trainer.recompute],
         layers_of_stage=tuple(sum(map(len, stage)) for stage in sizes.layers_of_stage))
-    return candidate(problem, mode, training_option(problem, layout, layout.gpus),
-                     rollout_option(problem, engine, engine.gpus, must_fit=False))
+    return Candidate(mode, TrainingOption(problem, layout, layout.gpus), RolloutOption(problem, engine, engine.gpus),
+                     problem)

@@ -8,12 +8,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from launch.config.auto import round_up
 from launch.model.shape import VOCAB_MULTIPLE, ModelShape
-from launch.plan.book import NO_BOOK, Book
+from launch.plan.book import line, made, nonzero, part
 from launch.plan.layouts import TrainingLayout, stage_layers
 
 FlopsConvention = Literal["noncausal", "causal", "no_attention", "lora_no_attention", "causal_lora",
@@ -33,28 +34,6 @@ class LayerParameters(NamedTuple):
     """Biases of column-parallel matrices: over TP."""
     replicated: int
     """Norms, biases of row-parallel matrices, the router: on every TP rank."""
-
-
-class StageParameters(NamedTuple):
-    """Parameters of one training rank, of one pipeline stage."""
-
-    layers: int
-    """Of its layers, experts left out."""
-    experts: int
-    """Routed experts; sharded by the optimizer over fewer ranks than the rest."""
-    embedding: int
-    """Padded; a tied head on the last stage is the second copy."""
-    head: int
-    """Head (padded) and final norm."""
-
-    @property
-    def dense(self) -> int:
-        """All but the routed experts."""
-        return self.layers + self.embedding + self.head
-
-    @property
-    def total(self) -> int:
-        return self.layers + self.experts + self.embedding + self.head
 
 
 @lru_cache(maxsize=256)
@@ -112,20 +91,17 @@ def tensor_count(shape: ModelShape) -> int:
     return shape.layers * (attention + mlp + routed + 2 * norm) + ends
 
 
-def lora_count(shape: ModelShape, rank: int, book: Book = NO_BOOK) -> int:
+def lora_count(shape: ModelShape, rank: int) -> int:
     """LoRA parameters of the whole model: A [rank, in] and B [out, rank] of q, k, v, o and the dense MLP's matrices (Hu
     et al., arXiv 2106.09685); routed experts have none."""
     h, q, kv = shape.hidden, shape.q_width, shape.kv_width
     width = shape.shared_ffn if shape.experts else shape.ffn
     mlp = shape.mlp_matrices * (h + width) if width else 0
-    return book.computed("parameters.adapters", shape.layers * rank * (2 * (h + q) + 2 * (h + kv) + mlp), "parameters",
-                         "L r (in + out) of q, k, v, o and the MLP's matrices",
-                         ("model.lora_rank", *_keys("layers", "hidden", "heads", "kv_heads", "head_dim", *(
-                             ("mlp_matrices",) if width else ()), "shared_ffn" if shape.experts else "ffn")))
+    return shape.layers * rank * (2 * (h + q) + 2 * (h + kv) + mlp)
 
 
 def flops_per_token(shape: ModelShape, attention_length: float, causal: bool = True, *,
-                    convention: FlopsConvention | None = None, book: Book = NO_BOOK) -> float:
+                    convention: FlopsConvention | None = None) -> float:
     """FLOPs of training one token: 6 M + 6 L A l, with A = heads x head_dim; 12 L A l where not causal.
 
     Args:
@@ -139,19 +115,12 @@ def flops_per_token(shape: ModelShape, attention_length: float, causal: bool = T
     attention = shape.layers * shape.q_width * attention_length
     head = shape.vocab * shape.hidden
     kind = convention or ("causal" if causal else "noncausal")
-    value = {"noncausal": 6.0 * matrices + 12 * attention,
-             "causal": 6.0 * matrices + 6 * attention,
-             "no_attention": 6.0 * matrices,
-             "lora_no_attention": 4.0 * matrices,
-             "causal_lora": (6.0 * matrices + 6 * attention) * 2 / 3,
-             "noncausal_with_full_recompute": (6.0 * (matrices - head) + 12 * attention) * 4 / 3 + 6.0 * head}[kind]
-    if book.keeps:
-        book.computed("parameters.matrices", matrices, "", "L (2 h q + 2 h kv + 3 h ffn) + V h; of experts, k",
-                      _keys("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "mlp_matrices", *(
-                          ("experts", "experts_per_token", "moe_ffn", "shared_ffn") if shape.experts else ("ffn",))))
-        book.computed("parameters.flops_per_token", value, "FLOP", "6 M + 6 L A l (training, causal, no recompute)",
-                      ("parameters.matrices", *_keys("layers", "heads", "head_dim"), "work.attention_length"))
-    return value
+    return {"noncausal": 6.0 * matrices + 12 * attention,
+            "causal": 6.0 * matrices + 6 * attention,
+            "no_attention": 6.0 * matrices,
+            "lora_no_attention": 4.0 * matrices,
+            "causal_lora": (6.0 * matrices + 6 * attention) * 2 / 3,
+            "noncausal_with_full_recompute": (6.0 * (matrices - head) + 12 * attention) * 4 / 3 + 6.0 * head}[kind]
 
 
 def padded_vocab(shape: ModelShape, tp: int) -> int:
@@ -159,73 +128,105 @@ def padded_vocab(shape: ModelShape, tp: int) -> int:
     return round_up(shape.vocab, VOCAB_MULTIPLE * tp)
 
 
-def stage_parameters(shape: ModelShape, layout: TrainingLayout, *,
-                     book: Book = NO_BOOK) -> tuple[StageParameters, ...]:
-    """What one rank of each pipeline stage holds.
+@dataclass(eq=False)
+class RankParameters:
+    """What the ranks of a training layout hold. A tied embedding is held at both ends where PP > 1."""
 
-    A tied embedding is held at both ends where PP > 1.
-    """
-    stages = _stages(shape, layout.tp, layout.ep * layout.etp, stage_layers(shape, layout))
-    if book.keeps:
-        write(shape, layout, stages, book)
-    return stages
+    PREFIX = "parameters"
+
+    shape: ModelShape
+    tp: int
+    expert_parts: int
+    """Ranks that split the experts: EP x ETP."""
+    pp: int
+    layers: tuple[int, ...]
+    """Of each pipeline stage."""
+
+    @line("", "2 h (n_h + n_kv) d + 3 h ffn + 2 h (+ biases, experts)")
+    def layer(self) -> int:
+        return sum(layer(self.shape))
+
+    @line("", "L x layer + V h (twice unless tied) + h")
+    def model(self) -> int:
+        return count(self.shape)
+
+    @line("", "(matrices + their biases)/TP + norms and router, of one layer on one rank, experts left out")
+    def layer_on_rank(self) -> int:
+        each = layer(self.shape)
+        return (each.attention + each.mlp + each.split) // self.tp + each.replicated
+
+    @line("", "V, padded to a multiple of 128 TP, x h / TP")
+    def embedding_on_rank(self) -> int:
+        return padded_vocab(self.shape, self.tp) // self.tp * self.shape.hidden
+
+    @line("", "E 3 h ffn_e / (EP x ETP)", written=nonzero)
+    def layer_experts_on_rank(self) -> int:
+        return layer(self.shape).experts // self.expert_parts
+
+    @part
+    def stages(self) -> tuple[StageParameters, ...]:
+        return tuple(StageParameters(self, number) for number in range(self.pp))
+
+
+@dataclass(eq=False)
+class StageParameters:
+    """Parameters of one training rank, of one pipeline stage."""
+
+    of: RankParameters
+    number: int
+
+    @property
+    def PREFIX(self) -> str:
+        return f"parameters.stage{self.number}"
+
+    @line("", "layers of this stage")
+    def layers(self) -> int:
+        return self.of.layers[self.number]
+
+    @line("", "layers x layer on a rank (first stage + embedding, last + head and final norm)")
+    def dense(self) -> int:
+        """All but the routed experts."""
+        return self.layers * self.of.layer_on_rank + self.embedding + self.head
+
+    @line("", "layers x experts of a layer on a rank", written=nonzero)
+    def experts(self) -> int:
+        """Routed experts; sharded by the optimizer over fewer ranks than the rest."""
+        return self.layers * layer(self.of.shape).experts // self.of.expert_parts if self.of.shape.experts else 0
+
+    @part
+    def embedding(self) -> int:
+        """Padded."""
+        if self.number > 0:
+            return 0
+        return self.of.embedding_on_rank + self.of.shape.learned_positions * self.of.shape.hidden
+
+    @part
+    def head(self) -> int:
+        """Head (padded) and final norm; a tied head on the last stage is the second copy."""
+        shape, last = self.of.shape, self.of.pp - 1
+        if self.number < last:
+            return 0
+        norm = (2 if shape.all_biases else 1) * shape.hidden
+        return norm if last == 0 and shape.tied else self.of.embedding_on_rank + norm
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
 
 
 @lru_cache(maxsize=4096)
-def _stages(shape: ModelShape, tp: int, expert_parts: int,
-            layers: tuple[int, ...]) -> tuple[StageParameters, ...]:
-    each = layer(shape)
-    on_rank = (each.attention + each.mlp + each.split) // tp + each.replicated
-    rows = padded_vocab(shape, tp) // tp * shape.hidden
-    norm = (2 if shape.all_biases else 1) * shape.hidden
-    last = len(layers) - 1
-    stages = []
-    for stage, number in enumerate(layers):
-        second_copy = shape.tied and last > 0
-        head = (0 if shape.tied and not second_copy else rows) + norm if stage == last else 0
-        embedding = rows + shape.learned_positions * shape.hidden if stage == 0 else 0
-        stages.append(StageParameters(number * on_rank, number * each.experts // expert_parts, embedding, head))
-    return tuple(stages)
+def _rank_parameters(shape: ModelShape, tp: int, expert_parts: int, pp: int, layers: tuple[int, ...]) -> RankParameters:
+    return RankParameters(shape, tp, expert_parts, pp, layers)
 
 
-def write(shape: ModelShape, layout: TrainingLayout, stages: tuple[StageParameters, ...], book: Book) -> None:
-    """The counts, for the book."""
-    attention = _keys("hidden", "heads", "kv_heads", "head_dim", "qkv_bias", "qk_norm", "all_biases")
-    sizes = attention + _keys("mlp_matrices", *(("experts", "shared_ffn") if shape.experts else ("ffn",)))
-    dense = sizes if not shape.experts or shape.shared_ffn else attention + _keys("experts", "shared_ffn")
-    each, last = layer(shape), len(stages) - 1
-    on_rank = (each.attention + each.mlp + each.split) // layout.tp + each.replicated
-    rows = padded_vocab(shape, layout.tp) // layout.tp * shape.hidden
-    book.computed("parameters.layer", sum(each), "", "2 h (n_h + n_kv) d + 3 h ffn + 2 h (+ biases, experts)",
-                  sizes + (_keys("moe_ffn") if shape.experts else ()))
-    book.computed("parameters.model", count(shape), "", "L x layer + V h (twice unless tied) + h", (
-        "parameters.layer", *_keys("layers", "hidden", "vocab", "tied", "learned_positions", "all_biases")))
-    book.computed("parameters.layer_on_rank", on_rank, "",
-                  "(matrices + their biases)/TP + norms and router, of one layer on one rank, experts left out",
-                  (*dense, "trainer.tp"))
-    book.computed("parameters.embedding_on_rank", rows, "", "V, padded to a multiple of 128 TP, x h / TP",
-                  (*_keys("vocab", "hidden"), "trainer.tp"))
-    if shape.experts:
-        book.computed("parameters.layer_experts_on_rank", each.experts // (layout.ep * layout.etp), "",
-                      "E 3 h ffn_e / (EP x ETP)",
-                      (*_keys("experts", "hidden", "moe_ffn", "mlp_matrices"), "trainer.ep", "trainer.etp"))
-    for number, (stage, held) in enumerate(zip(stages, stage_layers(shape, layout))):
-        key = f"parameters.stage{number}"
-        uneven = ("trainer.vpp",) if shape.layers % layout.pp else ()
-        split = ("trainer.layers_of_stage",) if layout.layers_of_stage else ("model.layers", "trainer.pp", *uneven)
-        book.computed(f"{key}.layers", held, "", "layers of this stage", split)
-        ends = ["parameters.embedding_on_rank", "trainer.pp"] if number in (0, last) else ["trainer.pp"]
-        ends += _keys("hidden", "learned_positions") if number == 0 else ()
-        ends += _keys("hidden", "all_biases") if number == last else ()
-        ends += _keys("tied") if last == 0 else ()         # with a pipeline a tied head is a second copy
-        book.computed(f"{key}.dense", stage.dense, "",
-                      "layers x layer on a rank (first stage + embedding, last + head and final norm)",
-                      dict.fromkeys((f"{key}.layers", "parameters.layer_on_rank", *ends)))
-        if shape.experts:
-            book.computed(f"{key}.experts", stage.experts, "", "layers x experts of a layer on a rank",
-                          (f"{key}.layers", "parameters.layer_experts_on_rank"))
+def rank_parameters() -> made[RankParameters]:
+    """A part of an object that has a `shape` and a `layout`."""
+    return made(_rank_parameters, shape=lambda owner: owner.shape, tp=lambda owner: owner.layout.tp,
+                expert_parts=lambda owner: owner.layout.ep * owner.layout.etp, pp=lambda owner: owner.layout.pp,
+                layers=lambda owner: stage_layers(owner.shape, owner.layout))
 
 
-def _keys(*names: str) -> tuple[str, ...]:
-    """Book keys of fields of the shape."""
-    return tuple(f"model.{name}" for name in names)
+def stage_parameters(shape: ModelShape, layout: TrainingLayout) -> tuple[StageParameters, ...]:
+    """What one rank of each pipeline stage holds."""
+    return _rank_parameters(shape=shape, tp=layout.tp, expert_parts=layout.ep * layout.etp, pp=layout.pp,
+                            layers=stage_layers(shape, layout)).stages

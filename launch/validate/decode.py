@@ -13,7 +13,7 @@ from launch.model.shape import ModelShape
 from launch.plan.layouts import Precision, RolloutLayout
 from launch.planner.memory.rollout import rollout_memory
 from launch.planner.time.decode import Engine, EngineClass, engine_of
-from launch.planner.time.rollout import Demand, synchronous
+from launch.planner.time.rollout import Demand, SynchronousRollout
 from launch.planner.workload.lengths import LONGEST, Counted, Lengths, LogNormal
 from launch.validate.fit import log_error, robust_mean, rounded, search
 from launch.validate.interface import Predicted, measured
@@ -182,7 +182,7 @@ def _predictions(run: _Run, coefficients: RolloutCoefficients) -> dict[str, floa
 def _of_layout(run: _Run, engine: Engine, layout: RolloutLayout, cache: int) -> dict[str, float]:
     lengths, gpus = run.lengths, layout.tp * layout.pp
     if run.requests is not None:
-        all_at_once = synchronous(engine, Demand(
+        all_at_once = SynchronousRollout(engine, Demand(
             prompts=max(1, run.requests // layout.replicas), group=1, prompt_tokens=run.prompt, lengths=lengths,
             replicas=1, max_num_seqs=layout.max_num_seqs, kv_tokens=cache))
         return {"tpot_s": all_at_once.tpot_s, "output_tokens_per_s_per_gpu": all_at_once.tokens_per_s / gpus}

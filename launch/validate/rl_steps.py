@@ -11,13 +11,13 @@ from launch.coefficients.rl import RlCoefficients
 from launch.coefficients.training import TrainingCoefficients
 from launch.errors import UserError
 from launch.model.shape import ModelShape
-from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout, TrainingWork
+from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout
 from launch.planner.memory.activations import TrainerEngine
 from launch.planner.memory.rollout import rollout_memory
 from launch.planner.memory.training import training_memory
 from launch.planner.parameters import count, tensor_count
 from launch.planner.time.decode import engine_of
-from launch.planner.time.rollout import Demand, asynchronous, synchronous
+from launch.planner.time.rollout import AsynchronousRollout, Demand, SynchronousRollout
 from launch.planner.time.step import (
     Phases,
     StepMode,
@@ -29,6 +29,7 @@ from launch.planner.time.step import (
 )
 from launch.planner.time.training import logprob_time, training_time
 from launch.planner.workload.lengths import Lengths, LogNormal
+from launch.planner.workload.work import TrainingWork
 from launch.validate.decode import MOST_GPUS
 from launch.validate.fit import log_error, robust_mean, rounded, search
 from launch.validate.interface import Predicted, measured
@@ -194,7 +195,8 @@ def _job(point: Point) -> _Job | str:
     training_s = training_time(point.model, layout, work, cluster, TrainingCoefficients()).total_s
     forward_s = logprob_time(point.model, layout, work, cluster, TrainingCoefficients()).total_s
     engines = _engines(point, point.model, point.gpu, rollout_gpus, budget)
-    generate = synchronous if mode != "fully_async" or not point.number("staleness", 1.0) else asynchronous
+    stale = mode == "fully_async" and point.number("staleness", 1.0)
+    generate = AsynchronousRollout if stale else SynchronousRollout
     times = [generate(engine_of(point.model, engine, cluster),
                       Demand(max(1, responses // group), group, prompt, lengths, engine.replicas, MAX_NUM_SEQS, cache)
                       ).total_s for engine, cache in engines]

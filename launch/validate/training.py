@@ -19,9 +19,10 @@ from typing import get_args
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.training import TrainingCoefficients
 from launch.model.shape import ModelShape
-from launch.plan.layouts import Precision, TrainingLayout, TrainingWork
+from launch.plan.layouts import Precision, TrainingLayout
 from launch.planner.parameters import FlopsConvention, flops_per_token
 from launch.planner.time.training import TrainingTime, training_time
+from launch.planner.workload.work import TrainingWork
 from launch.validate.fit import log_error, robust_mean, rounded, search
 from launch.validate.interface import Predicted, measured
 from launch.validate.machine import cluster_of

@@ -14,7 +14,8 @@ from launch.coefficients.collectives import CollectiveCoefficients
 from launch.coefficients.training import TrainingCoefficients
 from launch.model.shape import ModelShape
 from launch.plan.book import Book
-from launch.plan.layouts import TrainingLayout, TrainingWork
+from launch.plan.layouts import TrainingLayout
+from launch.planner.workload.work import TrainingWork
 from launch.planner.explain.givens import write_gpu, write_model, write_trainer
 from launch.planner.parameters import flops_per_token, matrix_parameters
 from launch.planner.time.training import TrainingTime, logprob_time, training_time

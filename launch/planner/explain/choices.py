@@ -9,7 +9,7 @@ from typing import TypeVar
 from launch.plan.forecast import Alternative, Choice
 from launch.plan.layouts import TrainingLayout
 from launch.planner.memory.training import TrainingMemory
-from launch.planner.search.candidate import Candidate, RolloutOption, candidate, training_option
+from launch.planner.search.candidate import Candidate, RolloutOption, TrainingOption
 from launch.planner.search.problem import Mode, Problem
 from launch.planner.search.search import Search
 
@@ -102,7 +102,7 @@ def _training_layout(search: Search, found: Candidate) -> Choice:
                if option.layout != mine.layout]
     alternatives = [Alternative(value=layout_name(layout), rejected_by=_slower(search, found, layout, seconds))
                     for layout, seconds in _one_of_each(fitting, besides=mine.layout)[:MOST]]
-    unfit = sorted(search.unfit(mine.units), key=lambda pair: (pair[1].stages[pair[1].worst].total,
+    unfit = sorted(search.unfit(mine.units), key=lambda pair: (pair[1].total,
                                                                layout_name(pair[0])))
     alternatives += [_unfit(layout, memory) for layout, memory in _one_of_each(unfit)[:MOST]]
     worst = mine.worst
@@ -119,7 +119,7 @@ def _slower(search: Search, found: Candidate, layout: TrainingLayout, seconds: f
         return f"training {seconds:.1f} s against {mine.seconds:.1f} s"
     if search.mode != "disaggregated":
         return f"training {seconds:.1f} s, but it leaves the engine too little memory"
-    other = candidate(search.problem, search.mode, training_option(search.problem, layout, mine.units), found.rollout)
+    other = Candidate(search.mode, TrainingOption(search.problem, layout, mine.units), found.rollout, search.problem)
     return (f"training {seconds:.1f} s, but the sync {other.sync_s:.2f} s against {found.sync_s:.2f} s, and so the step "
             f"{other.step_s:.2f} s against {found.step_s:.2f} s")
 
@@ -142,7 +142,7 @@ def _family(layout: TrainingLayout) -> tuple[int, ...]:
 
 
 def _unfit(layout: TrainingLayout, memory: TrainingMemory) -> Alternative:
-    worst = memory.stages[memory.worst]
+    worst = memory.stages[memory.worst_stage]
     return Alternative(value=layout_name(layout), rejected_by=f"does not fit: {worst.total / GB:.1f} GB on stage "
                                                               f"{worst.stage} against {memory.limit / GB:.1f} GB")
 
@@ -198,7 +198,7 @@ def _route(found: Candidate) -> Choice:
 def _staging(found: Candidate) -> Choice:
     """Where the engines receive, and what the other way would cost: seconds against KV cache."""
     mine = found.rollout
-    copy, per_token = mine.memory.components["weights"], mine.memory.kv_bytes_per_token
+    copy, per_token = mine.memory.weights, mine.memory.kv_bytes_per_token
     pauses = {"in_place": f"engines stop {found.sync_s:.2f} s for a sync",
               "shadow": (f"engines stop {mine.swap_s:.2f} s for a sync, for {copy / GB:.1f} GB a GPU of the KV cache "
                          f"({copy // per_token:,} tokens of an engine)")}

@@ -1,101 +1,114 @@
-"""The chosen candidate computed once more, with the book open: the same functions as in the search, so that the
-explanation is the computation."""
+"""The book of the chosen candidate: its given numbers, and all lines of its models, read from the very objects that the search
+compared."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from typing import Any
 
-from launch.model.shape import ModelShape
-from launch.plan.book import NO_BOOK, Book
-from launch.planner.explain import givens
-from launch.planner.parameters import count, lora_count
-from launch.planner.search.candidate import Candidate, candidate, rollout_option, training_option
-from launch.planner.search.problem import Problem
-from launch.planner.time.reliability import Reliability, disk_seconds, reliability
+from launch.plan.book import Book
+from launch.planner.search.candidate import Candidate
+
+PRECISION_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
+RECOMPUTE_SHARE = {(): 0.0, ("full",): 1.0}
+"""How a choice of recomputation stands in the book: 0 none, 1 full, 0.5 some modules."""
+UNITS = {"hbm_bytes": "bytes", "usable_bytes": "bytes", "hbm_bandwidth": "bytes/s", "nvlink_bandwidth": "bytes/s",
+         "bf16_flops": "FLOP/s", "fp8_flops": "FLOP/s", "fp32_flops": "FLOP/s", "weight_bytes": "bytes",
+         "kv_bytes": "bytes", "grad_bytes": "bytes", "precision": "bytes"}
+
+Source = Callable[[str], str]
+"""Key -> where its value came from."""
 
 
-def evaluate(found: Candidate, sources: Mapping[str, str]) -> tuple[Candidate, Reliability, Book]:
-    """The candidate, its reliability, and the book of every number.
+def book_of(found: Candidate, sources: Mapping[str, str]) -> Book:
+    """Every number of the candidate.
 
     Args:
         sources: key of a given number, or a prefix of it (`model`, `trainer.tp`) -> where it came from.
     """
-    problem, book = found.problem, Book()
-    source = _source_of(sources)
-    write_givens(problem, book, source)
-    givens.write_trainer(book, found.training.layout, source)
-    book.given("trainer.token_budget", problem.token_budget, "tokens", source("trainer.token_budget"))
-    givens.write_rollout(book, found.rollout.layout, source)
-    training = training_option(problem, found.training.layout, found.training.units, book)
-    rollout = rollout_option(problem, found.rollout.layout, found.rollout.units, book, must_fit=False)
-    again = candidate(problem, found.mode, training, rollout, book)
-    nodes = nodes_used(again)
-    book.given("plan.nodes", sum(nodes), "nodes", "planner")
-    book.given("plan.training_nodes", nodes[0], "nodes", "planner")
-    trained, key = count(problem.shape), "model.parameters"
+    book = Book()
+    write_givens(book, found, _source_of(sources))
+    found = book.view(found)
+    training, rollout = found.training, found.rollout
+    held, memory, engine = training.memory.held, training.memory, rollout.memory
+    found.parameters
+    book.write(training.work, held, *held.stages, memory, *memory.stages)
+    for time in (training.time, training.forward):
+        book.write(time.layer, time.head, time)
+    book.write(training, engine, rollout.engine, rollout.time, rollout)
+    if found.sync is not None:
+        book.write(*found.sync.routes.values(), found.sync.limits, found.sync)
+    if found.colocated is not None:
+        book.write(found.colocated)
+    book.write(found, found.failures)
+    return book
+
+
+def write_givens(book: Book, found: Candidate, source: Source) -> None:
+    """The given numbers: all fields of the model's shape, of the GPU, of the layouts and of the coefficients that are numbers,
+    and what formulas read of the cluster, the workload and the configuration."""
+    problem, cluster, workload = found.problem, found.problem.cluster, found.problem.workload
+
+    def given(target: object, attribute: str, key: str, unit: str, origin: str = "", value: float | None = None) -> None:
+        number = getattr(target, attribute) if value is None else value
+        book.given(key, number, unit, source(origin or key))
+        book.name(target, attribute, key)
+
+    def given_fields(prefix: str, target: Any, **renamed: str) -> None:
+        for each in fields(target):
+            key, number = renamed.get(each.name, each.name), _number(each.name, getattr(target, each.name))
+            if number is not None:
+                given(target, each.name, f"{prefix}.{key}", UNITS.get(key, ""), value=number)
+
+    given_fields("model", problem.shape)
     if problem.lora_rank:
-        trained, key = lora_count(problem.shape, problem.lora_rank, book), "parameters.adapters"
-    trust = reliability(trained, again.step_s, sum(nodes), nodes[0], problem.cluster,
-                        problem.coefficients.reliability, precision=again.training.layout.precision, parameters_key=key,
-                        book=book)
-    if problem.disk_every:
-        version_to_disk_s(again, book)
-    return again, trust, book
-
-
-def version_to_disk_s(found: Candidate, book: Book = NO_BOOK) -> float:
-    """Seconds until a version of the weights is on disk, read back."""
-    problem = found.problem
-    return disk_seconds(count(problem.shape), nodes_used(found)[0], problem.coefficients.reliability,
-                        precision=found.training.layout.precision, book=book)
-
-
-def write_givens(problem: Problem, book: Book, source: Callable[[str], str]) -> None:
-    """What does not depend on the layouts."""
-    givens.write_model(book, problem.shape, source)
-    book.computed("model.parameters", count(problem.shape), "parameters", "L x layer + V h (twice unless tied) + h",
-                  _counted(problem.shape))
-    if problem.lora_rank:
-        book.given("model.lora_rank", problem.lora_rank, "", source("model.lora_rank"))
-    cluster = problem.cluster
-    givens.write_gpu(book, cluster.gpu, source)
-    for key, value, unit in (("nodes", len(cluster.nodes), "nodes"), ("gpus_per_node", cluster.gpus_per_node, "GPUs"),
-                             ("nics_per_node", cluster.nics_per_node, "NICs"), ("rails", cluster.rails, "rails"),
-                             ("nic_bandwidth", cluster.nic_bandwidth, "bytes/s"),
-                             ("node_mtbf_hours", cluster.node_mtbf_hours, "h")):
-        book.given(f"cluster.{key}", value, unit, source(f"cluster.{key}"))
-    book.given("sync.bucket_bytes", problem.bucket_bytes, "bytes", source("weight_sync.bucket_mb"))
+        given(problem, "lora_rank", "model.lora_rank", "")
+    given_fields("gpu", cluster.gpu)
+    given(cluster, "nodes", "cluster.nodes", "nodes", value=len(cluster.nodes))
+    for name, unit in (("gpus_per_node", "GPUs"), ("nics_per_node", "NICs"), ("rails", "rails"), ("nic_bandwidth", "bytes/s"),
+                       ("node_mtbf_hours", "h")):
+        given(cluster, name, f"cluster.{name}", unit)
+    given(problem, "bucket_bytes", "sync.bucket_bytes", "bytes", "weight_sync.bucket_mb")
     if problem.shadow:
-        book.given("sync.shadow", 1, "", source("weight_sync.staging"))
+        given(problem, "shadow", "sync.shadow", "", "weight_sync.staging", value=1)
     if problem.max_staleness is not None:
-        book.given("algorithm.max_staleness", problem.max_staleness, "versions", source("algorithm.max_staleness"))
+        given(problem, "max_staleness", "algorithm.max_staleness", "versions")
     if problem.kv_tokens is not None:
-        book.given("rollout.kv_tokens", problem.kv_tokens, "tokens", source("rollout.kv_cache_gb"))
-    problem.workload.write(book, source("workload"))
-    problem.coefficients.write(book, cluster.sources)
+        given(problem, "kv_tokens", "rollout.kv_tokens", "tokens", "rollout.kv_cache_gb")
+    for name, unit in (("prompts", "prompts"), ("group", "completions a prompt"), ("updates", "optimizer steps"),
+                       ("prompt_tokens", "tokens"), ("prompt_copies", "copies a completion"),
+                       ("max_prompt_tokens", "tokens")):
+        given(workload, name, f"workload.{name}", unit, "workload")
+    for name, unit in (("cap", "tokens"), ("mean", "tokens"), ("second_moment", "tokens^2")):
+        given(workload.lengths, name, f"workload.response_{name}", unit, "workload")
+    book.describe(workload.lengths, *(f"workload.response_{name}" for name in ("mean", "second_moment", "cap")))
+    for group in problem.coefficients.groups:
+        for each in fields(group):
+            key = f"{group.PREFIX}.{each.name}"
+            book.given(key, getattr(group, each.name), each.metadata["unit"],
+                       cluster.sources.get(key, each.metadata["source"]))
+            book.name(group, each.name, key)
+    given_fields("trainer", found.training.layout)
+    given(problem, "token_budget", "trainer.token_budget", "tokens")
+    given_fields("rollout", found.rollout.layout, weight_precision="weight_bytes", kv_precision="kv_bytes")
+    given(found, "nodes", "plan.nodes", "nodes", "planner")
+    given(found, "training_nodes", "plan.training_nodes", "nodes", "planner")
 
 
-def _counted(shape: ModelShape) -> list[str]:
-    """Fields that the number of parameters depends on."""
-    unused = {"name", "experts_per_token", *(("ffn",) if shape.experts else ("moe_ffn", "shared_ffn"))}
-    return [f"model.{each.name}" for each in fields(shape) if each.name not in unused]
+def _number(name: str, value: Any) -> float | None:
+    """How a field stands in the book: a precision as bytes, recomputation as a share, layers of the first stage for those of
+    all; None: not at all."""
+    if name == "recompute":
+        return RECOMPUTE_SHARE.get(value, 0.5)
+    if name == "layers_of_stage":
+        return value[0] if value else None
+    if isinstance(value, str):
+        return PRECISION_BYTES.get(value)
+    return int(value) if isinstance(value, bool) else value
 
 
-def nodes_used(found: Candidate) -> tuple[int, int]:
-    """(nodes that train, nodes that only roll out); a single node that does both counts as a training node. Without GPUs
-    an engine fills no slots of a node: each has a node to itself as far as the nodes go (`launch.planner.seats.local`)."""
-    problem = found.problem
-    if len(problem.cluster.nodes) == 1:
-        return 1, 0
-    training, rollout = found.training.units, found.rollout.units if found.mode == "disaggregated" else 0
-    if problem.cluster.gpu.device == "cpu":
-        left = len(problem.cluster.nodes) - problem.spare_nodes - training
-        rollout = max(rollout, min(found.rollout.layout.replicas, left))
-    return training, rollout
-
-
-def _source_of(sources: Mapping[str, str]) -> Callable[[str], str]:
+def _source_of(sources: Mapping[str, str]) -> Source:
     def source(key: str) -> str:
         parts = key.split(".")
         for end in range(len(parts), 0, -1):

@@ -6,14 +6,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from launch.fabric.estimate import Kind
-from launch.plan.book import Book
 from launch.plan.forecast import (
     ClusterFacts,
     DiskForecast,
     Forecast,
     MemoryOf,
     NodeSplit,
-    Number,
     Pareto,
     Phase,
     Reliability,
@@ -25,9 +23,8 @@ from launch.plan.forecast import (
     Throughput,
 )
 from launch.planner.explain.choices import choices, layout_name
-from launch.planner.explain.evaluate import evaluate, nodes_used, version_to_disk_s
+from launch.planner.explain.evaluate import book_of
 from launch.planner.explain.warnings import cautions
-from launch.planner.parameters import count
 from launch.planner.search.candidate import Candidate, step_seconds
 from launch.planner.search.search import Search
 from launch.planner.time.reliability import WEIGHT_BYTES
@@ -41,10 +38,9 @@ def forecast(search: Search | None, found: Candidate, sources: Mapping[str, str]
 
     Args:
         search: what found it; None: its sizes were given, there are no choices to explain.
-        sources: see `evaluate`.
+        sources: see `book_of`.
     """
-    found, trust, book = evaluate(found, sources)
-    problem = found.problem
+    problem, failures = found.problem, found.failures
     phases = _phases(found)
     throughput = throughput_of(found)
     rollout = found.rollout
@@ -59,12 +55,12 @@ def forecast(search: Search | None, found: Candidate, sources: Mapping[str, str]
             longest_s=rollout.time.latency_max_s, bound_by=rollout.time.limit),
         staleness=Staleness(versions=found.staleness, mean=_mean_staleness(found), limit=problem.max_staleness),
         sync=_sync(found).model_copy(update={"disk": _disk(found)}), reliability=Reliability(
-            job_mtbf_hours=trust.job_mtbf_hours, checkpoint_s=trust.checkpoint_s,
-            checkpoint_every_steps=trust.every_steps, restart_s=problem.coefficients.reliability.restart_s,
-            effective_time_ratio=trust.effective_time_ratio),
+            job_mtbf_hours=failures.job_mtbf_hours, checkpoint_s=failures.checkpoint_s,
+            checkpoint_every_steps=failures.every_steps, restart_s=problem.coefficients.reliability.restart_s,
+            effective_time_ratio=failures.effective_time_ratio),
         choices=choices(search, found) if search else (), pareto=_front(search, found) if search else (),
         warnings=cautions(found, throughput.low, throughput.high),
-        numbers=_numbers(book))
+        numbers=tuple(book_of(found, sources)))
 
 
 def _cluster(found: Candidate, sources: Mapping[str, str]) -> ClusterFacts:
@@ -76,19 +72,17 @@ def _cluster(found: Candidate, sources: Mapping[str, str]) -> ClusterFacts:
 
 
 def _split(found: Candidate) -> NodeSplit:
-    training, rollout = nodes_used(found)
+    training, rollout = found.nodes_used
     spare = len(found.problem.cluster.nodes) - training - rollout
     return NodeSplit(mode=found.mode, training=training, rollout=rollout, spare=spare)
 
 
 def _memory(found: Candidate) -> tuple[MemoryOf, ...]:
     training, engine = found.training.memory, found.rollout.memory
-    coefficients = found.problem.coefficients.memory
     if found.problem.cluster.gpu.device == "cpu":
         return ()
     rows = [MemoryOf(role="training", name=f"stage {stage.stage}", components=stage.components, total=stage.total,
-                     limit=training.limit, verdict="no" if stage.total > training.limit else
-                     "tight" if stage.total > coefficients.tight_share * training.limit else "fits")
+                     limit=training.limit, verdict=stage.verdict)
             for stage in training.stages]
     rows.append(MemoryOf(role="rollout", name="engine", components=engine.components, total=engine.total,
                          limit=engine.limit, verdict=engine.verdict))
@@ -202,13 +196,13 @@ def _disk(found: Candidate) -> DiskForecast | None:
     problem = found.problem
     if not problem.disk_every:
         return None
-    nbytes = WEIGHT_BYTES[found.training.layout.precision] * count(problem.shape)
-    return DiskForecast(every=problem.disk_every, bytes=nbytes, seconds=version_to_disk_s(found))
+    nbytes = WEIGHT_BYTES[found.training.layout.precision] * found.parameters
+    return DiskForecast(every=problem.disk_every, bytes=nbytes, seconds=found.disk_s)
 
 
 def _edges(found: Candidate, kind: Kind) -> tuple[SyncEdge, ...]:
     """What one node sends another over its network cards, shards together; training nodes come first in the fabric."""
-    trainers = nodes_used(found)[0]
+    trainers = found.training_nodes
     together: dict[tuple[int, int, int], int] = defaultdict(int)
     for edge in found.sync.build(kind).edges:
         if edge.via == "nic":
@@ -232,8 +226,3 @@ def _front(search: Search, found: Candidate) -> tuple[Pareto, ...]:
             front.append(Pareto(nodes=point.units if per_unit else 1, training=point.training.units, rollout=rollout,
                                 layout=layout_name(point.training.layout), prompts_per_hour=best))
     return tuple(front)
-
-
-def _numbers(book: Book) -> tuple[Number, ...]:
-    return tuple(Number(key=entry.key, value=entry.value, unit=entry.unit, formula=entry.formula, inputs=entry.inputs,
-                        source=entry.source) for entry in book)

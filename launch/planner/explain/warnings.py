@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from launch.coefficients.cpu import MEASURED
 from launch.plan.forecast import Warned
-from launch.planner.explain.evaluate import version_to_disk_s
-from launch.planner.memory.host import host_bytes
 from launch.planner.search.candidate import Candidate
 
 MIN_CROSSING = 0.01
@@ -94,9 +92,7 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
     if not workload.measured_lengths:
         yield "W011", ("response lengths are assumed: workload.response.distribution=file with the samples of a run "
                        "measures them")
-    host = host_bytes(problem.shape, problem.workload, problem.cluster.gpus_per_node, training.layout, training.memory,
-                      found.mode == "colocated")
-    installed = problem.cluster.host_memory_bytes
+    host, installed = found.host_bytes, problem.cluster.host_memory_bytes
     if installed and host > MAX_HOST * installed:
         yield "W013", (f"a node's host must hold {host / 1e9:,.0f} GB of {_offloaded(found)}, of {installed / 1e9:,.0f} GB "
                        f"that it has: more than {MAX_HOST:.0%} leaves too little for the rest")
@@ -107,11 +103,11 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
                        "rollout.max_new_tokens, or a reward that does not punish what was cut off")
     yield from _communicators(found)
     if problem.shadow and (not problem.asynchronous or problem.max_staleness == 0):
-        copy = rollout.memory.components["weights"]
+        copy = rollout.memory.weights
         yield "W015", (f"weight_sync.staging = shadow takes {copy / 1e9:.1f} GB a GPU from the KV cache, and a step that "
                        "generates with the newest weights waits for the sync all the same: weight_sync.staging=in_place, "
                        "or algorithm.asynchronous=true with max_staleness of at least 1")
-    if problem.disk_every and (disk := version_to_disk_s(found)) > problem.disk_every * found.step_s:
+    if problem.disk_every and (disk := found.disk_s) > problem.disk_every * found.step_s:
         yield "W017", (f"a version of the weights takes {disk:,.0f} s to disk, and weight_sync.disk.every = "
                        f"{problem.disk_every} asks for one every {problem.disk_every * found.step_s:,.0f} s, so that "
                        f"training waits for it: use {math.ceil(disk / found.step_s)} or more")

@@ -14,89 +14,128 @@ sequence parallelism.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from launch.model.shape import ModelShape
-from launch.plan.layouts import TrainingLayout
+from launch.plan.book import part
 
 TrainerEngine = Literal["megatron-rl", "megatron", "fsdp"]
 """What kind of program trains. `megatron-rl`: this repository's trainer; `megatron`: pre-training and RL systems on
 Megatron-Core; `fsdp`: PyTorch FSDP2 with compiled blocks (torchtitan, AutoModel)."""
 
 
-class LayerActivations(NamedTuple):
+@dataclass(eq=False)
+class LayerActivations:
     """Bytes per token of the micro-batch's shard on a CP rank, of one layer on one TP rank."""
 
-    kept: float
-    """From forward to backward."""
-    working: float
-    """While the layer's backward pass runs: what it recomputes, gradients of its widest tensors, gathered inputs."""
+    shape: ModelShape
+    tp: int
+    sequence_parallel: bool
+    precision: str
+    recompute: tuple[str, ...]
+    """As in `TrainingLayout`; names that it does not know change nothing."""
+    engine: TrainerEngine
+    dropout: bool
+    etp: int
+
+    @part
+    def kept(self) -> float:
+        """From forward to backward."""
+        shape, wide = self.shape, self.wide
+        if "full" in self.recompute:
+            return wide * shape.hidden * self.outer
+        if "selective_op" in self.recompute:
+            # Every second matrix product is recomputed: q, v, the first MLP matrix and the MLP's output are kept
+            # (torchtitan's per-operator policy), with the attention output and the layer's input.
+            return (2 * wide * shape.hidden + 2 * wide * shape.q_width * self.inner + wide * shape.kv_width * self.inner
+                    + self.fc1 / max(1, shape.mlp_matrices - 1))
+        kept = self.every
+        if "layernorm" in self.recompute:
+            kept -= self.norm_outputs
+        if "mlp" in self.recompute or "moe" in self.recompute:
+            kept -= self.fc1 + self.act
+        elif "moe_act" in self.recompute or "activation" in self.recompute:
+            kept -= self.act
+        return kept
+
+    @part
+    def working(self) -> float:
+        """While the layer's backward pass runs: what it recomputes, gradients of its widest tensors, gathered inputs."""
+        # Gradients of the fc1 output and of the activation, and two gathered inputs (not split over TP).
+        gradient = self.widest + (2 * self.wide * self.shape.hidden if self.tp > 1 else 0)
+        if "full" in self.recompute:
+            return self.every + gradient
+        return self.every - self.kept + gradient if self.recompute else gradient
+
+    @property
+    def wide(self) -> int:
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def linear(self) -> int:
+        """Type of a matrix product's saved input; the FP8 of FSDP programs (torchao) casts again in the backward pass."""
+        return 1 if self.precision == "fp8" and self.engine != "fsdp" else self.wide
+
+    @property
+    def outer(self) -> float:
+        """What divides tensors outside the matrices."""
+        return 1 / self.tp if self.tp > 1 and self.sequence_parallel else 1.0
+
+    @property
+    def inner(self) -> float:
+        return 1 / self.tp
+
+    @part
+    def every(self) -> float:
+        """All tensors that a layer has for its backward pass."""
+        shape, wide, linear, inner = self.shape, self.wide, self.linear, self.inner
+        h, q, kv = shape.hidden, shape.q_width, shape.kv_width
+        norm_inputs = 2 * wide * h * self.outer
+        masks = 2 * h * self.outer if self.dropout else 0.0
+        qk_norm = wide * (q + kv) * inner if shape.qk_norm else 0.0
+        attention_output = (wide + (linear if linear < wide else 0)) * q * inner
+        attention = wide * (q + 2 * kv) * inner + qk_norm + attention_output
+        return norm_inputs + self.norm_outputs + masks + attention + self.fc1 + self.act
+
+    @part
+    def norm_outputs(self) -> float:
+        return 2 * self.linear * self.shape.hidden * self.outer
+
+    @part
+    def fc1(self) -> float:
+        """The fc1 output and, for experts, the permuted input. Balanced routing: a rank works on as many (token, expert)
+        pairs as its share of the tokens has; with ETP on those of its group, each with a part of the expert."""
+        shape, gates = self.shape, self.shape.mlp_matrices - 1
+        if not shape.experts:
+            return self.wide * gates * shape.ffn * self.inner
+        picked = shape.experts_per_token * self.inner
+        return (self.wide * gates * shape.shared_ffn * self.inner
+                + (self.wide * gates * shape.moe_ffn * picked + self.linear * shape.hidden * picked * self.etp))
+
+    @part
+    def act(self) -> float:
+        """The activation output."""
+        shape = self.shape
+        if not shape.experts:
+            return self.linear * shape.ffn * self.inner
+        picked = shape.experts_per_token * self.inner
+        return self.linear * shape.shared_ffn * self.inner + self.linear * shape.moe_ffn * picked
+
+    @part
+    def widest(self) -> float:
+        """Gradients that live while the MLP's backward runs."""
+        shape = self.shape
+        width = shape.moe_ffn * shape.experts_per_token + shape.shared_ffn if shape.experts else shape.ffn
+        return self.wide * shape.mlp_matrices * width * self.inner
 
 
 @lru_cache(maxsize=4096)
 def layer_activations(shape: ModelShape, tp: int, sequence_parallel: bool, precision: str, recompute: tuple[str, ...],
                       engine: TrainerEngine = "megatron", dropout: bool = False, etp: int = 1) -> LayerActivations:
-    """One layer. `recompute` as in `TrainingLayout`; names that it does not know change nothing."""
-    h, q, kv = shape.hidden, shape.q_width, shape.kv_width
-    wide = 4 if precision == "fp32" else 2
-    # Type of a matrix product's saved input; the FP8 of FSDP programs (torchao) casts again in the backward pass.
-    linear = 1 if precision == "fp8" and engine != "fsdp" else wide
-    outer = 1 / tp if sequence_parallel else 1.0    # what divides tensors outside the matrices
-    inner = 1 / tp
-
-    norm_inputs = 2 * wide * h * outer
-    norm_outputs = 2 * linear * h * outer
-    masks = 2 * h * outer if dropout else 0.0
-    qk_norm = wide * (q + kv) * inner if shape.qk_norm else 0.0
-    attention_output = (wide + (linear if linear < wide else 0)) * q * inner
-    attention = wide * (q + 2 * kv) * inner + qk_norm + attention_output
-    fc1, act = _mlp(shape, wide, linear, inner, etp)
-    every = norm_inputs + norm_outputs + masks + attention + fc1 + act
-
-    # Gradients of the fc1 output and of the activation, and two gathered inputs (not split over TP).
-    gradient = _widest(shape, wide, inner) + (2 * wide * h if tp > 1 else 0)
-    if "full" in recompute:
-        return LayerActivations(wide * h * outer, every + gradient)
-    if "selective_op" in recompute:
-        # Every second matrix product is recomputed: q, v, the first MLP matrix and the MLP's output are kept
-        # (torchtitan's per-operator policy), with the attention output and the layer's input.
-        kept = (2 * wide * h + 2 * wide * q * inner + wide * kv * inner + fc1 / max(1, shape.mlp_matrices - 1))
-        return LayerActivations(kept, every - kept + gradient)
-    kept = every
-    if "layernorm" in recompute:
-        kept -= norm_outputs
-    if "mlp" in recompute or "moe" in recompute:
-        kept -= fc1 + act
-    elif "moe_act" in recompute or "activation" in recompute:
-        kept -= act
-    return LayerActivations(kept, every - kept + gradient)
-
-
-def _mlp(shape: ModelShape, wide: int, linear: int, inner: float, etp: int) -> tuple[float, float]:
-    """(fc1 output and, for experts, the permuted input; activation output)."""
-    gates = shape.mlp_matrices - 1
-    dense = shape.shared_ffn if shape.experts else shape.ffn
-    fc1, act = wide * gates * dense * inner, linear * dense * inner
-    if shape.experts:
-        # Balanced routing: a rank works on as many (token, expert) pairs as its share of the tokens has; with ETP on
-        # those of its group, each with a part of the expert.
-        picked = shape.experts_per_token * inner
-        fc1 += wide * gates * shape.moe_ffn * picked + linear * shape.hidden * picked * etp
-        act += linear * shape.moe_ffn * picked
-    return fc1, act
-
-
-def _widest(shape: ModelShape, wide: int, inner: float) -> float:
-    """Gradients that live while the MLP's backward runs."""
-    width = shape.moe_ffn * shape.experts_per_token + shape.shared_ffn if shape.experts else shape.ffn
-    return wide * shape.mlp_matrices * width * inner
-
-
-def of_layout(shape: ModelShape, layout: TrainingLayout, engine: TrainerEngine, dropout: bool) -> LayerActivations:
-    """`layer_activations` with the sizes of a layout."""
-    return layer_activations(shape, layout.tp, layout.sequence_parallel, layout.precision, layout.recompute, engine,
-                             dropout, layout.etp)
+    """One layer."""
+    return LayerActivations(shape, tp, sequence_parallel, precision, recompute, engine, dropout, etp)
 
 
 def in_flight(stage: int, pp: int, vpp: int, micro_batches: int) -> int:

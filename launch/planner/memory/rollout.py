@@ -12,10 +12,9 @@ from launch.cluster.spec import Gpu
 from launch.coefficients.memory import DEFAULT, MemoryCoefficients
 from launch.config.auto import round_up
 from launch.model.shape import ModelShape
-from launch.plan.book import NO_BOOK, Book
+from launch.plan.book import line, nonzero, part
 from launch.plan.layouts import RolloutLayout
 from launch.planner import parameters
-from launch.planner.memory.book import write_colocated, write_rollout
 from launch.planner.memory.training import TrainingMemory, Verdict, verdict
 
 VOCAB_MULTIPLE = 64
@@ -23,43 +22,143 @@ VOCAB_MULTIPLE = 64
 WEIGHT_BYTES = {"bf16": 2, "fp8": 1, "fp32": 4}
 PROFILE_TOKENS = 8192
 """Tokens of one engine iteration (chunked prefill) unless set otherwise."""
+COMPONENTS = ("weights", "shadow", "received", "graphs", "workspace", "sync", "context", "kv_cache")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class RolloutMemory:
-    """Memory of one engine; bytes a GPU."""
+    """Memory of one rank of an engine, and what its cache holds; bytes a GPU."""
 
-    components: dict[str, int]
-    """Weights, shadow, received, kv_cache, graphs, workspace, sync, context; they sum to `total`."""
-    total: int
-    """What the engine takes of the GPU: memory_utilization of it."""
-    limit: int
-    kv_bytes_per_token: int
-    """On one rank."""
-    kv_tokens: int
-    """Tokens that the cache of one replica holds."""
-    verdict: Verdict
+    PREFIX = "memory.rollout"
+
+    shape: ModelShape
+    layout: RolloutLayout
+    gpu: Gpu
+    coefficients: MemoryCoefficients
+    max_tokens: int
+    """Longest sequence, prompt and completion; the engine fits if its cache holds one."""
+    sync_bytes: int
+    """Staging buffers of the weight sync on this rank."""
+    second_copy: bool
+    """The next version is received into a second copy of the weights."""
+    requantised: bool
+    """The engine is quantised, and receives the layers' matrices in bf16 beside its weights."""
+    batched_tokens: int
+    """Most tokens of one iteration."""
+
+    @line("bytes", "layers x (matrices/TP, KV heads at least 1 a rank) x bytes + padded V h/TP, twice unless tied",
+          written=nonzero)
+    def weights(self) -> int:
+        return weights_on_rank(self.shape, self.layout)
+
+    @line("bytes", "weights again: the next version is received beside the one that is served", written=nonzero)
+    def shadow(self) -> int:
+        return self.weights if self.second_copy else 0
+
+    @line("bytes", "layers x matrices/TP x 2: received in bf16 beside the quantised weights", written=nonzero)
+    def received(self) -> int:
+        return received_on_rank(self.shape, self.layout) if self.requantised else 0
+
+    @line("bytes", "CUDA graphs", written=nonzero)
+    def graphs(self) -> int:
+        return int(self.coefficients.graph_bytes) if self.layout.cuda_graphs and self.gpu.device == "gpu" else 0
+
+    @line("bytes", "profiling pass of one iteration, and the sampler's fp32 logits", written=nonzero)
+    def workspace(self) -> int:
+        """Peak of the engine's profiling pass: the residual stream twice and an MLP of its tokens, and the sampler's fp32
+        logits with one copy for `max_num_seqs` sequences."""
+        shape, layout = self.shape, self.layout
+        width = shape.moe_ffn * shape.experts_per_token + shape.shared_ffn if shape.experts else shape.ffn
+        stream = self.batched_tokens * (2 * 2 * shape.hidden + 2 * shape.mlp_matrices * width // layout.tp)
+        return stream + 2 * 4 * layout.max_num_seqs * shape.vocab
+
+    @line("bytes", "staging of the weight sync", written=nonzero)
+    def sync(self) -> int:
+        return self.sync_bytes
+
+    @line("bytes", "CUDA context and NCCL", written=nonzero)
+    def context(self) -> int:
+        c = self.coefficients
+        return int(c.engine_context_bytes if self.gpu.device == "gpu" else c.process_bytes)
+
+    @line("bytes", "memory_utilization x usable bytes")
+    def limit(self) -> int:
+        return int(self.gpu.usable_bytes * self.layout.memory_utilization)
+
+    @line("bytes", "limit - all else")
+    def kv_cache(self) -> int:
+        """On one rank."""
+        return max(0, self.limit - self.fixed)
+
+    @line("bytes", "2 x layers/PP x ceil(n_kv/TP) x d x bytes, on one rank")
+    def kv_bytes_per_token(self) -> int:
+        return kv_bytes_per_token(self.shape, self.layout)
+
+    @line("tokens", "cache / bytes a token: of one replica")
+    def kv_tokens(self) -> int:
+        """Tokens that the cache of one replica holds."""
+        return self.kv_cache // self.kv_bytes_per_token
+
+    @line("bytes", "sum of the components")
+    def total(self) -> int:
+        """What the engine takes of the GPU: memory_utilization of it."""
+        return self.fixed + self.kv_cache
+
+    @part
+    def fixed(self) -> int:
+        """All but the cache."""
+        return (self.weights + self.shadow + self.received + self.graphs + self.workspace + self.sync + self.context)
+
+    @property
+    def components(self) -> dict[str, int]:
+        """Those that are not 0; they sum to `total`."""
+        sizes = {name: getattr(self, name) for name in COMPONENTS}
+        return {name: size for name, size in sizes.items() if size}
+
+    @property
+    def verdict(self) -> Verdict:
+        return "fits" if self.fits else "no"
 
     @property
     def fits(self) -> bool:
-        return self.verdict != "no"
+        return self.kv_tokens >= max(1, self.max_tokens)
+
+
+@dataclass(eq=False)
+class ColocatedMemory:
+    """A GPU whose trainer and engine take turns; bytes.
+
+    While the engine generates, the trainer has emptied its cache and keeps its resident state (only the context, where it is
+    offloaded); while the trainer trains, the engine sleeps: weights and cache are gone, graphs and context stay.
+    """
+
+    PREFIX = "memory.colocated"
+
+    trainer: TrainingMemory
+    engine: RolloutMemory
+    gpu: Gpu
+    coefficients: MemoryCoefficients
+    trainer_offloaded: bool
+
+    @line("bytes", lambda self: f"trainer's context{'' if self.trainer_offloaded else ' and largest resident state'}"
+                                " + engine's total")
+    def generating(self) -> int:
+        """Trainer's resident state and the engine's share."""
+        resident = 0 if self.trainer_offloaded else max(stage.resident for stage in self.trainer.stages)
+        return self.trainer.context + resident + self.engine.total
+
+    @line("bytes", "trainer's total + sleeping engine's graphs and context")
+    def training(self) -> int:
+        """Trainer's peak and what a sleeping engine keeps."""
+        return self.trainer.total + self.engine.graphs + self.engine.context
+
+    @line("bytes", "usable bytes x (1 - margin)")
+    def limit(self) -> int:
+        return int(self.gpu.usable_bytes * (1 - self.coefficients.margin_share))
 
     @property
-    def kv_bytes(self) -> int:
-        """Cache on one rank."""
-        return self.components.get("kv_cache", 0)
-
-
-@dataclass(frozen=True, slots=True)
-class ColocatedMemory:
-    """A GPU whose trainer and engine take turns; bytes."""
-
-    generating: int
-    """Trainer's resident state and the engine's share."""
-    training: int
-    """Trainer's peak and what a sleeping engine keeps."""
-    limit: int
-    verdict: Verdict
+    def verdict(self) -> Verdict:
+        return verdict(max(self.generating, self.training), self.limit, self.coefficients)
 
     @property
     def fits(self) -> bool:
@@ -103,62 +202,12 @@ def kv_bytes_per_token(shape: ModelShape, layout: RolloutLayout) -> int:
 def rollout_memory(shape: ModelShape, layout: RolloutLayout, gpu: Gpu,
                    coefficients: MemoryCoefficients = DEFAULT, *, max_tokens: int = 0,
                    sync_bytes: int = 0, shadow: bool = False, requantised: bool = False,
-                   batched_tokens: int = PROFILE_TOKENS, book: Book = NO_BOOK) -> RolloutMemory:
-    """Memory of an engine's rank, and what its cache holds.
-
-    Args:
-        max_tokens: longest sequence, prompt and completion; the engine fits if its cache holds one.
-        sync_bytes: staging buffers of the weight sync on this rank.
-        shadow: the next version is received into a second copy of the weights.
-        requantised: the engine is quantised, and receives the layers' matrices in bf16 beside its weights.
-        batched_tokens: most tokens of one iteration.
-    """
-    weights = weights_on_rank(shape, layout)
-    components = {
-        "weights": weights,
-        "shadow": weights if shadow else 0,
-        "received": received_on_rank(shape, layout) if requantised else 0,
-        "graphs": int(coefficients.graph_bytes) if layout.cuda_graphs and gpu.device == "gpu" else 0,
-        "workspace": _workspace(shape, layout, batched_tokens),
-        "sync": sync_bytes,
-        "context": int(coefficients.engine_context_bytes if gpu.device == "gpu" else coefficients.process_bytes)}
-    limit = int(gpu.usable_bytes * layout.memory_utilization)
-    left = limit - sum(components.values())
-    per_token = kv_bytes_per_token(shape, layout)
-    tokens = max(0, left // per_token)
-    components["kv_cache"] = max(0, left)
-    total = sum(components.values())
-    outcome: Verdict = "no" if tokens < max(1, max_tokens) else "fits"
-    memory = RolloutMemory({name: value for name, value in components.items() if value}, total, limit, per_token,
-                           tokens, outcome)
-    if book.keeps:
-        write_rollout(book, shape, gpu, memory)
-    return memory
-
-
-def _workspace(shape: ModelShape, layout: RolloutLayout, tokens: int) -> int:
-    """Peak of the engine's profiling pass: the residual stream twice and an MLP of `tokens` tokens, and the sampler's
-    fp32 logits with one copy for `max_num_seqs` sequences."""
-    width = shape.moe_ffn * shape.experts_per_token + shape.shared_ffn if shape.experts else shape.ffn
-    stream = tokens * (2 * 2 * shape.hidden + 2 * shape.mlp_matrices * width // layout.tp)
-    return stream + 2 * 4 * layout.max_num_seqs * shape.vocab
+                   batched_tokens: int = PROFILE_TOKENS) -> RolloutMemory:
+    """See `RolloutMemory`; `shadow` is its `second_copy`."""
+    return RolloutMemory(shape, layout, gpu, coefficients, max_tokens, sync_bytes, shadow, requantised, batched_tokens)
 
 
 def colocated_memory(training: TrainingMemory, rollout: RolloutMemory, gpu: Gpu,
-                     coefficients: MemoryCoefficients = DEFAULT, *, trainer_offloaded: bool = False,
-                     book: Book = NO_BOOK) -> ColocatedMemory:
-    """Whether trainer and engine fit on the same GPUs when they take turns.
-
-    While the engine generates, the trainer has emptied its cache and keeps its resident state (only the context, with
-    `trainer_offloaded`); while the trainer trains, the engine sleeps: weights and cache are gone, graphs and context
-    stay.
-    """
-    resident = max(stage.resident for stage in training.stages)
-    generating = training.stages[0].components["context"] + (0 if trainer_offloaded else resident) + rollout.total
-    asleep = rollout.components.get("graphs", 0) + rollout.components.get("context", 0)
-    peak = training.total + asleep
-    limit = int(gpu.usable_bytes * (1 - coefficients.margin_share))
-    memory = ColocatedMemory(generating, peak, limit, verdict(max(generating, peak), limit, coefficients))
-    if book.keeps:
-        write_colocated(book, memory, gpu, training, rollout, trainer_offloaded)
-    return memory
+                     coefficients: MemoryCoefficients = DEFAULT, *, trainer_offloaded: bool = False) -> ColocatedMemory:
+    """Whether trainer and engine fit on the same GPUs when they take turns."""
+    return ColocatedMemory(training, rollout, gpu, coefficients, trainer_offloaded)

@@ -18,11 +18,10 @@ from typing import Literal
 from launch.cluster.spec import Gpu
 from launch.coefficients.memory import DEFAULT, MemoryCoefficients
 from launch.model.shape import ModelShape
-from launch.plan.book import NO_BOOK, Book
+from launch.plan.book import line, made, nonzero, part
 from launch.plan.layouts import TrainingLayout
-from launch.planner import parameters
-from launch.planner.memory.activations import TrainerEngine, in_flight, of_layout
-from launch.planner.memory.book import TrainingNotes
+from launch.planner.memory.activations import TrainerEngine, in_flight, layer_activations
+from launch.planner.parameters import StageParameters, padded_vocab, rank_parameters
 
 Verdict = Literal["fits", "tight", "no"]
 Reference = Literal["none", "device", "offloaded"]
@@ -31,120 +30,271 @@ WEIGHT_BYTES = {"bf16": 2, "fp8": 2, "fp32": 4}
 """Of the copy that computes. FP8 weights lie there twice, as they are and transposed."""
 MASTER_BYTES = {"bf16": 12, "fp8": 12, "fp32": 8}
 """Optimizer state: two fp32 Adam moments, and an fp32 master copy where the weights are not fp32 themselves."""
-RESIDENT = ("weights", "gradients", "optimizer", "adapters", "sync", "reference")
-"""Components that stay allocated from step to step (an offloaded reference does not)."""
+COMPONENTS = ("weights", "gradients", "optimizer", "adapters", "sync", "unsharded", "reference", "activations", "logits",
+              "workspace", "allocator")
+"""And the context."""
 MANY = 1 << 30
 """Micro-batches enough to fill any pipeline."""
 LOGPROB_CHUNKS = {"gpu": 3 * 64 * 2**20, "cpu": 3 * 2 * 2**20}
 """Three fp32 buffers of one chunk: what `vocab_parallel_logprobs` of this repository's trainer needs."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageMemory:
-    """A rank of one pipeline stage; bytes."""
-
-    stage: int
-    components: dict[str, int]
-    """Those that are not 0; they sum to `total`."""
-    allocated: int
-    """Peak that `torch.cuda.max_memory_allocated` reports."""
-    reserved: int
-    """Peak that `torch.cuda.max_memory_reserved` reports."""
-    total: int
-    """What the GPU must have."""
-    resident: int
-    """Allocated between steps."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class TrainingMemory:
     """Memory of a training layout; bytes a GPU."""
 
-    stages: tuple[StageMemory, ...]
-    worst: int
-    """Stage with the largest total."""
-    limit: int
-    """Usable bytes of the GPU less the margin."""
-    verdict: Verdict
+    PREFIX = "memory.training"
+
+    shape: ModelShape
+    layout: TrainingLayout
+    gpu: Gpu
+    coefficients: MemoryCoefficients
+    micro_batch_tokens: int
+    """Of a micro-batch over its CP ranks together, padding included."""
+    micro_batches: int
+    """Of one DP rank in a step; fewer than the pipeline is deep leave less in flight."""
+    engine: TrainerEngine
+    """Decides the copies of the logits, and the sharding (`fsdp`)."""
+    reference: Reference
+    """Where the frozen reference policy of the KL term lies while the policy trains."""
+    sync_bucket_bytes: int
+    """Staging buffers of the weight sync that stay allocated."""
+    lora_rank: int
+    """> 0 trains adapters of this rank on all dense matrices; the weights are frozen."""
+    dropout: bool
+    """Masks are kept (GPT style)."""
+    expandable_segments: bool
+    """The allocator runs with PYTORCH_ALLOC_CONF=expandable_segments:True."""
+
+    held = rank_parameters()
+    activations = made(layer_activations, shape=lambda self: self.shape, tp=lambda self: self.layout.tp,
+                       sequence_parallel=lambda self: self.layout.sequence_parallel,
+                       precision=lambda self: self.layout.precision, recompute=lambda self: self.layout.recompute,
+                       engine=lambda self: self.engine, dropout=lambda self: self.dropout,
+                       etp=lambda self: self.layout.etp)
+    """Of one layer, a token."""
+
+    @line("tokens", "tokens of a micro-batch on a CP rank")
+    def tokens(self) -> int:
+        return -(-self.micro_batch_tokens // self.layout.cp)
+
+    @line("bytes", "bytes a token and layer that the backward pass needs: 12 h + 4 kv + 6 ffn in bf16, over TP (arXiv "
+                   "2205.05198 with GQA and SwiGLU)")
+    def layer_bytes(self) -> float:
+        return self.activations.kept
+
+    @line("bytes", "tokens x (what one layer's backward recomputes + gradient of its widest tensor + inputs gathered "
+                   "over TP)")
+    def layer_working(self) -> int:
+        return int(self.activations.working * self.tokens)
+
+    @line("bytes", "tokens x (padded V/TP x bytes of the loss's copies + head's input and gradient)")
+    def head(self) -> int:
+        """Logits with their copies, the input of the head (gathered over TP) and its gradient."""
+        layout = self.layout
+        columns = padded_vocab(self.shape, layout.tp) // layout.tp
+        wide = 4 if layout.precision == "fp32" else 2
+        chunks = LOGPROB_CHUNKS[self.gpu.device] if self.engine == "megatron-rl" else 0
+        return self.tokens * (columns * logit_bytes(self.engine, layout.precision, layout.tp)
+                              + 2 * wide * self.shape.hidden) + chunks
+
+    @part
+    def stages(self) -> tuple[StageMemory, ...]:
+        kind = FsdpMemory if self.engine == "fsdp" else StageMemory
+        return tuple(kind(self, number) for number in range(self.layout.pp))
+
+    @property
+    def context(self) -> int:
+        c = self.coefficients
+        return int(c.process_bytes if self.gpu.device == "cpu" else c.context_bytes)
+
+    @line("", "stage with the largest total")
+    def worst_stage(self) -> int:
+        return max(range(self.layout.pp), key=lambda number: self.stages[number].total)
+
+    @line("bytes", "of the worst stage")
+    def total(self) -> int:
+        return self.stages[self.worst_stage].total
+
+    @line("bytes", "usable bytes x (1 - margin)")
+    def limit(self) -> int:
+        """Usable bytes of the GPU less the margin."""
+        return int(self.gpu.usable_bytes * (1 - self.coefficients.margin_share))
+
+    @property
+    def verdict(self) -> Verdict:
+        return verdict(self.total, self.limit, self.coefficients)
 
     @property
     def fits(self) -> bool:
-        return self.verdict != "no"
+        return self.total <= self.limit
+
+
+@dataclass(eq=False)
+class StageMemory:
+    """A rank of one pipeline stage; bytes."""
+
+    of: TrainingMemory
+    stage: int
 
     @property
+    def PREFIX(self) -> str:
+        return f"memory.training.stage{self.stage}"
+
+    @line("chunks", "1F1B: min(m, PP - i); interleaved: min(m v, 2 (PP - i - 1) + (v - 1) PP + 1) (arXiv 2104.04473)")
+    def chunks(self) -> int:
+        layout = self.of.layout
+        return in_flight(self.stage, layout.pp, layout.vpp, self.of.micro_batches)
+
+    @line("bytes", "2 bytes a parameter (fp32: 4; FP8: twice 1)", written=nonzero)
+    def weights(self) -> int:
+        return WEIGHT_BYTES[self.of.layout.precision] * self.held.total
+
+    @line("bytes", "grad_bytes a parameter", written=nonzero)
+    def gradients(self) -> int:
+        return 0 if self.of.lora_rank else self.of.layout.grad_bytes * self.held.total
+
+    @line("bytes", "12 bytes a parameter (fp32: 8) / (DP x CP)", written=nonzero)
+    def optimizer(self) -> int:
+        if self.of.lora_rank:
+            return 0
+        layout, held = self.of.layout, self.held
+        own = held.dense / optimizer_shards(layout) + (held.experts / expert_shards(layout) if held.experts else 0)
+        return int(MASTER_BYTES[layout.precision] * own)
+
+    @line("bytes", "layers x r (in + out) x (2 + gradients + 12 / (DP x CP))", written=nonzero)
+    def adapters(self) -> int:
+        layout = self.of.layout
+        if not self.of.lora_rank:
+            return 0
+        trained = self.held.layers * lora_parameters(self.of.shape, self.of.lora_rank, layout.tp)
+        wide = 4 if layout.precision == "fp32" else 2
+        return int(trained * (wide + layout.grad_bytes + MASTER_BYTES[layout.precision] / optimizer_shards(layout)))
+
+    @line("bytes", "staging of the weight sync", written=nonzero)
+    def sync(self) -> int:
+        return self.of.sync_bucket_bytes
+
+    unsharded = 0
+
+    @line("bytes", lambda self: "weights again" + ("" if self.of.reference == "device" else
+                                                   ", beyond the activations' bytes"), written=nonzero)
+    def reference(self) -> int:
+        """Offloaded, it is on the device during its own pass only, when no activations are kept."""
+        if self.of.reference == "none":
+            return 0
+        copy = WEIGHT_BYTES[self.of.layout.precision] * self.held.total
+        return copy if self.of.reference == "device" else max(0, copy - self.activations)
+
+    @line("bytes", "chunks x layers / VPP x tokens x bytes a token and layer", written=nonzero)
+    def activations(self) -> int:
+        of = self.of
+        return int(self.chunks * self.held.layers / of.layout.vpp * of.layer_bytes * of.tokens)
+
+    @line("bytes", "of the head, last stage", written=nonzero)
+    def logits(self) -> int:
+        return self.of.head if self.last else 0
+
+    @line("bytes", "max(0, layer's working set - logits)", written=nonzero)
+    def workspace(self) -> int:
+        return max(0, self.of.layer_working - self.logits)
+
+    @line("bytes", "sum of the components")
+    def allocated(self) -> int:
+        """Peak that `torch.cuda.max_memory_allocated` reports."""
+        return (self.weights + self.gradients + self.optimizer + self.adapters + self.sync + self.unsharded
+                + self.reference + self.activations + self.logits + self.workspace)
+
+    @line("bytes", lambda self: "share x allocated" + (" + fragmentation x activations" if self.fragments else ""))
+    def allocator(self) -> int:
+        """Reserved by the caching allocator, but not allocated."""
+        c = self.of.coefficients
+        if self.of.expandable_segments:
+            return int(c.expandable_share * self.allocated)
+        return int(c.slack_share * self.allocated + (c.fragmentation_share * self.activations if self.fragments else 0))
+
+    @line("bytes", "allocated + allocator + context")
     def total(self) -> int:
-        """Of the worst stage."""
-        return self.stages[self.worst].total
+        """What the GPU must have."""
+        return self.allocated + self.allocator + self.of.context
+
+    @property
+    def held(self) -> StageParameters:
+        return self.of.held.stages[self.stage]
+
+    @property
+    def last(self) -> bool:
+        return self.stage == self.of.layout.pp - 1
+
+    @property
+    def fragments(self) -> bool:
+        """A pipeline's activations leave gaps where segments do not grow."""
+        return not self.of.expandable_segments and self.of.layout.pp > 1
+
+    @property
+    def reserved(self) -> int:
+        """Peak that `torch.cuda.max_memory_reserved` reports."""
+        return self.allocated + self.allocator
+
+    @part
+    def resident(self) -> int:
+        """Allocated between steps."""
+        return (self.weights + self.gradients + self.optimizer + self.adapters + self.sync
+                + (self.reference if self.of.reference == "device" else 0))
+
+    @property
+    def components(self) -> dict[str, int]:
+        """Those that are not 0; they sum to `total`."""
+        sizes = {name: getattr(self, name) for name in COMPONENTS} | {"context": self.of.context}
+        return {name: size for name, size in sizes.items() if size}
+
+    @property
+    def verdict(self) -> Verdict:
+        return verdict(self.total, self.of.limit, self.of.coefficients)
+
+
+class FsdpMemory(StageMemory):
+    """A rank of a published FSDP run: these are compared with measurements, never planned."""
+
+    @part
+    def weights(self) -> int:
+        """FSDP2 keeps fp32 shards of parameters, gradients and moments; of frozen weights bf16."""
+        return int((2 if self.of.lora_rank else 4) * self.shard)
+
+    @part
+    def gradients(self) -> int:
+        return 0 if self.of.lora_rank else int(4 * self.shard)
+
+    @part
+    def optimizer(self) -> int:
+        return 0 if self.of.lora_rank else int(8 * self.shard)
+
+    @part
+    def adapters(self) -> int:
+        layout, rank = self.of.layout, self.of.lora_rank
+        return int(16 * (self.held.layers * lora_parameters(self.of.shape, rank, layout.tp) / layout.fsdp)) if rank else 0
+
+    @part
+    def unsharded(self) -> int:
+        """Of the gathered bf16 weights the root group (embedding and head) and two layers are alive at a time, with their
+        gradients."""
+        held = self.held
+        ends = held.embedding + held.head
+        return int((2 if self.of.lora_rank else 4) * (ends + 2 * (held.total - ends) / held.layers))
+
+    @property
+    def shard(self) -> float:
+        return self.held.total / self.of.layout.fsdp
 
 
 def training_memory(shape: ModelShape, layout: TrainingLayout, micro_batch_tokens: int, gpu: Gpu,
                     coefficients: MemoryCoefficients = DEFAULT, *, micro_batches: int = MANY,
                     engine: TrainerEngine = "megatron-rl", reference: Reference = "none",
                     sync_bucket_bytes: int = 0, lora_rank: int = 0, dropout: bool = False,
-                    expandable_segments: bool = True, tokens_key: str = "work.micro_batch_tokens",
-                    book: Book = NO_BOOK) -> TrainingMemory:
-    """Memory of every pipeline stage.
-
-    Args:
-        micro_batch_tokens: tokens of a micro-batch over its CP ranks together, padding included.
-        micro_batches: of one DP rank in a step; fewer than the pipeline is deep leave less in flight.
-        engine: what kind of program trains: decides the copies of the logits, and the sharding (`fsdp`).
-        reference: where the frozen reference policy of the KL term lies while the policy trains.
-        sync_bucket_bytes: staging buffers of the weight sync that stay allocated.
-        lora_rank: > 0 trains adapters of this rank on all dense matrices; the weights are frozen.
-        dropout: masks are kept (GPT style).
-        expandable_segments: the allocator runs with PYTORCH_ALLOC_CONF=expandable_segments:True.
-        tokens_key: where the book has `micro_batch_tokens`.
-    """
-    held = parameters.stage_parameters(shape, layout, book=book)
-    layers = parameters.stage_layers(shape, layout)
-    tokens = -(-micro_batch_tokens // layout.cp)
-    each = of_layout(shape, layout, engine, dropout)
-    last = len(held) - 1
-    head = _logits(shape, layout, engine, tokens, gpu.device)
-    working = int(each.working * tokens)
-    context = int(coefficients.process_bytes if gpu.device == "cpu" else coefficients.context_bytes)
-    slack_share = coefficients.expandable_share if expandable_segments else coefficients.slack_share
-    lost_share = coefficients.fragmentation_share if last > 0 and not expandable_segments else 0.0
-    notes = None
-    if book.keeps and engine != "fsdp":
-        notes = TrainingNotes(book, shape, layout, gpu, reference, expandable_segments, last, tokens_key)
-    if notes:
-        notes.common(tokens, each, head, working)
-    stages = []
-    for number, parts in enumerate(held):
-        components = _state(shape, layout, engine, parts, layers[number], lora_rank)
-        components["sync"] = sync_bucket_bytes
-        resident = sum(components.values())
-        if engine == "fsdp":
-            # Of the gathered bf16 weights the root group (embedding and head) and two layers are alive at a time,
-            # with their gradients.
-            gathered = parts.embedding + parts.head + 2 * (parts.layers + parts.experts) / layers[number]
-            components["unsharded"] = int((2 if lora_rank else 4) * gathered)
-        chunks = in_flight(number, layout.pp, layout.vpp, micro_batches)
-        kept = int(chunks * layers[number] / layout.vpp * each.kept * tokens)
-        if reference != "none":
-            # Offloaded, it is on the device during its own pass only, when no activations are kept.
-            copy = WEIGHT_BYTES[layout.precision] * parts.total
-            components["reference"] = copy if reference == "device" else max(0, copy - kept)
-            resident += copy if reference == "device" else 0
-        components["activations"] = kept
-        logits = head if number == last else 0
-        components["logits"] = logits
-        components["workspace"] = max(0, working - logits)
-        allocated = sum(components.values())
-        slack = int(slack_share * allocated + lost_share * kept)
-        components["allocator"] = slack
-        components["context"] = context
-        stages.append(StageMemory(number, {name: value for name, value in components.items() if value}, allocated,
-                                  allocated + slack, allocated + slack + context, resident))
-        if notes:
-            notes.stage(stages[-1], chunks)
-    worst = max(range(len(stages)), key=lambda number: stages[number].total)
-    limit = int(gpu.usable_bytes * (1 - coefficients.margin_share))
-    if notes:
-        notes.whole(worst, stages[worst].total, limit)
-    return TrainingMemory(tuple(stages), worst, limit, verdict(stages[worst].total, limit, coefficients))
+                    expandable_segments: bool = True) -> TrainingMemory:
+    """Memory of every pipeline stage; see `TrainingMemory`."""
+    return TrainingMemory(shape, layout, gpu, coefficients, micro_batch_tokens, micro_batches, engine, reference,
+                          sync_bucket_bytes, lora_rank, dropout, expandable_segments)
 
 
 def verdict(total: int, limit: int, coefficients: MemoryCoefficients) -> Verdict:
@@ -154,33 +304,16 @@ def verdict(total: int, limit: int, coefficients: MemoryCoefficients) -> Verdict
     return "tight" if total > coefficients.tight_share * limit else "fits"
 
 
-def _state(shape: ModelShape, layout: TrainingLayout, engine: TrainerEngine, held: parameters.StageParameters,
-           layers: int, lora_rank: int) -> dict[str, int]:
-    """What does not depend on the micro-batch."""
-    if engine == "fsdp":
-        shard = held.total / layout.fsdp
-        if lora_rank:
-            trained = layers * lora_parameters(shape, lora_rank, layout.tp) / layout.fsdp
-            return {"weights": int(2 * shard), "adapters": int(16 * trained)}
-        # FSDP2 keeps fp32 shards of parameters, gradients and moments
-        return {"weights": int(4 * shard), "gradients": int(4 * shard), "optimizer": int(8 * shard)}
-    shards, expert_shards = optimizer_shards(layout)
-    weights = {"weights": WEIGHT_BYTES[layout.precision] * held.total}
-    masters = MASTER_BYTES[layout.precision]
-    if lora_rank:
-        trained = layers * lora_parameters(shape, lora_rank, layout.tp)
-        wide = 4 if layout.precision == "fp32" else 2
-        return weights | {"adapters": int(trained * (wide + layout.grad_bytes + masters / shards))}
-    return weights | {"gradients": layout.grad_bytes * held.total,
-                      "optimizer": int(masters * (held.dense / shards + held.experts / expert_shards))}
+def optimizer_shards(layout: TrainingLayout) -> int:
+    """Ranks over which the optimizer state of dense parameters is split."""
+    return layout.dp * layout.cp if layout.distributed_optimizer else 1
 
 
-def optimizer_shards(layout: TrainingLayout) -> tuple[int, float]:
-    """Ranks over which the optimizer state of (dense parameters, experts) is split: a part of an expert has
-    TP x DP x CP / (EP x ETP) copies."""
+def expert_shards(layout: TrainingLayout) -> float:
+    """The same of experts: a part of an expert has TP x DP x CP / (EP x ETP) copies."""
     if not layout.distributed_optimizer:
-        return 1, 1
-    return layout.dp * layout.cp, max(1, layout.tp * layout.dp * layout.cp / (layout.ep * layout.etp))
+        return 1
+    return max(1, layout.tp * layout.dp * layout.cp / (layout.ep * layout.etp))
 
 
 def lora_parameters(shape: ModelShape, rank: int, tp: int) -> int:
@@ -204,11 +337,3 @@ def logit_bytes(engine: TrainerEngine, precision: str, tp: int) -> int:
         return 16 if tp > 1 else 12
     wide = 4 if precision == "fp32" else 2
     return wide if engine == "megatron-rl" else wide + 4
-
-
-def _logits(shape: ModelShape, layout: TrainingLayout, engine: TrainerEngine, tokens: int, device: str) -> int:
-    """Logits with their copies, the input of the head (gathered over TP) and its gradient."""
-    columns = parameters.padded_vocab(shape, layout.tp) // layout.tp
-    wide = 4 if layout.precision == "fp32" else 2
-    chunks = LOGPROB_CHUNKS[device] if engine == "megatron-rl" else 0
-    return tokens * (columns * logit_bytes(engine, layout.precision, layout.tp) + 2 * wide * shape.hidden) + chunks

@@ -6,26 +6,29 @@ A *unit* is what the search divides between the partitions: a node, or a GPU whe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
-from launch.fabric.choose import SyncPrediction, predict
+from launch.cluster.spec import ClusterSpec
+from launch.fabric.choose import SyncPrediction
 from launch.fabric.estimate import swap_seconds
-from launch.plan.book import NO_BOOK, Book
-from launch.plan.layouts import RolloutLayout, TrainingLayout, TrainingWork
-from launch.planner.memory.host import host_bytes
-from launch.planner.memory.rollout import ColocatedMemory, RolloutMemory, colocated_memory, rollout_memory
-from launch.planner.memory.training import StageMemory, TrainingMemory, training_memory
+from launch.fabric.lanes import cluster_fabric
+from launch.plan.book import line, made, nonzero, part
+from launch.plan.layouts import RolloutLayout, TrainingLayout
+from launch.planner.memory.rollout import PROFILE_TOKENS, ColocatedMemory, RolloutMemory
+from launch.planner.memory.training import Reference, StageMemory, TrainingMemory
+from launch.planner.parameters import count, lora_count
 from launch.planner.search.problem import Mode, Problem
 from launch.planner.time import step as rl_step
-from launch.planner.time.decode import engine_of
+from launch.planner.time.decode import Engine
 from launch.planner.time.handover import handover_seconds
-from launch.planner.time.rollout import Demand, RolloutTime, asynchronous, minimum_staleness, synchronous
-from launch.planner.time.training import TrainingTime, logprob_time, training_time
+from launch.planner.time.reliability import WEIGHT_BYTES, Failures, disk_seconds
+from launch.planner.time.rollout import AsynchronousRollout, Demand, RolloutTime, SynchronousRollout, minimum_staleness
+from launch.planner.time.training import LogprobTime, TrainingTime
 from launch.planner.workload.lengths import Lengths
-from launch.planner.workload.workload import training_work
+from launch.planner.workload.work import PackedWork
 
 TRAINER_BUCKETS, ENGINE_BUCKETS = 2, 6
 """Buckets that stay allocated for the weight sync: two of each transfer that a GPU takes part in at once, of which a
@@ -37,18 +40,62 @@ SYNC_TICK_S = 1e-3
 decide nothing."""
 
 
-@dataclass(frozen=True)
-class TrainingOption:
-    """A layout of the training partition, with what it costs."""
+_PASS: dict[str, Callable[[Any], Any]] = {
+    "shape": lambda self: self.problem.shape, "layout": lambda self: self.layout, "work": lambda self: self.work,
+    "cluster": lambda self: self.problem.cluster, "c": lambda self: self.problem.coefficients.training,
+    "collectives": lambda self: self.problem.coefficients.collectives}
 
-    units: int
+
+@dataclass(eq=False)
+class TrainingOption:
+    """A layout (with its DP) of the training partition on `units` units, with what it costs, whether it fits or not."""
+
+    PREFIX = "phase"
+
+    problem: Problem
     layout: TrainingLayout
-    work: TrainingWork
-    memory: TrainingMemory
-    time: TrainingTime
-    train_s: float
-    logprob_s: float
-    reference_s: float
+    units: int
+
+    work = made(PackedWork, workload=lambda self: self.problem.workload, layout=lambda self: self.layout,
+                token_budget=lambda self: self.problem.token_budget)
+    memory = made(TrainingMemory, shape=lambda self: self.problem.shape, layout=lambda self: self.layout,
+                  gpu=lambda self: self.problem.cluster.gpu, coefficients=lambda self: self.problem.coefficients.memory,
+                  micro_batch_tokens=lambda self: self.problem.token_budget,
+                  micro_batches=lambda self: self.work.micro_batches, engine=lambda self: "megatron-rl",
+                  reference=lambda self: self.reference,
+                  sync_bucket_bytes=lambda self: TRAINER_BUCKETS * self.problem.bucket_bytes,
+                  lora_rank=lambda self: self.problem.lora_rank, dropout=lambda self: False,
+                  expandable_segments=lambda self: True)
+
+    time = made(TrainingTime, **_PASS, lora_rank=lambda self: self.problem.lora_rank)
+    """One optimizer step."""
+    forward = made(LogprobTime, **_PASS, lora_rank=lambda self: 0)
+    """One forward pass over the same sequences."""
+
+    @line("", "max(1, (prompt + E[longest of a step]) / (tokens / DP))")
+    def imbalance(self) -> float:
+        workload = self.problem.workload
+        return _imbalance(workload.lengths, workload.prompt_tokens, self.work.sequences, self.layout.dp)
+
+    @line("s", "updates x (pre-training time x imbalance / eta + t_update)")
+    def train_s(self) -> float:
+        """All optimizer steps of a GRPO step."""
+        problem = self.problem
+        return rl_step.train_seconds(self.time.total_s, problem.workload.updates, self.imbalance,
+                                     bool(problem.shape.experts), problem.coefficients.rl)
+
+    @line("s", "train x forward / training x factor")
+    def pass_s(self) -> float:
+        """A log-prob pass over all completions of a GRPO step."""
+        return rl_step.pass_seconds(self.train_s, self.time.total_s, self.forward.total_s, self.problem.coefficients.rl)
+
+    @line("s", "one pass", written=nonzero)
+    def logprob_s(self) -> float:
+        return self.pass_s if self.problem.workload.logprob_pass else 0.0
+
+    @line("s", "one pass", written=nonzero)
+    def reference_s(self) -> float:
+        return self.pass_s if self.problem.workload.reference else 0.0
 
     @property
     def seconds(self) -> float:
@@ -56,52 +103,188 @@ class TrainingOption:
         return self.train_s + self.logprob_s + self.reference_s
 
     @property
+    def reference(self) -> Reference:
+        workload = self.problem.workload
+        return "none" if not workload.reference else "offloaded" if workload.reference_offload else "device"
+
+    @property
     def worst(self) -> StageMemory:
-        return self.memory.stages[self.memory.worst]
+        return self.memory.stages[self.memory.worst_stage]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RolloutOption:
-    """Engines of one layout, with what a step takes them."""
+    """Engines of one layout (with its replicas) on `units` units, with what a step takes them."""
 
-    units: int
+    PREFIX = "rollout"
+
+    problem: Problem
     layout: RolloutLayout
-    memory: RolloutMemory
-    time: RolloutTime
-    seconds: float
-    """Of one GRPO step: until the longest completion ends, or, asynchronous, the completions over their rate."""
-    pace_s: float
-    """The step may not be shorter: the longest completion over the versions that it may span; 0 without a limit."""
-    swap_s: float
-    """For how long the engines stop for a sync that is received into a second copy of the weights."""
+    units: int
+
+    memory = made(RolloutMemory, shape=lambda self: self.problem.shape, layout=lambda self: self.layout,
+                  gpu=lambda self: self.problem.cluster.gpu, coefficients=lambda self: self.problem.coefficients.memory,
+                  max_tokens=lambda self: self.problem.workload.longest,
+                  sync_bytes=lambda self: ENGINE_BUCKETS * self.problem.bucket_bytes,
+                  second_copy=lambda self: self.problem.shadow, batched_tokens=lambda self: PROFILE_TOKENS,
+                  requantised=lambda self: self.layout.weight_precision == "fp8" and not self.problem.lora_rank)
+    demand = made(Demand, prompts=lambda self: self.problem.workload.prompts,
+                  group=lambda self: self.problem.workload.group,
+                  prompt_tokens=lambda self: self.problem.workload.prompt_tokens,
+                  lengths=lambda self: self.problem.workload.lengths, replicas=lambda self: self.layout.replicas,
+                  max_num_seqs=lambda self: self.layout.max_num_seqs, kv_tokens=lambda self: self.kv_tokens)
+
+    @part
+    def engine(self) -> Engine:
+        problem = self.problem
+        return Engine(problem.shape, self.layout, problem.cluster, problem.coefficients.rollout)
+
+    @part
+    def time(self) -> RolloutTime:
+        kind = AsynchronousRollout if self.problem.asynchronous else SynchronousRollout
+        return kind(self.engine, self.demand)
+
+    @line("tokens", "at least one sequence of the longest",
+          written=lambda self, value: self.problem.kv_tokens is None and value > self.memory.kv_tokens)
+    def kv_tokens(self) -> int:
+        """Cache of one engine."""
+        if self.problem.kv_tokens is not None:
+            return self.problem.kv_tokens
+        return max(self.memory.kv_tokens, self.problem.workload.longest)
+
+    @line("s", "generation / eta_rollout + responses x t_response", key="phase.rollout_s")
+    def seconds(self) -> float:
+        """Of one GRPO step: until the longest completion ends, or, asynchronous, the completions over their rate."""
+        return rl_step.rollout_seconds(self.time.total_s, self.problem.workload.sequences, self.problem.coefficients.rl)
+
+    @part
+    def pace_s(self) -> float:
+        """The step may not be shorter: the longest completion over the versions that it may span; 0 without a limit."""
+        limit = self.problem.max_staleness if self.problem.asynchronous else None
+        return self.time.latency_max_s / limit if limit else 0.0
+
+    @line("s", "pause + barriers/3 + weights/copy rate + weights/digest rate", key="sync.swap_s")
+    def swap_s(self) -> float:
+        """For how long the engines stop for a sync that is received into a second copy of the weights."""
+        return swap_seconds(self.memory.weights, self.problem.coefficients.sync)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Candidate:
     """A whole plan, in numbers."""
 
     mode: Mode
     training: TrainingOption
     rollout: RolloutOption
-    sync: SyncPrediction | None
-    """None where nothing travels between GPUs."""
-    sync_s: float
-    colocated: ColocatedMemory | None
     problem: Problem
 
-    @cached_property
+    fabric = cluster_fabric()
+    network = made(SyncPrediction, shape=lambda self: self.problem.shape, training=lambda self: self.training.layout,
+                   rollout=lambda self: self.rollout.layout, fabric=lambda self: self.fabric,
+                   coefficients=lambda self: self.problem.coefficients.sync,
+                   weight_bytes=lambda self: 4 if self.training.layout.precision == "fp32" else 2,
+                   rollout_precision=lambda self: self.rollout.layout.weight_precision,
+                   lora_rank=lambda self: self.problem.lora_rank, route=lambda self: self.problem.route,
+                   bucket_bytes=lambda self: self.problem.bucket_bytes)
+    """Weights over the network; see `sync`."""
+    shared = made(ColocatedMemory, trainer=lambda self: self.training.memory, engine=lambda self: self.rollout.memory,
+                  gpu=lambda self: self.problem.cluster.gpu, coefficients=lambda self: self.problem.coefficients.memory,
+                  trainer_offloaded=lambda self: self.mode == "colocated")
+    """GPUs that both partitions use; see `colocated`."""
+    failures = made(Failures, parameters=lambda self: self.adapters or self.parameters, step_s=lambda self: self.step_s,
+                    nodes=lambda self: self.nodes, training_nodes=lambda self: self.training_nodes,
+                    cluster=lambda self: self.problem.cluster, c=lambda self: self.problem.coefficients.reliability,
+                    precision=lambda self: self.training.layout.precision)
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        return self.problem.cluster
+
+    @property
+    def sync(self) -> SyncPrediction | None:
+        """None where nothing travels between GPUs."""
+        return self.network if self.mode == "disaggregated" else None
+
+    @property
+    def colocated(self) -> ColocatedMemory | None:
+        return None if self.mode == "disaggregated" else self.shared
+
+    @line("parameters", "L x layer + V h (twice unless tied) + h", key="model.parameters")
+    def parameters(self) -> int:
+        return count(self.problem.shape)
+
+    @line("parameters", "L r (in + out) of q, k, v, o and the MLP's matrices", key="parameters.adapters", written=nonzero)
+    def adapters(self) -> int:
+        return lora_count(self.problem.shape, self.problem.lora_rank) if self.problem.lora_rank else 0
+
+    @line("s", lambda self: HANDOVER[self.mode], key="sync.in_place_s", written=nonzero)
+    def handover_s(self) -> float:
+        if self.mode == "disaggregated":
+            return 0.0
+        problem = self.problem
+        return handover_seconds(self.mode, problem.shape, self.training.layout, self.rollout.layout, problem.cluster,
+                                problem.coefficients, lora_rank=problem.lora_rank)
+
+    @line("s", lambda self: "hand-over inside the GPUs" if self.sync is None else "the chosen route" + (
+        "" if self.sync_s == self.sync.seconds else ", in whole milliseconds"), key="phase.sync_s")
+    def sync_s(self) -> float:
+        return self.handover_s if self.sync is None else in_ticks(self.problem, self.sync.seconds)
+
+    @line("bytes", "ranks of a node x (reference's weights, where offloaded + resident state, where colocated), largest stage",
+          key="memory.host.needed", written=nonzero)
+    def host_bytes(self) -> int:
+        """Of the fullest node's host: the weights of an offloaded reference, and the trainer's state while a colocated engine
+        generates. Pages of both are pinned, so that none can be swapped out."""
+        memory, stages = self.training.memory, self.training.memory.stages
+        offloaded = max(stage.weights for stage in stages) if memory.reference == "offloaded" else 0
+        asleep = max(stage.resident for stage in stages) if self.mode == "colocated" else 0
+        if not offloaded + asleep:
+            return 0
+        return min(self.problem.cluster.gpus_per_node, self.training.layout.gpus) * (offloaded + asleep)
+
+    @line("s", lambda self: _step_formula(self), key="step.total_s")
     def step_s(self) -> float:
         return step_seconds(self.problem, self.rollout.seconds, self.training.seconds, self.sync_s, self.rollout.pace_s,
-                            self.rollout.swap_s)
+                            self.rollout.swap_s if self.problem.shadow else 0.0)
+
+    @line("prompts/h", "3600 x prompts / step", key="step.prompts_per_hour")
+    def prompts_per_hour(self) -> float:
+        return 3600 * self.problem.workload.prompts / self.step_s
+
+    @line("s", lambda self: f"written and read back: 2 x {WEIGHT_BYTES[self.training.layout.precision]} bytes x parameters / "
+                            "(bandwidth x training nodes)", key="sync.disk_s", written=nonzero)
+    def disk_s(self) -> float:
+        """Until a version of the weights is on disk, read back; 0 where none is written."""
+        if not self.problem.disk_every:
+            return 0.0
+        return disk_seconds(self.parameters, self.training_nodes, self.problem.coefficients.reliability,
+                            precision=self.training.layout.precision)
+
+    @property
+    def nodes(self) -> int:
+        """In use."""
+        return sum(self.nodes_used)
+
+    @property
+    def training_nodes(self) -> int:
+        return self.nodes_used[0]
+
+    @property
+    def nodes_used(self) -> tuple[int, int]:
+        """(nodes that train, nodes that only roll out); a single node that does both counts as a training node. Without GPUs
+        an engine fills no slots of a node: each has a node to itself as far as the nodes go (`launch.planner.seats.local`)."""
+        nodes = len(self.problem.cluster.nodes)
+        if nodes == 1:
+            return 1, 0
+        training, rollout = self.training.units, self.rollout.units if self.mode == "disaggregated" else 0
+        if self.problem.cluster.gpu.device == "cpu":
+            rollout = max(rollout, min(self.rollout.layout.replicas, nodes - self.problem.spare_nodes - training))
+        return training, rollout
 
     @property
     def waits(self) -> bool:
         """Whether the limit on the staleness sets the step."""
         return self.rollout.pace_s >= self.step_s
-
-    @property
-    def prompts_per_hour(self) -> float:
-        return 3600 * self.problem.workload.prompts / self.step_s
 
     @property
     def rollout_busy(self) -> float:
@@ -135,6 +318,18 @@ class Candidate:
         return max(1, minimum_staleness(self.rollout.time, self.step_s))
 
 
+HANDOVER = {"colocated": "fixed + tensors x time of one + bytes / rate, as in published colocated systems",
+            "hybrid": "pause + barriers + what a node lacks / its NICs + an engine rank's weights (1 / NVLink + 1 / digest rate)"}
+
+
+def _step_formula(found: Candidate) -> str:
+    problem = found.problem
+    formula = ("(rollout + train + log-prob + reference + sync)" if not problem.asynchronous else
+               "max(rollout + swap, train + log-prob + reference + sync)" if problem.shadow else
+               "(max(rollout, train + log-prob + reference) + sync)")
+    return f"{formula} x (1 + other)" + (", at least longest completion / staleness allowed" if found.rollout.pace_s else "")
+
+
 def shares(problem: Problem) -> tuple[float, ...]:
     """Of a GPU, that an engine beside a trainer may get: what the configuration allows, then in steps of 0.05."""
     most = problem.pins.memory_utilization
@@ -145,109 +340,21 @@ def share_left(problem: Problem, mode: Mode, memory: TrainingMemory) -> float:
     """The largest of `shares` that fits beside a trainer that sleeps: its context and (hybrid) its resident state stay;
     0 if none does."""
     resident = max(stage.resident for stage in memory.stages) if mode == "hybrid" else 0
-    left = memory.limit - memory.stages[0].components["context"] - resident
+    left = memory.limit - memory.context - resident
     usable = problem.cluster.gpu.usable_bytes
     return next((share for share in shares(problem) if int(share * usable) <= left), 0.0)
 
 
-def step_seconds(problem: Problem, rollout_s: float, training_s: float, sync_s: float, pace_s: float, swap_s: float, *,
-                 passes: Sequence[str] = (), book: Book = NO_BOOK) -> float:
+def step_seconds(problem: Problem, rollout_s: float, training_s: float, sync_s: float, pace_s: float,
+                 swap_s: float) -> float:
     """Of a whole step; see `rl_step.step_seconds`. `pace_s`, `swap_s`: see `RolloutOption`."""
-    mode: rl_step.StepMode = "fully_async" if problem.asynchronous else "synchronous"
-    phases = rl_step.Phases(rollout_s=rollout_s, train_s=training_s, refit_s=sync_s,
-                            swap_s=swap_s if problem.shadow else None)
-    floor = ("rollout.longest_s", "algorithm.max_staleness") if pace_s else ()
-    return rl_step.step_seconds(mode, phases, problem.coefficients.rl, passes=passes, at_least_s=pace_s,
-                                at_least_keys=floor, book=book)
-
-
-def training_option(problem: Problem, layout: TrainingLayout, units: int, book: Book = NO_BOOK) -> TrainingOption:
-    """A layout (with its DP) on `units` units, whether it fits or not."""
-    work = training_work(problem.workload, layout, problem.token_budget, book)
-    memory = training_memory_of(problem, layout, work, book)
-    return TrainingOption(units, layout, work, memory, *_training_times(problem, layout, work, book))
-
-
-def training_seconds(problem: Problem, layout: TrainingLayout) -> float:
-    """`TrainingOption.seconds` of a layout, without its memory: what the search compares."""
-    work = training_work(problem.workload, layout, problem.token_budget)
-    _, train_s, logprob_s, reference_s = _training_times(problem, layout, work, NO_BOOK)
-    return train_s + logprob_s + reference_s
-
-
-def _training_times(problem: Problem, layout: TrainingLayout, work: TrainingWork,
-                    book: Book) -> tuple[TrainingTime, float, float, float]:
-    """(one optimizer step, seconds of all of a GRPO step, of the log-prob pass, of the reference's)."""
-    workload, coefficients = problem.workload, problem.coefficients
-    time = training_time(problem.shape, layout, work, problem.cluster, coefficients.training,
-                         collectives=coefficients.collectives, lora_rank=problem.lora_rank, book=book)
-    forward_s = 0.0
-    if workload.logprob_pass or workload.reference or book.keeps:
-        forward_s = logprob_time(problem.shape, layout, work, problem.cluster, coefficients.training,
-                                 collectives=coefficients.collectives, book=book).total_s
-    uneven = rl_step.write_imbalance(_imbalance(workload.lengths, workload.prompt_tokens, work.sequences, layout.dp), book)
-    passes = rl_step.training_passes(time.total_s, forward_s, workload.updates, uneven=uneven,
-                                     mixture=bool(problem.shape.experts), coefficients=coefficients.rl, book=book)
-    logprob_s = reference_s = 0.0
-    if workload.logprob_pass:
-        logprob_s = book.computed("phase.logprob_s", passes.pass_s, "s", "one pass", ("phase.pass_s",))
-    if workload.reference:
-        reference_s = book.computed("phase.reference_s", passes.pass_s, "s", "one pass", ("phase.pass_s",))
-    return time, passes.train_s, logprob_s, reference_s
+    return rl_step.combined_seconds(problem.asynchronous, rollout_s, training_s, sync_s, problem.coefficients.rl.other_share,
+                                    pace_s, swap_s if problem.shadow else None)
 
 
 @lru_cache(maxsize=4096)
 def _imbalance(lengths: Lengths, prompt_tokens: float, sequences: int, dp: int) -> float:
     return rl_step.imbalance(lengths, prompt_tokens, sequences, dp)
-
-
-def training_memory_of(problem: Problem, layout: TrainingLayout, work: TrainingWork,
-                       book: Book = NO_BOOK) -> TrainingMemory:
-    workload = problem.workload
-    reference = ("offloaded" if workload.reference_offload else "device") if workload.reference else "none"
-    return training_memory(problem.shape, layout, problem.token_budget, problem.cluster.gpu,
-                           problem.coefficients.memory, micro_batches=work.micro_batches, reference=reference,
-                           sync_bucket_bytes=TRAINER_BUCKETS * problem.bucket_bytes, lora_rank=problem.lora_rank,
-                           tokens_key="trainer.token_budget", book=book)
-
-
-def rollout_option(problem: Problem, layout: RolloutLayout, units: int, book: Book = NO_BOOK, *,
-                   must_fit: bool = True) -> RolloutOption | None:
-    """A layout (with its replicas) on `units` units; None where an engine's cache cannot hold one sequence, unless that
-    is not asked."""
-    workload, coefficients = problem.workload, problem.coefficients
-    memory = engine_memory(problem, layout, book)
-    if memory.verdict == "no" and must_fit:
-        return None
-    kv_tokens, kv_key = _cache(problem, memory, book)
-    engine = engine_of(problem.shape, layout, problem.cluster, coefficients.rollout, book=book)
-    demand = Demand(prompts=workload.prompts, group=workload.group, prompt_tokens=workload.prompt_tokens,
-                    lengths=workload.lengths, replicas=layout.replicas, max_num_seqs=layout.max_num_seqs,
-                    kv_tokens=kv_tokens, kv_key=kv_key)
-    time = asynchronous(engine, demand, book=book) if problem.asynchronous else synchronous(engine, demand, book=book)
-    seconds = rl_step.rollout_seconds(time.total_s, workload.sequences, coefficients.rl, book=book)
-    book.computed("rollout.longest_s", time.latency_max_s, "s", "cap x TPOT", ("workload.response_cap", "rollout.tpot_s"))
-    limit = problem.max_staleness if problem.asynchronous else None
-    return RolloutOption(units, layout, memory, time, seconds, time.latency_max_s / limit if limit else 0.0,
-                         swap_seconds(memory.components["weights"], coefficients.sync))
-
-
-def _cache(problem: Problem, memory: RolloutMemory, book: Book) -> tuple[int, str]:
-    """(tokens of an engine's cache, their key in the book)."""
-    if problem.kv_tokens is not None:
-        return problem.kv_tokens, "rollout.kv_tokens"
-    longest = problem.workload.longest
-    if memory.kv_tokens >= longest:
-        return memory.kv_tokens, "memory.rollout.kv_tokens"
-    return book.computed("rollout.kv_tokens", longest, "tokens", "at least one sequence of the longest",
-                         ("memory.rollout.kv_tokens", "work.longest")), "rollout.kv_tokens"
-
-
-def engine_memory(problem: Problem, layout: RolloutLayout, book: Book = NO_BOOK) -> RolloutMemory:
-    return rollout_memory(problem.shape, layout, problem.cluster.gpu, problem.coefficients.memory,
-                          max_tokens=problem.workload.longest, sync_bytes=ENGINE_BUCKETS * problem.bucket_bytes,
-                          shadow=problem.shadow, book=book,
-                          requantised=layout.weight_precision == "fp8" and not problem.lora_rank)
 
 
 def sequence_limits(problem: Problem, replicas: int) -> tuple[int, ...]:
@@ -258,38 +365,6 @@ def sequence_limits(problem: Problem, replicas: int) -> tuple[int, ...]:
     asked = MOST_SEQUENCES if problem.asynchronous else -(-problem.workload.sequences // replicas)
     return tuple(limit for limit in (FEWEST_SEQUENCES << power for power in range(7))
                  if limit == FEWEST_SEQUENCES or limit < 2 * asked)
-
-
-def candidate(problem: Problem, mode: Mode, training: TrainingOption, rollout: RolloutOption,
-              book: Book = NO_BOOK) -> Candidate:
-    """A pair of options as one plan."""
-    coefficients = problem.coefficients
-    if mode == "disaggregated":
-        sync = predict(problem.shape, training.layout, rollout.layout, problem.cluster, coefficients.sync,
-                       route=problem.route, book=book, **sync_arguments(problem, training.layout, rollout.layout))
-        sync_s, colocated = in_ticks(problem, sync.seconds), None
-        rates = (f"{coefficients.sync.PREFIX}.{name}" for name in ("pause_s", "barrier_s", "copy_rate", "digest_rate"))
-        book.computed("sync.swap_s", rollout.swap_s, "s",
-                      "pause + barriers/3 + weights/copy rate + weights/digest rate", ("memory.rollout.weights", *rates))
-    else:
-        sync = None
-        sync_s = handover_seconds(mode, problem.shape, training.layout, rollout.layout, problem.cluster, coefficients,
-                                  lora_rank=problem.lora_rank, book=book)
-        colocated = colocated_memory(training.memory, rollout.memory, problem.cluster.gpu, coefficients.memory,
-                                     trainer_offloaded=mode == "colocated", book=book)
-    whole = ", in whole milliseconds" if sync_s != (sync.seconds if sync else sync_s) else ""
-    book.computed("phase.sync_s", sync_s, "s", f"the chosen route{whole}" if sync else "hand-over inside the GPUs",
-                  ("sync.seconds",) if sync else ("sync.in_place_s",))
-    if book.keeps:
-        host_bytes(problem.shape, problem.workload, problem.cluster.gpus_per_node, training.layout, training.memory,
-                   mode == "colocated", book)
-    found = Candidate(mode, training, rollout, sync, sync_s, colocated, problem)
-    passes = [key for key in ("phase.logprob_s", "phase.reference_s") if key in book]
-    step_seconds(problem, rollout.seconds, training.seconds, sync_s, rollout.pace_s, rollout.swap_s, passes=passes,
-                 book=book)
-    book.computed("step.prompts_per_hour", found.prompts_per_hour, "prompts/h", "3600 x prompts / step",
-                  ("workload.prompts", "step.total_s"))
-    return found
 
 
 def in_ticks(problem: Problem, seconds: float) -> float:

@@ -22,22 +22,15 @@ from launch.planner.search.candidate import (
     Candidate,
     RolloutOption,
     TrainingOption,
-    candidate,
-    engine_memory,
     in_ticks,
-    rollout_option,
     sequence_limits,
     share_left,
     shares,
     sync_arguments,
-    training_memory_of,
-    training_option,
-    training_seconds,
 )
 from launch.planner.search.problem import Mode, Problem, in_mode
 from launch.planner.search.space import Space
 from launch.planner.time.step import combined_seconds
-from launch.planner.workload.workload import training_work
 
 
 class _Timed(NamedTuple):
@@ -101,7 +94,7 @@ class Search:
 
     def training_options(self, units: int) -> list[TrainingOption]:
         """Layouts that use exactly these units and fit, the fastest first."""
-        return [training_option(self.problem, layout, units) for _, layout in self._timed(units)]
+        return [TrainingOption(self.problem, layout, units) for _, layout in self._timed(units)]
 
     def rollout_options(self, units: int, share: float | None = None) -> list[RolloutOption]:
         """Engines on exactly these units, the fastest first.
@@ -133,7 +126,7 @@ class Search:
             placed = next(iter(self._placed(layout, units)), None)
             if placed is None:
                 continue
-            memory = engine_memory(problem, placed)
+            memory = RolloutOption(problem, placed, units).memory
             if memory.verdict == "no":
                 found.append(Alternative(
                     value=f"TP{layout.tp} x {placed.replicas}",
@@ -163,8 +156,8 @@ class Search:
                 if self._no_better(found, engines, seconds, units, self._least_sync_s(layout, engines.layout)):
                     continue
                 if not self._no_better(found, engines, seconds, units, self._seconds_of_sync(layout, engines.layout)):
-                    mine = mine or training_option(self.problem, layout, training)
-                    found = self._better(found, candidate(self.problem, self.mode, mine, engines))
+                    mine = mine or TrainingOption(self.problem, layout, training)
+                    found = self._better(found, Candidate(self.mode, mine, engines, self.problem))
         return found
 
     def _best_together(self, units: int) -> Candidate | None:
@@ -185,8 +178,8 @@ class Search:
                 for engines in self.rollout_options(number, share) if share else ():
                     if self._loses(found, engines.seconds, seconds, 0.0):
                         break
-                    mine = mine or training_option(self.problem, layout, number)
-                    both = candidate(self.problem, self.mode, mine, engines)
+                    mine = mine or TrainingOption(self.problem, layout, number)
+                    both = Candidate(self.mode, mine, engines, self.problem)
                     if both.colocated is None or both.colocated.fits:
                         found = self._better(found, both)
         return found
@@ -247,7 +240,7 @@ class Search:
         """Layouts that use exactly these units and fit, the fastest first."""
         if units not in self._training:
             fitting = (placed for layout in self._layouts for placed in self._fitting(layout, units))
-            self._training[units] = sorted((_Timed(training_seconds(self.problem, layout), layout)
+            self._training[units] = sorted((_Timed(TrainingOption(self.problem, layout, units).seconds, layout)
                                             for layout in fitting), key=lambda each: each.seconds)
         return self._training[units]
 
@@ -302,13 +295,12 @@ class Search:
         return False
 
     def _memory(self, layout: TrainingLayout) -> TrainingMemory:
-        work = training_work(self.problem.workload, layout, self.problem.token_budget)
-        return training_memory_of(self.problem, layout, work)
+        return TrainingOption(self.problem, layout, 0).memory
 
     def engine_options(self, layout: RolloutLayout, units: int) -> list[RolloutOption]:
         """Engines of one layout on these units with each number of sequences at once, the fastest first."""
-        options = filter(None, (rollout_option(self.problem, placed, units) for placed in self._placed(layout, units)))
-        return sorted(options, key=lambda option: (option.seconds, option.layout.max_num_seqs))
+        placed = (RolloutOption(self.problem, each, units) for each in self._placed(layout, units))
+        return sorted((option for option in placed if option.memory.fits), key=lambda option: (option.seconds, option.layout.max_num_seqs))
 
     def _undominated(self, layout: RolloutLayout, units: int) -> Iterator[RolloutOption]:
         """Without those that are slower than another and let the trainer go no faster."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.collectives import CollectiveCoefficients
+from launch.plan.book import part
 
 SWITCH_RANKS = 5
 """Fewest ranks for which NCCL lets the NVLink switch sum: with four it picks the ring (H200, nccl-tests)."""
@@ -37,16 +38,24 @@ def group(ranks: int, stride: int, gpus_per_node: int) -> Group:
     return Group(ranks, max(1, min(ranks, gpus_per_node // max(1, stride))))
 
 
+@dataclass(eq=False)
 class Fabric:
     """The links of a cluster with the coefficients of the library that drives them. All results are seconds."""
 
-    __slots__ = ("c", "nic", "nics_per_gpu", "nvlink")
+    cluster: ClusterSpec
+    c: CollectiveCoefficients
 
-    def __init__(self, cluster: ClusterSpec, coefficients: CollectiveCoefficients) -> None:
-        self.c = coefficients
-        self.nvlink = max(cluster.gpu.nvlink_bandwidth, 1.0)
-        self.nic = max(cluster.nic_bandwidth, 1.0)
-        self.nics_per_gpu = cluster.nics_per_node / max(1, cluster.gpus_per_node)
+    @part
+    def nvlink(self) -> float:
+        return max(self.cluster.gpu.nvlink_bandwidth, 1.0)
+
+    @part
+    def nic(self) -> float:
+        return max(self.cluster.nic_bandwidth, 1.0)
+
+    @part
+    def nics_per_gpu(self) -> float:
+        return self.cluster.nics_per_node / max(1, self.cluster.gpus_per_node)
 
     def all_gather(self, size: float, group: Group) -> float:
         """`size`: bytes of the gathered buffer."""

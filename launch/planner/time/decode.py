@@ -11,14 +11,15 @@ experts, those that b tokens picked: E (1 - (1 - k/E)^b) on average.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from launch.cluster.spec import ClusterSpec, Gpu
+from launch.cluster.spec import ClusterSpec
 from launch.coefficients.rollout import RolloutCoefficients
 from launch.model.shape import ModelShape
-from launch.plan.book import NO_BOOK, Book
+from launch.plan.book import line, part
 from launch.plan.layouts import RolloutLayout
 
 EngineClass = Literal["vllm", "trtllm", "vllm_2024"]
@@ -28,42 +29,138 @@ Limit = Literal["weights bandwidth", "KV bandwidth", "compute", "host", "all-red
 BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Engine:
     """One replica's engine, as the numbers of the formulas: seconds, of one micro-batch through all stages."""
 
-    pp: int
-    fixed_s: float
-    """Host and layers: what a step takes whatever it computes."""
-    weights_s: float
-    """Reading the weights that every step needs."""
-    experts_s: float
-    """Reading all routed experts."""
-    picked: float
-    """k / E; 0 for a dense model."""
-    compute_s: float
-    """Matrix products of one sequence."""
-    kv_s: float
-    """Reading one token of KV cache."""
-    sequence_s: float
-    """Host and sampling, of one sequence."""
-    reduce_s: float
-    """Latency of the all-reduces of a step, and of the hops between stages."""
-    reduce_token_s: float
-    """Bandwidth term of the all-reduces, of one token."""
-    prefill_token_s: float
-    prefill_pair_s: float
-    """Attention of one (query, key) pair of a causal prefill, counted as s^2 / 2 pairs."""
+    PREFIX = "rollout.engine"
 
-    def step_s(self, batch: float, context: float) -> float:
-        """Seconds an output token at `batch` running sequences of mean length `context`."""
-        rows = batch / self.pp
-        weights = self.weights_s
-        if self.picked:
-            weights += self.experts_s * (1.0 - (1.0 - self.picked) ** rows)
-        compute = self.compute_s * rows
-        return (self.fixed_s + max(weights, compute) + self.reduce_s
-                + rows * (self.kv_s * context + self.sequence_s + self.reduce_token_s))
+    shape: ModelShape
+    layout: RolloutLayout
+    cluster: ClusterSpec
+    c: RolloutCoefficients
+    program: EngineClass = "vllm"
+
+    @part
+    def pp(self) -> int:
+        return self.layout.pp
+
+    @line("s", "t0 + L t_layer")
+    def fixed_s(self) -> float:
+        """Host and layers: what a step takes whatever it computes."""
+        c = self.c
+        host_s = (c.vllm_step_s if self.program == "vllm" else c.trtllm_step_s if self.program == "trtllm" else
+                  c.vllm2024_step_s)
+        return host_s + self.shape.layers * c.layer_s
+
+    @line("s", "bytes of the weights that every step reads / (TP HBM)")
+    def weights_s(self) -> float:
+        """Reading the weights that every step needs."""
+        each = BYTES[self.layout.weight_precision]
+        head_bytes = max(2, each)       # engines leave the head of an FP8 model in BF16
+        return (self.sizes.dense * each + self.sizes.head * head_bytes) / self.layout.tp / self.bandwidth
+
+    @line("s", "bytes of all routed experts / (TP HBM)")
+    def experts_s(self) -> float:
+        """Reading all routed experts."""
+        if not self.shape.experts:
+            return 0.0
+        return self.sizes.experts * BYTES[self.layout.weight_precision] / self.layout.tp / self.bandwidth
+
+    @line("", "k / E")
+    def picked(self) -> float:
+        """0 for a dense model."""
+        return self.shape.experts_per_token / self.shape.experts if self.shape.experts else 0.0
+
+    @line("s", "2 M / (TP FLOP/s), one sequence")
+    def compute_s(self) -> float:
+        """Matrix products of one sequence."""
+        c, gpu, fp8 = self.c, self.cluster.gpu, self.layout.weight_precision == "fp8"
+        decode = c.decode_gemm_fp8 if fp8 and gpu.fp8_flops > gpu.bf16_flops else c.gemm
+        head_rate = self.fp32_rate if self.layout.weight_precision == "fp32" else gpu.bf16_flops
+        return 2 * (self.sizes.active / (self.body_rate * decode)
+                    + self.sizes.head / (head_rate * c.gemm)) / self.layout.tp
+
+    @line("s", "2 L n_kv d bytes / (min(TP, n_kv) HBM), one token of cache")
+    def kv_s(self) -> float:
+        """Reading one token of KV cache; with more ranks than KV heads, each head is held by several."""
+        shape, layout = self.shape, self.layout
+        size = 2 * shape.layers * shape.kv_width * BYTES[layout.kv_precision]
+        return size / min(layout.tp, shape.kv_heads) / self.bandwidth
+
+    @line("s", "c, one sequence")
+    def sequence_s(self) -> float:
+        """Host and sampling, of one sequence."""
+        c = self.c
+        return (c.vllm_sequence_s if self.program == "vllm" else 0.0 if self.program == "trtllm" else
+                c.vllm2024_sequence_s)
+
+    @line("s", "2 L t_allreduce, and (PP - 1) hops")
+    def reduce_s(self) -> float:
+        """Latency of the all-reduces of a step, and of the hops between stages."""
+        c, tp, pp = self.c, self.layout.tp, self.layout.pp
+        hops_s = (pp - 1) * c.node_hop_s if pp > 1 else 0.0
+        if tp == 1:
+            return hops_s
+        nodes = -(-tp // self.cluster.gpus_per_node)
+        latency_s = c.allreduce_s if nodes <= 1 else c.allreduce_s + 2 * (nodes - 1) * c.node_hop_s
+        return 2 * self.shape.layers * latency_s + hops_s
+
+    @line("s", "2 L x 2 h x 2 (TP - 1)/TP / bus bandwidth, one token")
+    def reduce_token_s(self) -> float:
+        """Bandwidth term of the all-reduces, of one token. Over several nodes the ring passes the NICs."""
+        c, cluster, tp = self.c, self.cluster, self.layout.tp
+        if tp == 1:
+            return 0.0
+        bus = cluster.gpu.nvlink_bandwidth * c.nvlink
+        if tp > cluster.gpus_per_node:
+            bus = min(bus, cluster.nics_per_node * cluster.nic_bandwidth * c.nic_share)
+        return 2 * self.shape.layers * self.shape.hidden * 2 * 2 * (tp - 1) / tp / bus
+
+    @line("s", "2 M / (TP FLOP/s) and its all-reduce, one token of a prompt")
+    def prefill_token_s(self) -> float:
+        return 2 * self.sizes.active / self.body_rate / self.layout.tp / self.c.gemm + self.reduce_token_s
+
+    @line("s", "4 L n_h d / (TP FLOP/s), a (query, key) pair; s^2 / 2 of a prompt")
+    def prefill_pair_s(self) -> float:
+        """Attention of one (query, key) pair of a causal prefill, counted as s^2 / 2 pairs."""
+        shape = self.shape
+        return 4 * shape.layers * shape.q_width / self.layout.tp / (self.cluster.gpu.bf16_flops * self.c.gemm)
+
+    @part
+    def sizes(self) -> Sizes:
+        return _sizes(self.shape)
+
+    @property
+    def bandwidth(self) -> float:
+        return self.cluster.gpu.hbm_bandwidth * self.c.hbm
+
+    @property
+    def fp32_rate(self) -> float:
+        return self.cluster.gpu.fp32_flops or self.cluster.gpu.bf16_flops / 16
+
+    @property
+    def body_rate(self) -> float:
+        """Of the layers' products."""
+        gpu, precision = self.cluster.gpu, self.layout.weight_precision
+        return self.fp32_rate if precision == "fp32" else gpu.fp8_flops if precision == "fp8" else gpu.bf16_flops
+
+    @part
+    def step_s(self) -> Callable[[float, float], float]:
+        """(running sequences, their mean context) -> seconds an output token. A search calls it a million times."""
+        pp, fixed_s, weights_s, experts_s, picked = self.pp, self.fixed_s, self.weights_s, self.experts_s, self.picked
+        compute_s, reduce_s, kv_s, sequence_s = self.compute_s, self.reduce_s, self.kv_s, self.sequence_s
+        reduce_token_s = self.reduce_token_s
+
+        def step_s(batch: float, context: float) -> float:
+            rows = batch / pp
+            weights = weights_s
+            if picked:
+                weights += experts_s * (1.0 - (1.0 - picked) ** rows)
+            compute = compute_s * rows
+            return (fixed_s + max(weights, compute) + reduce_s
+                    + rows * (kv_s * context + sequence_s + reduce_token_s))
+        return step_s
 
     def prefill_s(self, prompt: float) -> float:
         """Seconds that the prefill of one prompt adds to the engine's work."""
@@ -87,146 +184,40 @@ class Engine:
 
 
 def engine_of(shape: ModelShape, layout: RolloutLayout, cluster: ClusterSpec,
-              coefficients: RolloutCoefficients | None = None, engine: EngineClass = "vllm", *,
-              book: Book = NO_BOOK) -> Engine:
+              coefficients: RolloutCoefficients | None = None, engine: EngineClass = "vllm") -> Engine:
     """The engine of one replica of `layout` on GPUs of `cluster`."""
-    c = coefficients or RolloutCoefficients()
-    gpu, tp, precision = cluster.gpu, layout.tp, layout.weight_precision
-    sizes = _sizes(shape)
-    fp32_rate = gpu.fp32_flops or gpu.bf16_flops / 16
-    body_rate = {"fp8": gpu.fp8_flops, "fp32": fp32_rate}.get(precision, gpu.bf16_flops)
-    head_rate = fp32_rate if precision == "fp32" else gpu.bf16_flops
-    decode = c.decode_gemm_fp8 if precision == "fp8" and gpu.fp8_flops > gpu.bf16_flops else c.gemm
-    head_bytes = max(2, BYTES[precision])       # engines leave the head of an FP8 model in BF16
-    bandwidth = gpu.hbm_bandwidth * c.hbm
-    host_s, sequence_s = _host(c, engine)
-    reduces = 2 * shape.layers if tp > 1 else 0
-    latency_s, bus = _all_reduce(cluster, tp, c)
-    reduce_token_s = reduces * shape.hidden * 2 * 2 * (tp - 1) / tp / bus
-    result = Engine(
-        pp=layout.pp, fixed_s=host_s + shape.layers * c.layer_s,
-        weights_s=(sizes.dense * BYTES[precision] + sizes.head * head_bytes) / tp / bandwidth,
-        experts_s=sizes.experts * BYTES[precision] / tp / bandwidth,
-        picked=shape.experts_per_token / shape.experts if shape.experts else 0.0,
-        compute_s=2 * (sizes.active / (body_rate * decode) + sizes.head / (head_rate * c.gemm)) / tp,
-        # with more ranks than KV heads, each head is held by several
-        kv_s=2 * shape.layers * shape.kv_width * BYTES[layout.kv_precision] / min(tp, shape.kv_heads) / bandwidth,
-        sequence_s=sequence_s, reduce_s=reduces * latency_s + (layout.pp - 1) * c.node_hop_s,
-        reduce_token_s=reduce_token_s,
-        prefill_token_s=2 * sizes.active / body_rate / tp / c.gemm + reduce_token_s,
-        prefill_pair_s=4 * shape.layers * shape.q_width / tp / (gpu.bf16_flops * c.gemm))
-    if book.keeps:
-        _write(result, engine, shape, layout, cluster, book)
-    return result
+    return Engine(shape, layout, cluster, coefficients or RolloutCoefficients(), engine)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
+@dataclass(eq=False)
+class Sizes:
     """Matrix elements of a model."""
 
-    dense: int
-    """Read by every step, head left out."""
-    experts: int
-    """All routed experts."""
-    active: int
-    """Of one token, head left out."""
-    head: int
+    shape: ModelShape
+
+    @part
+    def dense(self) -> int:
+        """Read by every step, head left out."""
+        shape = self.shape
+        attention = 2 * shape.hidden * (shape.q_width + shape.kv_width)
+        width = shape.shared_ffn if shape.experts else shape.ffn
+        return shape.layers * (attention + shape.mlp_matrices * shape.hidden * width + shape.experts * shape.hidden)
+
+    @part
+    def experts(self) -> int:
+        """All routed experts."""
+        shape = self.shape
+        return shape.layers * shape.experts * shape.mlp_matrices * shape.hidden * shape.moe_ffn
+
+    @part
+    def active(self) -> int:
+        """Of one token, head left out."""
+        shape = self.shape
+        return self.dense + (self.experts // shape.experts * shape.experts_per_token if shape.experts else 0)
+
+    @part
+    def head(self) -> int:
+        return self.shape.vocab * self.shape.hidden
 
 
-@lru_cache(maxsize=256)
-def _sizes(shape: ModelShape) -> _Sizes:
-    attention = 2 * shape.hidden * (shape.q_width + shape.kv_width)
-    width = shape.shared_ffn if shape.experts else shape.ffn
-    dense = shape.layers * (attention + shape.mlp_matrices * shape.hidden * width + shape.experts * shape.hidden)
-    experts = shape.layers * shape.experts * shape.mlp_matrices * shape.hidden * shape.moe_ffn
-    active = dense + (experts // shape.experts * shape.experts_per_token if shape.experts else 0)
-    return _Sizes(dense, experts, active, shape.vocab * shape.hidden)
-
-
-def _host(c: RolloutCoefficients, engine: EngineClass) -> tuple[float, float]:
-    """Host seconds of a step, and of each sequence in it."""
-    return {"vllm": (c.vllm_step_s, c.vllm_sequence_s), "trtllm": (c.trtllm_step_s, 0.0),
-            "vllm_2024": (c.vllm2024_step_s, c.vllm2024_sequence_s)}[engine]
-
-
-def _all_reduce(cluster: ClusterSpec, tp: int, c: RolloutCoefficients) -> tuple[float, float]:
-    """Latency of one all-reduce over a TP group, and its bus bandwidth in bytes/s. Over several nodes the ring passes
-    the NICs."""
-    inside = cluster.gpu.nvlink_bandwidth * c.nvlink
-    nodes = -(-tp // cluster.gpus_per_node)
-    if nodes <= 1:
-        return c.allreduce_s, inside
-    nics = cluster.nics_per_node * cluster.nic_bandwidth * c.nic_share
-    return c.allreduce_s + 2 * (nodes - 1) * c.node_hop_s, min(inside, nics)
-
-
-_HOST = {"vllm": ("vllm_step_s", "vllm_sequence_s"), "trtllm": ("trtllm_step_s", "trtllm_step_s"),
-         "vllm_2024": ("vllm2024_step_s", "vllm2024_sequence_s")}
-
-
-def _write(e: Engine, engine: EngineClass, shape: ModelShape, layout: RolloutLayout, cluster: ClusterSpec,
-           book: Book) -> None:
-    """The engine's numbers, for the book."""
-    c = RolloutCoefficients.PREFIX
-    step, sequence = (f"{c}.{name}" for name in _HOST[engine])
-    hbm = ("gpu.hbm_bandwidth", f"{c}.hbm")
-    mlp = _keys("mlp_matrices", "shared_ffn") if shape.shared_ffn else _keys("shared_ffn")
-    dense = (*_keys("layers", "hidden", "heads", "kv_heads", "head_dim"),
-             *((*mlp, "model.experts") if shape.experts else _keys("mlp_matrices", "ffn", "experts")))
-    experts = _keys("layers", "hidden", "experts", "moe_ffn", "mlp_matrices")
-    active = (*dense, *_keys("mlp_matrices", "moe_ffn", "experts_per_token")) if shape.experts else dense
-    held = (*experts, "rollout.weight_bytes", "rollout.tp", *hbm) if shape.experts else _keys("experts")
-    body = ("rollout.weight_bytes", *_body_rate(layout, cluster.gpu), f"{c}.gemm")
-    faster = (f"{c}.decode_gemm_fp8",) if layout.weight_precision == "fp8" else ()
-    latency, bus = _reduce_keys(layout, cluster)
-    hops = (f"{c}.node_hop_s",) if layout.pp > 1 else ()
-    for name, value, formula, inputs in (
-            ("fixed_s", e.fixed_s, "t0 + L t_layer", (step, "model.layers", f"{c}.layer_s")),
-            ("weights_s", e.weights_s, "bytes of the weights that every step reads / (TP HBM)",
-             (*dense, "model.vocab", "rollout.weight_bytes", "rollout.tp", *hbm)),
-            ("experts_s", e.experts_s, "bytes of all routed experts / (TP HBM)", held),
-            ("picked", e.picked, "k / E", _keys("experts", *(["experts_per_token"] if shape.experts else []))),
-            ("compute_s", e.compute_s, "2 M / (TP FLOP/s), one sequence",
-             (*active, "model.vocab", *body, *faster, *_head_rate(layout, cluster.gpu), "rollout.tp")),
-            ("kv_s", e.kv_s, "2 L n_kv d bytes / (min(TP, n_kv) HBM), one token of cache",
-             ("model.layers", "model.kv_heads", "model.head_dim", "rollout.kv_bytes", "rollout.tp", *hbm)),
-            ("sequence_s", e.sequence_s, "c, one sequence", (sequence,) if e.sequence_s else (step,)),
-            ("reduce_s", e.reduce_s, "2 L t_allreduce, and (PP - 1) hops",
-             ("rollout.tp", "rollout.pp", *hops, *latency)),
-            ("reduce_token_s", e.reduce_token_s, "2 L x 2 h x 2 (TP - 1)/TP / bus bandwidth, one token",
-             ("rollout.tp", *bus)),
-            ("prefill_token_s", e.prefill_token_s, "2 M / (TP FLOP/s) and its all-reduce, one token of a prompt",
-             (*active, *body, "rollout.tp", *bus)),
-            ("prefill_pair_s", e.prefill_pair_s, "4 L n_h d / (TP FLOP/s), a (query, key) pair; s^2 / 2 of a prompt",
-             ("model.layers", "model.heads", "model.head_dim", "rollout.tp", "gpu.bf16_flops", f"{c}.gemm"))):
-        unit = "" if name == "picked" else "s"
-        book.computed(f"rollout.engine.{name}", value, unit, formula, dict.fromkeys(inputs))
-
-
-def _keys(*names: str) -> tuple[str, ...]:
-    """Book keys of fields of the shape."""
-    return tuple(f"model.{name}" for name in names)
-
-
-def _body_rate(layout: RolloutLayout, gpu: Gpu) -> tuple[str, ...]:
-    """The rate of the layers' products: its datasheet figure."""
-    if layout.weight_precision == "fp32":
-        return _head_rate(layout, gpu)
-    return ("gpu.fp8_flops",) if layout.weight_precision == "fp8" else ("gpu.bf16_flops",)
-
-
-def _head_rate(layout: RolloutLayout, gpu: Gpu) -> tuple[str, ...]:
-    if layout.weight_precision == "fp32":
-        return ("gpu.fp32_flops",) if gpu.fp32_flops else ("gpu.fp32_flops", "gpu.bf16_flops")
-    return ("gpu.bf16_flops",)
-
-
-def _reduce_keys(layout: RolloutLayout, cluster: ClusterSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the latency of the all-reduces rests on, and their bandwidth; nothing at TP 1."""
-    if layout.tp == 1:
-        return (), ()
-    c, inside = RolloutCoefficients.PREFIX, layout.tp <= cluster.gpus_per_node
-    latency = ("model.layers", "cluster.gpus_per_node", f"{c}.allreduce_s", *(() if inside else (f"{c}.node_hop_s",)))
-    bus = ("model.layers", "model.hidden", "gpu.nvlink_bandwidth", "cluster.gpus_per_node", f"{c}.nvlink")
-    nics = ("cluster.nics_per_node", "cluster.nic_bandwidth", f"{c}.nic_share")
-    return latency, bus if inside else (*bus, *nics)
+_sizes = lru_cache(maxsize=256)(Sizes)

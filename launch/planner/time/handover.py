@@ -13,17 +13,13 @@ from launch.cluster.spec import ClusterSpec
 from launch.coefficients.site import SiteCoefficients
 from launch.fabric.shards import adapter_bytes
 from launch.model.shape import ModelShape
-from launch.plan.book import NO_BOOK, Book
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.planner.parameters import count, tensor_count
 from launch.planner.time.step import refit_seconds
 
-KEY = "sync.in_place_s"
-
 
 def handover_seconds(mode: Literal["colocated", "hybrid"], shape: ModelShape, training: TrainingLayout,
-                     rollout: RolloutLayout, cluster: ClusterSpec, coefficients: SiteCoefficients, *, lora_rank: int = 0,
-                     book: Book = NO_BOOK) -> float:
+                     rollout: RolloutLayout, cluster: ClusterSpec, coefficients: SiteCoefficients, *, lora_rank: int = 0) -> float:
     """Seconds of one hand-over.
 
     Args:
@@ -31,21 +27,11 @@ def handover_seconds(mode: Literal["colocated", "hybrid"], shape: ModelShape, tr
     """
     wide = 4 if training.precision == "fp32" else 2
     size = shape.layers * adapter_bytes(shape, lora_rank, wide) if lora_rank else wide * count(shape)
-    what = ["model.parameters", "trainer.precision", *(["model.lora_rank"] if lora_rank else [])]
     if mode == "colocated":
-        c = "coefficients.rl"
-        return book.computed(KEY, refit_seconds(size, tensor_count(shape), coefficients.rl), "s",
-                             "fixed + tensors x time of one + bytes / rate, as in published colocated systems",
-                             (*what, f"{c}.refit_s", f"{c}.refit_tensor_s", f"{c}.refit_bandwidth"))
-    sync, c = coefficients.sync, "coefficients.sync"
+        return refit_seconds(size, tensor_count(shape), coefficients.rl)
+    sync = coefficients.sync
     missing = size * max(0.0, 1 - cluster.gpus_per_node / training.replica_gpus)
     nics = cluster.nics_per_node * cluster.nic_bandwidth * sync.nic_efficiency
-    across = ("cluster.nics_per_node", "cluster.nic_bandwidth", f"{c}.nic_efficiency") if missing else ()
     rank = size / (rollout.tp * rollout.pp)
-    seconds = (sync.pause_s + sync.barrier_s + missing / nics + rank / (cluster.gpu.nvlink_bandwidth * sync.nvlink_efficiency)
-               + rank / sync.digest_rate)
-    return book.computed(KEY, seconds, "s", "pause + barriers + what a node lacks / its NICs + an engine rank's weights "
-                         "(1 / NVLink + 1 / digest rate)",
-                         (*what, "trainer.tp", "trainer.pp", "trainer.cp", "rollout.tp", "rollout.pp",
-                          "cluster.gpus_per_node", "gpu.nvlink_bandwidth", *across,
-                          *(f"{c}.{name}" for name in ("pause_s", "barrier_s", "nvlink_efficiency", "digest_rate"))))
+    return (sync.pause_s + sync.barrier_s + missing / nics + rank / (cluster.gpu.nvlink_bandwidth * sync.nvlink_efficiency)
+            + rank / sync.digest_rate)

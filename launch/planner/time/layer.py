@@ -19,11 +19,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launch.cluster.spec import Gpu
+from launch.cluster.spec import ClusterSpec, Gpu
+from launch.coefficients.collectives import CollectiveCoefficients
 from launch.coefficients.training import TrainingCoefficients
 from launch.model.shape import ModelShape
+from launch.plan.book import line, made, part
 from launch.plan.layouts import TrainingLayout
+from launch.planner.parameters import padded_vocab, rank_parameters
 from launch.planner.time.collectives import Fabric, group
+from launch.planner.workload.work import Work
 
 EXP_WIDTH = 64
 """Elements of head_dim whose products take as long as a score's exponential (FlashAttention-3: half of d = 128)."""
@@ -36,230 +40,375 @@ LOGIT_FORWARD_BYTES = 30
 LOGIT_BACKWARD_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class PassCost:
-    """Seconds of one pass of one micro-batch."""
-
-    matmul_s: float = 0.0
-    attention_s: float = 0.0
-    elementwise_s: float = 0.0
-    tp_s: float = 0.0
-    """Exposed."""
-    cp_s: float = 0.0
-    """Exposed."""
-    ep_s: float = 0.0
-    gaps_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        return (self.matmul_s + self.attention_s + self.elementwise_s + self.tp_s + self.cp_s + self.ep_s
-                + self.gaps_s)
-
-    def plus(self, other: PassCost, times: float = 1.0) -> PassCost:
-        return PassCost(self.matmul_s + times * other.matmul_s, self.attention_s + times * other.attention_s,
-                        self.elementwise_s + times * other.elementwise_s, self.tp_s + times * other.tp_s,
-                        self.cp_s + times * other.cp_s, self.ep_s + times * other.ep_s,
-                        self.gaps_s + times * other.gaps_s)
-
-    def scaled(self, factor: float) -> PassCost:
-        return PassCost().plus(self, factor)
-
-
+@dataclass(eq=False)
 class Rates:
     """What a GPU gives, in FLOP/s and bytes/s."""
 
-    __slots__ = ("attention", "element_bytes", "fp8", "head", "matmul", "operand_bytes", "operands", "stream")
+    gpu: Gpu
+    layout: TrainingLayout
+    c: TrainingCoefficients
 
-    def __init__(self, gpu: Gpu, layout: TrainingLayout, c: TrainingCoefficients) -> None:
-        engine = c.fsdp_rate if layout.fsdp > 1 else 1.0
-        plain = gpu.fp32_flops if layout.precision == "fp32" and gpu.fp32_flops else gpu.bf16_flops
-        self.fp8 = layout.precision == "fp8" and gpu.fp8_flops > gpu.bf16_flops
-        self.element_bytes = 4 if layout.precision == "fp32" else 2
-        self.operand_bytes = 1 if self.fp8 else self.element_bytes
-        self.head = plain * gpu.sustained * c.gemm_bf16 * engine
-        self.matmul = gpu.fp8_flops * gpu.sustained * c.gemm_fp8 * engine if self.fp8 else self.head
-        self.attention = plain * gpu.sustained * c.attention * engine
-        self.operands = gpu.hbm_bandwidth / c.gemm_memory
-        self.stream = gpu.hbm_bandwidth * c.hbm * engine
+    @property
+    def engine(self) -> float:
+        return self.c.fsdp_rate if self.layout.fsdp > 1 else 1.0
 
+    @part
+    def plain(self) -> float:
+        fp32 = self.layout.precision == "fp32" and self.gpu.fp32_flops
+        return self.gpu.fp32_flops if fp32 else self.gpu.bf16_flops
 
-@dataclass(frozen=True, slots=True)
-class LayerCost:
-    """One layer for one micro-batch on one rank."""
+    @part
+    def fp8(self) -> bool:
+        return self.layout.precision == "fp8" and self.gpu.fp8_flops > self.gpu.bf16_flops
 
-    forward: PassCost
-    backward: PassCost
-    """Without recomputation."""
-    recompute: PassCost
-    """Forward work that the backward pass does again."""
+    @part
+    def element_bytes(self) -> int:
+        return 4 if self.layout.precision == "fp32" else 2
 
+    @part
+    def operand_bytes(self) -> int:
+        return 1 if self.fp8 else self.element_bytes
 
-def layer_cost(shape: ModelShape, layout: TrainingLayout, tokens: float, attention_length: float, rates: Rates,
-               fabric: Fabric, gpus_per_node: int, c: TrainingCoefficients, lora_rank: int = 0) -> LayerCost:
-    """Forward, backward and recomputed work of a layer; `tokens` are those of a CP rank."""
-    h, tp = shape.hidden, layout.tp
-    q, kv = shape.q_width / tp, shape.kv_width / tp
-    size = rates.element_bytes
+    @part
+    def head(self) -> float:
+        return self.plain * self.gpu.sustained * self.c.gemm_bf16 * self.engine
 
-    attention_weights = h * (2 * q + 2 * kv)
-    attention_io = tokens * (2 * h + 2 * q + 2 * kv)
-    mlp = _mlp(shape, layout, tokens, rates)
-    weights, io = attention_weights + mlp.weights, attention_io + mlp.io
-    matmul_s = _product(attention_weights, attention_io, 2 * tokens * attention_weights, rates) + mlp.product
-    weight_gradient_s = 0.0
-    if lora_rank:      # thin products on either side of each matrix: bound by reading its input, adding to its output
-        matmul_s += 2 * io * size / rates.stream
-    else:
-        weight_gradient_s = (2 * (tokens * attention_weights + mlp.rows_weights) / rates.matmul
-                             + (io * rates.operand_bytes + 2 * layout.grad_bytes * weights) / rates.operands)
+    @part
+    def matmul(self) -> float:
+        return self.gpu.fp8_flops * self.gpu.sustained * self.c.gemm_fp8 * self.engine if self.fp8 else self.head
 
-    scores_s, scores_backward_s = _attention(shape, layout, tokens, attention_length, rates)
-    forward_bytes, backward_bytes, norm_bytes = _elementwise_bytes(shape, layout, mlp, rates)
-    per_byte = tokens / rates.stream
-    tp_s = _tensor_parallel(layout, tokens * h * size, fabric, gpus_per_node, c)
-    ep_s = _exchange(shape, layout, tokens, fabric, gpus_per_node, size)
-    cp_s = cp_backward_s = 0.0
-    if layout.cp > 1:
-        ring_s = (layout.cp - 1) * fabric.p2p(2 * kv * tokens * size, tp * layout.cp <= gpus_per_node)
-        cp_s, cp_backward_s = max(0.0, ring_s - scores_s), max(0.0, 2 * ring_s - scores_backward_s)
+    @part
+    def attention(self) -> float:
+        return self.plain * self.gpu.sustained * self.c.attention * self.engine
 
-    forward = PassCost(matmul_s, scores_s, forward_bytes * per_byte, tp_s, cp_s, ep_s, c.layer_s)
-    backward = PassCost(matmul_s + weight_gradient_s, scores_backward_s, backward_bytes * per_byte, tp_s,
-                        cp_backward_s, ep_s, c.layer_s)
-    again = _recomputed(layout, forward, mlp.product, mlp.forward_bytes * size / 2 * per_byte, norm_bytes * per_byte)
-    return LayerCost(forward, backward, again)
+    @part
+    def operands(self) -> float:
+        return self.gpu.hbm_bandwidth / self.c.gemm_memory
+
+    @part
+    def stream(self) -> float:
+        return self.gpu.hbm_bandwidth * self.c.hbm * self.engine
 
 
-def _elementwise_bytes(shape: ModelShape, layout: TrainingLayout, mlp: _Mlp,
-                       rates: Rates) -> tuple[float, float, float]:
-    """Bytes a token that a layer's element-wise kernels move: forward, backward, and of the forward ones the
-    norms'."""
-    q, kv = shape.q_width / layout.tp, shape.kv_width / layout.tp
-    h = shape.hidden / (layout.tp if layout.sequence_parallel else 1)
-    norms, residuals, rotary = 8 * h, 12 * h, 4 * (q + kv)      # read and write; two in, one out; read and write
-    forward = norms + residuals + rotary + mlp.forward_bytes
-    backward = 24 * h + rotary + mlp.backward_bytes
-    if shape.qk_norm:
-        forward += 4 * (q + kv)
-        backward += 6 * (q + kv)
-    wide = rates.element_bytes / 2
-    forward, backward, norms = forward * wide, backward * wide, norms * wide
-    if layout.cp > 1:      # each step of the ring adds to the fp32 output, and to the gradients on its way back
-        forward += 12 * layout.cp * q
-        backward += 12 * layout.cp * (q + 2 * kv)
-    if rates.fp8:          # casts of the products' inputs: read 2, write the 1-byte copy and its transpose
-        forward += 4 * (2 * h + q + mlp.width)
-        backward += 4 * (2 * h + q + 2 * kv + (shape.mlp_matrices - 1) * mlp.width)
-    return forward, backward, norms
+@dataclass(eq=False)
+class Pass:
+    """The micro-batches of an optimizer step through the model: forward and backward, or forward alone."""
+
+    shape: ModelShape
+    layout: TrainingLayout
+    work: Work
+    cluster: ClusterSpec
+    c: TrainingCoefficients
+    collectives: CollectiveCoefficients
+    lora_rank: int
+    """> 0: frozen weights, no weight gradients, adapters of this rank."""
+
+    PREFIX = "training"
+    trains = True
+    """With a backward pass; else a forward pass only."""
+    held = rank_parameters()
+    fabric = made(Fabric, cluster=lambda self: self.cluster, c=lambda self: self.collectives)
+    rates = made(Rates, gpu=lambda self: self.cluster.gpu, layout=lambda self: self.layout, c=lambda self: self.c)
+
+    @line("tokens", "tokens of a micro-batch / CP")
+    def tokens_per_rank(self) -> float:
+        return self.work.micro_batch_tokens / self.layout.cp
+
+    @part
+    def layer(self) -> LayerTime:
+        return LayerTime(self)
+
+    @part
+    def head(self) -> HeadTime:
+        return HeadTime(self)
 
 
-def _tensor_parallel(layout: TrainingLayout, size: float, fabric: Fabric, gpus_per_node: int,
-                     c: TrainingCoefficients) -> float:
-    """Exposed seconds of one pass's TP collectives over activations of `size` bytes."""
-    if layout.tp <= 1:
+@dataclass(eq=False)
+class LayerTime:
+    """One layer for one micro-batch on one rank; seconds of all passes together. Recomputed is forward work that the
+    backward pass does again; FSDP engines' "selective" keeps every second product (torchtitan)."""
+
+    of: Pass
+
+    @property
+    def PREFIX(self) -> str:
+        return f"{self.of.PREFIX}.layer"
+
+    @line("s", "2 T n k / rate + unhidden time of operands on the HBM, of each product; twice more backward (once with "
+               "LoRA), recomputed ones again")
+    def matmul_s(self) -> float:
+        of, rates, mlp = self.of, self.of.rates, self.mlp
+        weights, io, tokens = self.attention_weights, self.attention_io, of.tokens_per_rank
+        forward_s = _product(weights, io, 2 * tokens * weights, rates) + mlp.product_s
+        if of.lora_rank:      # thin products on either side of each matrix: bound by reading its input, adding to its output
+            forward_s += 2 * (io + mlp.io) * rates.element_bytes / rates.stream
+        if not of.trains:
+            return forward_s
+        backward_s = forward_s
+        if not of.lora_rank:
+            backward_s += (2 * (tokens * weights + mlp.rows_weights) / rates.matmul
+                           + ((io + mlp.io) * rates.operand_bytes
+                              + 2 * of.layout.grad_bytes * (weights + mlp.weights)) / rates.operands)
+        again_s, modules = 0.0, of.layout.recompute
+        if "full" in modules:
+            again_s = forward_s
+        else:
+            again_s += forward_s / 2 if "selective_op" in modules else 0.0
+            again_s += mlp.product_s if "mlp" in modules or "moe" in modules else 0.0
+        return forward_s + backward_s + again_s
+
+    @line("s", "2 T l A / rate forward, 2.5 times that backward (arXiv 2205.14135)")
+    def attention_s(self) -> float:
+        forward_s, backward_s = self.scores_s
+        if not self.of.trains:
+            return forward_s
+        modules = self.of.layout.recompute
+        return forward_s + backward_s + (forward_s if "full" in modules or "core_attn" in modules else 0.0)
+
+    @line("s", "bytes of norms, residuals, rotary, activation, FP8 casts / (HBM bandwidth x share)")
+    def elementwise_s(self) -> float:
+        per_byte = self.of.tokens_per_rank / self.of.rates.stream
+        forward, backward, norms = self.elementwise_bytes
+        if not self.of.trains:
+            return forward * per_byte
+        again_s, modules = 0.0, self.of.layout.recompute
+        if "full" in modules:
+            again_s = forward * per_byte
+        else:
+            again_s += forward * per_byte if "selective_op" in modules else 0.0
+            if "mlp" in modules or "moe" in modules:
+                again_s += self.mlp.forward_bytes * self.of.rates.element_bytes / 2 * per_byte
+            again_s += norms * per_byte if "layernorm" in modules else 0.0
+        return forward * per_byte + backward * per_byte + again_s
+
+    @line("s", "layer_s for each pass")
+    def gaps_s(self) -> float:
+        return self.each_pass(self.of.c.layer_s)
+
+    @line("s", "(2 all-gathers + 2 reduce-scatters) each way x exposed share")
+    def tp_s(self) -> float:
+        """Exposed seconds of the TP collectives."""
+        of, layout = self.of, self.of.layout
+        if layout.tp <= 1:
+            return 0.0
+        size = of.tokens_per_rank * of.shape.hidden * of.rates.element_bytes
+        ranks = group(layout.tp, 1, of.cluster.gpus_per_node)
+        if layout.sequence_parallel:
+            each_s = of.fabric.all_gather(size, ranks) + of.fabric.reduce_scatter(size, ranks)
+        else:
+            each_s = of.fabric.all_reduce(size, ranks)
+        exposed = 1.0 if layout.fsdp > 1 else of.c.tp_exposed        # FSDP engines do not overlap them
+        return self.each_pass(2 * each_s * exposed)
+
+    @line("s", "what the ring of keys and values takes beyond attention")
+    def cp_s(self) -> float:
+        of, layout = self.of, self.of.layout
+        if layout.cp <= 1:
+            return 0.0
+        size = 2 * (of.shape.kv_width / layout.tp) * of.tokens_per_rank * of.rates.element_bytes
+        ring_s = (layout.cp - 1) * of.fabric.p2p(size, layout.tp * layout.cp <= of.cluster.gpus_per_node)
+        scores_s, scores_backward_s = self.scores_s
+        forward_s = max(0.0, ring_s - scores_s)
+        if not of.trains:
+            return forward_s
+        again_s = forward_s if "full" in layout.recompute else 0.0
+        return forward_s + max(0.0, 2 * ring_s - scores_backward_s) + again_s
+
+    @line("s", "tokens to their experts and back, each way")
+    def ep_s(self) -> float:
+        of, layout = self.of, self.of.layout
+        if not of.shape.experts or layout.ep <= 1:
+            return 0.0
+        # EP takes the place of TP in the experts, then of CP and DP
+        ranks = group(layout.ep, 1, of.cluster.gpus_per_node)
+        row = of.tokens_per_rank / layout.tp * of.shape.hidden * of.rates.element_bytes
+        return self.each_pass(2 * of.fabric.dispatch(row, of.shape.experts_per_token, ranks))
+
+    def each_pass(self, seconds: float) -> float:
+        """Of what takes as long in each pass: forward, backward, and forward again where all is recomputed."""
+        if not self.of.trains:
+            return seconds
+        return seconds + seconds + (seconds if "full" in self.of.layout.recompute else 0.0)
+
+    @part
+    def attention_weights(self) -> float:
+        """Elements of the attention's matrices on the rank."""
+        shape, tp = self.of.shape, self.of.layout.tp
+        return shape.hidden * (2 * (shape.q_width / tp) + 2 * (shape.kv_width / tp))
+
+    @part
+    def attention_io(self) -> float:
+        """Elements in and out of their products."""
+        shape, tp = self.of.shape, self.of.layout.tp
+        return self.of.tokens_per_rank * (2 * shape.hidden + 2 * (shape.q_width / tp) + 2 * (shape.kv_width / tp))
+
+    @part
+    def mlp(self) -> Mlp:
+        return Experts(self.of) if self.of.shape.experts else Mlp(self.of)
+
+    @part
+    def scores_s(self) -> tuple[float, float]:
+        """Forward and backward seconds of core attention."""
+        shape, layout, rates = self.of.shape, self.of.layout, self.of.rates
+        tokens, length = self.of.tokens_per_rank, self.of.work.attention_length
+        q, d = shape.q_width / layout.tp, shape.head_dim
+        if layout.fused_attention:
+            forward_s = 2 * tokens * length * q * (d + EXP_WIDTH) / (d * 1.5) / rates.attention
+            return forward_s, 2.5 * forward_s
+        products_s = 4 * tokens * length * q / rates.head      # both halves of the matrix, as plain products
+        stored_s = SCORE_BYTES * tokens * length * q / d / rates.stream
+        return products_s + stored_s, 2 * products_s + stored_s
+
+    @part
+    def elementwise_bytes(self) -> tuple[float, float, float]:
+        """Bytes a token that a layer's element-wise kernels move: forward, backward, and of the forward ones the
+        norms'."""
+        shape, layout, rates, mlp = self.of.shape, self.of.layout, self.of.rates, self.mlp
+        q, kv = shape.q_width / layout.tp, shape.kv_width / layout.tp
+        h = shape.hidden / (layout.tp if layout.tp > 1 and layout.sequence_parallel else 1)
+        norms, residuals, rotary = 8 * h, 12 * h, 4 * (q + kv)      # read and write; two in, one out; read and write
+        forward = norms + residuals + rotary + mlp.forward_bytes
+        backward = 24 * h + rotary + mlp.backward_bytes
+        if shape.qk_norm:
+            forward += 4 * (q + kv)
+            backward += 6 * (q + kv)
+        wide = rates.element_bytes / 2
+        forward, backward, norms = forward * wide, backward * wide, norms * wide
+        if layout.cp > 1:      # each step of the ring adds to the fp32 output, and to the gradients on its way back
+            forward += 12 * layout.cp * q
+            backward += 12 * layout.cp * (q + 2 * kv)
+        if rates.fp8:          # casts of the products' inputs: read 2, write the 1-byte copy and its transpose
+            forward += 4 * (2 * h + q + mlp.width)
+            backward += 4 * (2 * h + q + 2 * kv + (shape.mlp_matrices - 1) * mlp.width)
+        return forward, backward, norms
+
+
+@dataclass(eq=False)
+class Mlp:
+    """The MLP of a layer."""
+
+    of: Pass
+
+    @part
+    def product_s(self) -> float:
+        """Seconds of its matrix products, forward."""
+        return _product(self.weights, self.io, 2 * self.rows_weights, self.of.rates)
+
+    @part
+    def weights(self) -> float:
+        """Elements on the rank."""
+        return self.of.shape.mlp_matrices * self.of.shape.hidden * self.width
+
+    @part
+    def rows_weights(self) -> float:
+        """Rows x elements that they meet: FLOPs of a pass over 2."""
+        return self.of.tokens_per_rank * self.weights
+
+    @part
+    def io(self) -> float:
+        """Elements in and out of the products, all rows."""
+        shape = self.of.shape
+        return self.of.tokens_per_rank * (2 * shape.hidden + shape.mlp_matrices * self.width)
+
+    @part
+    def width(self) -> float:
+        """Elements of the hidden activation per token, on the rank."""
+        return self.of.shape.ffn / self.of.layout.tp
+
+    @part
+    def forward_bytes(self) -> float:
+        """Of element-wise work per token of the micro-batch."""
+        return (6 if self.of.shape.mlp_matrices == 3 else 4) * self.width + self.moved
+
+    @part
+    def backward_bytes(self) -> float:
+        return (10 if self.of.shape.mlp_matrices == 3 else 6) * self.width + self.moved
+
+    @property
+    def moved(self) -> float:
+        """Bytes a token that are permuted to experts and back."""
         return 0.0
-    ranks = group(layout.tp, 1, gpus_per_node)
-    each = fabric.all_reduce(size, ranks)
-    if layout.sequence_parallel:
-        each = fabric.all_gather(size, ranks) + fabric.reduce_scatter(size, ranks)
-    return 2 * each * (1.0 if layout.fsdp > 1 else c.tp_exposed)      # FSDP engines do not overlap them
 
 
-def _attention(shape: ModelShape, layout: TrainingLayout, tokens: float, length: float,
-               rates: Rates) -> tuple[float, float]:
-    """Forward and backward seconds of core attention."""
-    q, d = shape.q_width / layout.tp, shape.head_dim
-    if layout.fused_attention:
-        forward_s = 2 * tokens * length * q * (d + EXP_WIDTH) / (d * 1.5) / rates.attention
-        return forward_s, 2.5 * forward_s
-    products_s = 4 * tokens * length * q / rates.head      # both halves of the matrix, as plain products
-    stored_s = SCORE_BYTES * tokens * length * q / d / rates.stream
-    return products_s + stored_s, 2 * products_s + stored_s
+class Experts(Mlp):
+    """The experts of a rank, shared ones included."""
 
+    @part
+    def rows(self) -> float:
+        """Balanced routing; a token's copies are spread over TP."""
+        return self.of.tokens_per_rank / self.of.layout.tp * self.of.shape.experts_per_token
 
-@dataclass(frozen=True, slots=True)
-class _Mlp:
-    """The MLP, or the experts of a rank, of a layer."""
+    @part
+    def each(self) -> float:
+        """Elements of an expert."""
+        return self.of.shape.mlp_matrices * self.of.shape.hidden * self.of.shape.moe_ffn
 
-    product: float
-    """Seconds of its matrix products, forward."""
-    weights: float
-    """Elements on the rank."""
-    rows_weights: float
-    """Rows x elements that they meet: FLOPs of a pass over 2."""
-    io: float
-    """Elements in and out of the products, all rows."""
-    forward_bytes: float
-    """Of element-wise work per token of the micro-batch."""
-    backward_bytes: float
-    width: float
-    """Elements of the hidden activation per token, on the rank."""
+    @part
+    def shared(self) -> float:
+        """Elements of the shared experts, on the rank."""
+        return self.of.shape.mlp_matrices * self.of.shape.hidden * self.of.shape.shared_ffn / self.of.layout.tp
 
+    @part
+    def weights(self) -> float:
+        shape = self.of.shape
+        return shape.experts / self.of.layout.ep * self.each + self.shared + shape.experts * shape.hidden
 
-def _mlp(shape: ModelShape, layout: TrainingLayout, tokens: float, rates: Rates) -> _Mlp:
-    h, tp, matrices = shape.hidden, layout.tp, shape.mlp_matrices
-    activation = (6, 10) if matrices == 3 else (4, 6)
-    if not shape.experts:
-        width = shape.ffn / tp
-        weights, io = matrices * h * width, tokens * (2 * h + matrices * width)
-        return _Mlp(_product(weights, io, 2 * tokens * weights, rates), weights, tokens * weights, io,
-                    activation[0] * width, activation[1] * width, width)
-    local = shape.experts / layout.ep
-    rows = tokens / tp * shape.experts_per_token           # balanced routing; a token's copies are spread over TP
-    per_expert = max(1.0, rows / local)
-    padded = rows * (-(-per_expert // TILE) * TILE) / per_expert
-    each = matrices * h * shape.moe_ffn
-    shared = matrices * h * shape.shared_ffn / tp
-    weights = local * each + shared + shape.experts * h
-    rows_weights = padded * each + tokens * shared + tokens / tp * shape.experts * h
-    io = rows * (2 * h + matrices * shape.moe_ffn) + tokens * (2 * h + matrices * shape.shared_ffn / tp)
-    width = (rows * shape.moe_ffn + tokens * shape.shared_ffn / tp) / tokens
-    moved = 8 * rows * h / tokens                          # permuted to the experts and back: read and write, twice
-    return _Mlp(_product(weights, io, 2 * rows_weights, rates), weights, rows_weights, io,
-                activation[0] * width + moved, activation[1] * width + moved, width)
+    @part
+    def rows_weights(self) -> float:
+        shape, tokens, rows = self.of.shape, self.of.tokens_per_rank, self.rows
+        per_expert = max(1.0, rows / (shape.experts / self.of.layout.ep))
+        padded = rows * (-(-per_expert // TILE) * TILE) / per_expert
+        return padded * self.each + tokens * self.shared + tokens / self.of.layout.tp * shape.experts * shape.hidden
+
+    @part
+    def io(self) -> float:
+        shape, tokens = self.of.shape, self.of.tokens_per_rank
+        return (self.rows * (2 * shape.hidden + shape.mlp_matrices * shape.moe_ffn)
+                + tokens * (2 * shape.hidden + shape.mlp_matrices * shape.shared_ffn / self.of.layout.tp))
+
+    @part
+    def width(self) -> float:
+        shape, tokens = self.of.shape, self.of.tokens_per_rank
+        return (self.rows * shape.moe_ffn + tokens * shape.shared_ffn / self.of.layout.tp) / tokens
+
+    @property
+    def moved(self) -> float:
+        """Read and written, twice."""
+        return 8 * self.rows * self.of.shape.hidden / self.of.tokens_per_rank
 
 
 def _product(weights: float, io: float, flops: float, rates: Rates) -> float:
     return flops / rates.matmul + (weights + io) * rates.operand_bytes / rates.operands
 
 
-def _exchange(shape: ModelShape, layout: TrainingLayout, tokens: float, fabric: Fabric, gpus_per_node: int,
-              size: int) -> float:
-    """Tokens to their experts and back."""
-    if not shape.experts or layout.ep <= 1:
-        return 0.0
-    ranks = group(layout.ep, 1, gpus_per_node)     # EP takes the place of TP in the experts, then of CP and DP
-    row = tokens / layout.tp * shape.hidden * size
-    return 2 * fabric.dispatch(row, shape.experts_per_token, ranks)
+@dataclass(eq=False)
+class HeadTime:
+    """The head and the loss for one micro-batch, in bf16 (or fp32) in every recipe; seconds of all passes together."""
 
+    of: Pass
 
-def _recomputed(layout: TrainingLayout, forward: PassCost, mlp_product_s: float, mlp_elementwise_s: float,
-                norms_s: float) -> PassCost:
-    """Forward work done again. FSDP engines' "selective" keeps every second product (torchtitan)."""
-    modules = layout.recompute
-    if "full" in modules:
-        return forward
-    matmul_s = attention_s = elementwise_s = 0.0
-    if "selective_op" in modules:
-        matmul_s, elementwise_s = forward.matmul_s / 2, forward.elementwise_s
-    if "core_attn" in modules:
-        attention_s = forward.attention_s
-    if "mlp" in modules or "moe" in modules:
-        matmul_s += mlp_product_s
-        elementwise_s += mlp_elementwise_s
-    if "layernorm" in modules:
-        elementwise_s += norms_s
-    return PassCost(matmul_s, attention_s, elementwise_s)
+    @property
+    def PREFIX(self) -> str:
+        return f"{self.of.PREFIX}.head"
 
+    @part
+    def width(self) -> float:
+        """Columns of a rank."""
+        return padded_vocab(self.of.shape, self.of.layout.tp) / self.of.layout.tp
 
-def head_cost(shape: ModelShape, layout: TrainingLayout, vocab: int, tokens: float, rates: Rates,
-              trained: bool = True) -> tuple[PassCost, PassCost]:
-    """Forward and backward of the head and the loss, in bf16 (or fp32) in every recipe; `vocab` is the padded one."""
-    width = vocab / layout.tp
-    weights = shape.hidden * width
-    product = (2 * tokens * weights / rates.head
-               + (weights + tokens * (shape.hidden + width)) * rates.element_bytes / rates.operands)
-    gradients = product + 2 * layout.grad_bytes * weights / rates.operands if trained else 0.0
-    per_logit = tokens * width / rates.stream
-    return (PassCost(matmul_s=product, elementwise_s=LOGIT_FORWARD_BYTES * per_logit),
-            PassCost(matmul_s=product + gradients, elementwise_s=LOGIT_BACKWARD_BYTES * per_logit))
+    @line("s", "2 T h V / TP and its gradients, in bf16")
+    def matmul_s(self) -> float:
+        of, rates, width, tokens = self.of, self.of.rates, self.width, self.of.tokens_per_rank
+        weights = of.shape.hidden * width
+        product_s = (2 * tokens * weights / rates.head
+                     + (weights + tokens * (of.shape.hidden + width)) * rates.element_bytes / rates.operands)
+        if not of.trains:
+            return product_s
+        gradients_s = 0.0 if of.lora_rank else product_s + 2 * of.layout.grad_bytes * weights / rates.operands
+        return product_s + (product_s + gradients_s)
+
+    @line("s", "bytes a logit of loss and log-probs x T V / TP")
+    def elementwise_s(self) -> float:
+        per_logit = self.of.tokens_per_rank * self.width / self.of.rates.stream
+        forward_s = LOGIT_FORWARD_BYTES * per_logit
+        return forward_s + LOGIT_BACKWARD_BYTES * per_logit if self.of.trains else forward_s

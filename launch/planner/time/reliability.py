@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.reliability import ReliabilityCoefficients
-from launch.plan.book import NO_BOOK, Book
+from launch.plan.book import line
 from launch.plan.layouts import Precision
 
 STATE_BYTES = {"bf16": 14, "fp8": 14, "fp32": 12}
@@ -19,54 +19,46 @@ WEIGHT_BYTES = {"bf16": 2, "fp8": 2, "fp32": 4}
 """A parameter in a Hugging Face folder."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reliability:
-    job_mtbf_hours: float
-    checkpoint_s: float
-    every_steps: int
-    effective_time_ratio: float
+@dataclass(eq=False)
+class Failures:
+    """How a job fails and recovers. Young's interval, in whole steps (Young 1974, Daly 2006): sqrt(2 x checkpoint x MTBF);
+    of the time, checkpoints take C / (interval + C), and each failure costs half an interval and a restart."""
 
+    PREFIX = "reliability"
 
-def reliability(parameters: int, step_s: float, nodes: int, training_nodes: int, cluster: ClusterSpec,
-                coefficients: ReliabilityCoefficients, *, precision: Precision = "bf16",
-                parameters_key: str = "model.parameters", book: Book = NO_BOOK) -> Reliability:
-    """Young's interval, in whole steps (Young 1974, Daly 2006): sqrt(2 x checkpoint x MTBF); of the time, checkpoints
-    take C / (interval + C), and each failure costs half an interval and a restart.
+    parameters: int
+    """That a checkpoint holds: of the model, or with LoRA of the adapters."""
+    step_s: float
+    nodes: int
+    """Whose failure ends the attempt."""
+    training_nodes: int
+    cluster: ClusterSpec
+    c: ReliabilityCoefficients
+    precision: Precision = "bf16"
+    """Of the trained weights."""
 
-    Args:
-        parameters: those that a checkpoint holds: of the model, or with LoRA of the adapters.
-        precision: of the trained weights.
-        parameters_key: where the book has `parameters`.
-        nodes: nodes whose failure ends the attempt.
-    """
-    node_mtbf = cluster.node_mtbf_hours or coefficients.node_mtbf_hours
-    default = () if cluster.node_mtbf_hours else ("coefficients.reliability.node_mtbf_hours",)
-    job_mtbf = book.computed("reliability.job_mtbf_hours", node_mtbf / nodes, "h",
-                             "MTBF of a node (the cluster's, else the default) / nodes",
-                             ("cluster.node_mtbf_hours", *default, "plan.nodes"))
-    state = STATE_BYTES[precision] * parameters
-    checkpoint = book.computed(
-        "reliability.checkpoint_s", state / (coefficients.checkpoint_bandwidth * training_nodes), "s",
-        f"{STATE_BYTES[precision]} bytes x trained parameters / (bandwidth x training nodes)",
-        (parameters_key, "trainer.precision", "coefficients.reliability.checkpoint_bandwidth", "plan.training_nodes"))
-    seconds = math.sqrt(2 * checkpoint * job_mtbf * 3600)
-    steps = book.computed("reliability.every_steps", max(1, round(seconds / step_s)), "steps",
-                          "sqrt(2 x checkpoint x MTBF) / step, rounded (Young 1974)",
-                          ("reliability.checkpoint_s", "reliability.job_mtbf_hours", "step.total_s"))
-    interval = steps * step_s
-    lost = checkpoint / (interval + checkpoint) + (interval / 2 + coefficients.restart_s) / (job_mtbf * 3600)
-    ratio = book.computed("reliability.effective_time_ratio", max(0.0, 1 - lost), "",
-                          "1 - C/(interval + C) - (interval/2 + restart)/MTBF",
-                          ("reliability.every_steps", "step.total_s", "reliability.checkpoint_s",
-                           "reliability.job_mtbf_hours", "coefficients.reliability.restart_s"))
-    return Reliability(job_mtbf, checkpoint, steps, ratio)
+    @line("h", "MTBF of a node (the cluster's, else the default) / nodes")
+    def job_mtbf_hours(self) -> float:
+        return (self.cluster.node_mtbf_hours or self.c.node_mtbf_hours) / self.nodes
+
+    @line("s", lambda self: f"{STATE_BYTES[self.precision]} bytes x trained parameters / (bandwidth x training nodes)")
+    def checkpoint_s(self) -> float:
+        return STATE_BYTES[self.precision] * self.parameters / (self.c.checkpoint_bandwidth * self.training_nodes)
+
+    @line("steps", "sqrt(2 x checkpoint x MTBF) / step, rounded (Young 1974)")
+    def every_steps(self) -> int:
+        seconds = math.sqrt(2 * self.checkpoint_s * self.job_mtbf_hours * 3600)
+        return max(1, round(seconds / self.step_s))
+
+    @line("", "1 - C/(interval + C) - (interval/2 + restart)/MTBF")
+    def effective_time_ratio(self) -> float:
+        interval, checkpoint = self.every_steps * self.step_s, self.checkpoint_s
+        lost = checkpoint / (interval + checkpoint) + (interval / 2 + self.c.restart_s) / (self.job_mtbf_hours * 3600)
+        return max(0.0, 1 - lost)
 
 
 def disk_seconds(parameters: int, training_nodes: int, coefficients: ReliabilityCoefficients, *,
-                 precision: Precision = "bf16", book: Book = NO_BOOK) -> float:
+                 precision: Precision = "bf16") -> float:
     """Seconds from the beginning of a version's write to disk until it is there, read back (`weight_sync.disk`)."""
     nbytes = WEIGHT_BYTES[precision] * parameters
-    return book.computed("sync.disk_s", 2 * nbytes / (coefficients.checkpoint_bandwidth * training_nodes), "s",
-                         f"written and read back: 2 x {WEIGHT_BYTES[precision]} bytes x parameters / (bandwidth x "
-                         "training nodes)", ("model.parameters", "trainer.precision", "plan.training_nodes",
-                                             "coefficients.reliability.checkpoint_bandwidth"))
+    return 2 * nbytes / (coefficients.checkpoint_bandwidth * training_nodes)

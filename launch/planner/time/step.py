@@ -12,16 +12,13 @@ rank's share of the tokens, all wait for the rank that has it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from launch.coefficients.rl import RlCoefficients
-from launch.plan.book import NO_BOOK, Book
 from launch.planner.workload.lengths import Lengths
 
 StepMode = Literal["synchronous", "one_step_off", "fully_async"]
-_C = RlCoefficients.PREFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,46 +66,40 @@ def imbalance(lengths: Lengths, prompt_tokens: float, sequences: float, dp: int)
 
 
 def training_passes(training_s: float, forward_s: float, updates: int, *, uneven: float = 1.0, mixture: bool = False,
-                    coefficients: RlCoefficients | None = None, book: Book = NO_BOOK) -> Passes:
-    """Seconds of the trainer's passes.
+                    coefficients: RlCoefficients | None = None) -> Passes:
+    """Seconds of the trainer's passes; see `train_seconds` and `pass_seconds`."""
+    c = coefficients or RlCoefficients()
+    train_s = train_seconds(training_s, updates, uneven, mixture, c)
+    return Passes(train_s, pass_seconds(train_s, training_s, forward_s, c))
+
+
+def train_seconds(training_s: float, updates: int, uneven: float, mixture: bool, c: RlCoefficients) -> float:
+    """Seconds of the optimizer steps of an RL step.
 
     Args:
         training_s: one optimizer step at the pre-training rate (`training_time`).
-        forward_s: a forward pass over the same sequences at that rate (`logprob_time`).
         updates: optimizer steps of an RL step.
         uneven: `imbalance`.
         mixture: the model has experts.
     """
-    c = coefficients or RlCoefficients()
     eta = c.train_efficiency * (c.mixture_efficiency if mixture else 1.0)
-    train_s = updates * (training_s * uneven / eta + c.update_s)
-    pass_s = train_s * forward_s / training_s * c.logprob_factor
-    if book.keeps:
-        kinds = ("model.experts", f"{_C}.mixture_efficiency") if mixture else ("model.experts",)
-        book.computed("phase.train_s", train_s, "s", "updates x (pre-training time x imbalance / eta + t_update)",
-                      ("workload.updates", "training.total_s", "phase.imbalance", f"{_C}.train_efficiency",
-                       f"{_C}.update_s", *kinds))
-        book.computed("phase.pass_s", pass_s, "s", "train x forward / training x factor",
-                      ("phase.train_s", "training.total_s", "logprob.total_s", f"{_C}.logprob_factor"))
-    return Passes(train_s, pass_s)
+    return updates * (training_s * uneven / eta + c.update_s)
 
 
-def write_imbalance(value: float, book: Book) -> float:
-    """`imbalance`, for the book."""
-    return book.computed("phase.imbalance", value, "", "max(1, (prompt + E[longest of a step]) / (tokens / DP))",
-                         ("workload.prompt_tokens", "workload.response_mean", "workload.response_second_moment",
-                          "workload.response_cap", "workload.prompts", "workload.group", "workload.updates",
-                          "trainer.dp"))
+def pass_seconds(train_s: float, training_s: float, forward_s: float, c: RlCoefficients) -> float:
+    """Seconds of a log-prob pass over all responses.
+
+    Args:
+        train_s: `train_seconds`.
+        forward_s: a forward pass over the same sequences at the pre-training rate (`logprob_time`).
+    """
+    return train_s * forward_s / training_s * c.logprob_factor
 
 
-def rollout_seconds(generation_s: float, responses: int, coefficients: RlCoefficients | None = None, *,
-                    book: Book = NO_BOOK) -> float:
+def rollout_seconds(generation_s: float, responses: int, coefficients: RlCoefficients | None = None) -> float:
     """Seconds of the rollout phase around the engines' `generation_s` (`RolloutTime.total_s`)."""
     c = coefficients or RlCoefficients()
-    return book.computed("phase.rollout_s", generation_s / c.rollout_efficiency + responses * c.response_s, "s",
-                         "generation / eta_rollout + responses x t_response",
-                         ("rollout.total_s", "workload.prompts", "workload.group", f"{_C}.rollout_efficiency",
-                          f"{_C}.response_s"))
+    return generation_s / c.rollout_efficiency + responses * c.response_s
 
 
 def refit_seconds(model_bytes: float, tensors: int, coefficients: RlCoefficients | None = None) -> float:
@@ -124,29 +115,16 @@ def refit_seconds(model_bytes: float, tensors: int, coefficients: RlCoefficients
 
 
 def step_seconds(mode: StepMode, phases: Phases, coefficients: RlCoefficients | None = None, *,
-                 sync_key: str = "phase.sync_s", passes: Iterable[str] = (), at_least_s: float = 0.0,
-                 at_least_keys: Iterable[str] = (), book: Book = NO_BOOK) -> float:
+                 at_least_s: float = 0.0) -> float:
     """Seconds of an RL step. Phases overlap unless synchronous; the weight sync stops both partitions, or the engines
     for `swap_s` only.
 
     Args:
-        passes: keys of the log-prob passes in the book, where the recipe has any.
         at_least_s: the step waits so long: the longest completion over the versions that it may span.
-        at_least_keys: what that rests on, in the book.
     """
     c = coefficients or RlCoefficients()
-    overlap = mode != "synchronous"
-    beside = overlap and phases.swap_s is not None
-    formula = ("max(rollout + swap, train + log-prob + reference + sync)" if beside else
-               "(max(rollout, train + log-prob + reference) + sync)" if overlap else
-               "(rollout + train + log-prob + reference + sync)")
-    seconds = combined_seconds(overlap, phases.rollout_s, phases.trainer_s, phases.refit_s, c.other_share, at_least_s,
-                               phases.swap_s)
-    floor = tuple(at_least_keys)
-    swap = ("sync.shadow", "sync.swap_s") if beside else ()
-    return book.computed("step.total_s", seconds, "s",
-                         f"{formula} x (1 + other)" + (", at least longest completion / staleness allowed" if floor else ""),
-                         ("phase.rollout_s", "phase.train_s", *passes, sync_key, *swap, f"{_C}.other_share", *floor))
+    return combined_seconds(mode != "synchronous", phases.rollout_s, phases.trainer_s, phases.refit_s, c.other_share,
+                            at_least_s, phases.swap_s)
 
 
 def combined_seconds(overlap: bool, rollout_s: float, trainer_s: float, refit_s: float, other_share: float,

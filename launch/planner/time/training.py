@@ -6,7 +6,7 @@
     step      pipeline + exposed sends between stages + exposed gradient and parameter collectives + optimizer
 
 Communication that runs behind compute costs `overlap_cost` of its time, since it takes SMs and HBM bandwidth; what
-does not fit behind it shows in full. `layer_time` has the arithmetic of a layer, `collectives` that of the network.
+does not fit behind it shows in full. `layer` has the arithmetic of a layer, `collectives` that of the network.
 
 The result is the rate of pre-training, all micro-batches full. What RL training keeps of it (eta) and the ratio of
 the log-prob pass beyond its arithmetic (rho) belong to the RL model.
@@ -20,12 +20,12 @@ from launch.cluster.spec import ClusterSpec
 from launch.coefficients.collectives import CollectiveCoefficients
 from launch.coefficients.training import TrainingCoefficients
 from launch.model.shape import ModelShape
-from launch.plan.book import NO_BOOK, Book
-from launch.plan.layouts import TrainingLayout, TrainingWork, stage_layers
-from launch.planner.parameters import padded_vocab, stage_parameters
-from launch.planner.time import training_book
-from launch.planner.time.collectives import Fabric, group
-from launch.planner.time.layer import LayerCost, PassCost, Rates, head_cost, layer_cost
+from launch.plan.book import line, part
+from launch.plan.layouts import TrainingLayout
+from launch.planner.parameters import matrix_parameters
+from launch.planner.time.collectives import group
+from launch.planner.time.layer import Pass
+from launch.planner.workload.work import Work
 
 BUCKET_ELEMENTS = 40e6
 """Megatron's smallest gradient bucket."""
@@ -34,174 +34,216 @@ BUCKET_ELEMENTS_PER_RANK = 1e6
 OPTIMIZER_BYTES = 30
 """Adam over fp32 state, a parameter: reads master, two moments and gradient, writes three and the bf16 parameter."""
 DEFAULT_COLLECTIVES = CollectiveCoefficients()
+_ALL = "micro-batches x (layers x layer's part + head's) of the slowest stage"
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingTime:
+@dataclass(eq=False)
+class TrainingTime(Pass):
     """One optimizer step, or one forward pass, in seconds. The parts add up to `total_s`; those of the compute are
     the slowest stage's, all micro-batches together."""
 
-    total_s: float
-    matmul_s: float
-    attention_s: float
-    elementwise_s: float
-    gaps_s: float
-    """Between kernels."""
-    tp_s: float
-    """Exposed part of the tensor-parallel collectives."""
-    cp_s: float
-    """Exposed part of the ring that carries keys and values."""
-    ep_s: float
-    """Tokens to their experts and back."""
-    pp_bubble_s: float
-    """The pipeline fills and drains."""
-    pp_p2p_s: float
-    """Exposed sends between stages."""
-    dp_s: float
-    """Exposed gradient and parameter collectives, FSDP's gathers included."""
-    optimizer_s: float
-    """With the fixed part of a step."""
-    slowest_stage: int
-    layer_s: float
-    """One layer, one micro-batch, all passes."""
-    head_s: float
-    """Head and loss, one micro-batch, all passes."""
+    @line("s", "sum of the parts: one layer, one micro-batch")
+    def layer_s(self) -> float:
+        """One layer, one micro-batch, all passes."""
+        layer = self.layer
+        return (layer.matmul_s + layer.attention_s + layer.elementwise_s + layer.tp_s + layer.cp_s + layer.ep_s
+                + layer.gaps_s)
+
+    @line("s", "head and loss, one micro-batch")
+    def head_s(self) -> float:
+        """Head and loss, one micro-batch, all passes."""
+        return self.head.matmul_s + self.head.elementwise_s
+
+    @part
+    def slots(self) -> list[float]:
+        """One micro-batch on one rank, by stage; the head is on the last."""
+        slots = [self.layer_s * stage.layers for stage in self.held.stages]
+        slots[-1] += self.head_s
+        return slots
+
+    @part
+    def slot_s(self) -> float:
+        """Of the slowest stage."""
+        return max(self.slots)
+
+    @line("", "stage with the largest layers x layer_s (+ head_s)")
+    def slowest_stage(self) -> int:
+        return self.slots.index(self.slot_s)
+
+    @line("s", _ALL)
+    def matmul_s(self) -> float:
+        return self._all(self.layer.matmul_s) if self.headless else self._all(self.layer.matmul_s, self.head.matmul_s)
+
+    @line("s", _ALL)
+    def attention_s(self) -> float:
+        return self._all(self.layer.attention_s)
+
+    @line("s", _ALL)
+    def elementwise_s(self) -> float:
+        parts = (self.layer.elementwise_s,) if self.headless else (self.layer.elementwise_s, self.head.elementwise_s)
+        return self._all(*parts)
+
+    @line("s", _ALL)
+    def gaps_s(self) -> float:
+        """Between kernels."""
+        return self._all(self.layer.gaps_s)
+
+    @line("s", _ALL)
+    def tp_s(self) -> float:
+        """Exposed part of the tensor-parallel collectives."""
+        return self._all(self.layer.tp_s)
+
+    @line("s", _ALL)
+    def cp_s(self) -> float:
+        """Exposed part of the ring that carries keys and values."""
+        return self._all(self.layer.cp_s)
+
+    @line("s", _ALL)
+    def ep_s(self) -> float:
+        """Tokens to their experts and back."""
+        return self._all(self.layer.ep_s)
+
+    def _all(self, of_layer: float, of_head: float = 0.0) -> float:
+        if not of_layer:
+            return self.work.micro_batches * of_head
+        return self.work.micro_batches * (self.held.stages[self.slowest_stage].layers * of_layer + of_head)
+
+    @property
+    def headless(self) -> bool:
+        """The slowest stage is not the last."""
+        return self.slowest_stage < self.layout.pp - 1
+
+    @line("s", "(sum of slots - slowest) / v (arXiv 2104.04473)")
+    def pp_bubble_s(self) -> float:
+        """The pipeline fills and drains."""
+        if self.layout.pp == 1:
+            return 0.0
+        return (sum(self.slots) - self.slot_s) / self.layout.vpp
+
+    @line("s", "T h bytes / TP a send; all of them with v = 1, else overlap_cost of them + fill; 0 without a pipeline")
+    def pp_p2p_s(self) -> float:
+        """Exposed sends between stages. 1F1B waits for its neighbours in every micro-batch; the interleaved schedule sends
+        while it computes another chunk, and waits only while the pipeline fills."""
+        layout = self.layout
+        pp, v = layout.pp, layout.vpp
+        if pp == 1:
+            return 0.0
+        m = self.work.micro_batches
+        size = self.tokens_per_rank * self.shape.hidden * self.rates.element_bytes / layout.tp
+        each = (2 if self.trains else 1) * self.fabric.p2p(size, layout.gpus <= self.cluster.gpus_per_node)
+        return each * (m + pp - 1 if v == 1 else self.c.overlap_cost * m * v + pp - 1)
+
+    @line("s", "gradients and parameters over DP x CP: what the compute does not hide + overlap_cost of what it does; 0 "
+               "where no weight has a gradient")
+    def dp_s(self) -> float:
+        """Exposed gradient and parameter collectives, FSDP's gathers included: gradients reduce-scattered, parameters
+        gathered, over DP x CP (experts over their share of it)."""
+        layout = self.layout
+        if layout.fsdp > 1:
+            return self._gathers()
+        if not self.trains or self.lora_rank:
+            return 0.0
+        n = layout.dp * layout.cp
+        exposed = self._buckets(max(stage.dense for stage in self.held.stages), n, layout.tp) if n > 1 else 0.0
+        if self.shape.experts and n * layout.tp // layout.ep > 1:
+            experts = max(stage.experts for stage in self.held.stages)
+            exposed += self._buckets(experts, n * layout.tp // layout.ep, layout.ep)
+        return exposed
+
+    @line("s", "30 bytes a parameter of the shard / HBM + step_s; step_s alone where no weight is updated")
+    def optimizer_s(self) -> float:
+        """With the fixed part of a step."""
+        if not self.trains or self.lora_rank:
+            return self.c.step_s
+        layout = self.layout
+        n = layout.fsdp if layout.fsdp > 1 else layout.dp * layout.cp if layout.distributed_optimizer else 1
+        experts = 0
+        if self.shape.experts:
+            experts = n if layout.fsdp > 1 or n == 1 else max(1, n * layout.tp // layout.ep)
+        own = max(stage.dense / n + (stage.experts / experts if experts else 0.0) for stage in self.held.stages)
+        return OPTIMIZER_BYTES * own / self.rates.stream + self.c.step_s
+
+    @line("s", "micro-batches x slot of the slowest stage + bubble + sends + gradients and parameters + optimizer")
+    def total_s(self) -> float:
+        return (self.work.micro_batches * self.slot_s + self.pp_bubble_s + self.pp_p2p_s + self.dp_s + self.optimizer_s)
+
+    @line("tokens/s", "real tokens / (total x GPUs)")
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.work.tokens / (self.total_s * self.layout.gpus)
+
+    @line("", "L (2 h q + 2 h kv + 3 h ffn) + V h; of experts, k", key="parameters.matrices")
+    def matrices(self) -> int:
+        return matrix_parameters(self.shape)
+
+    @line("FLOP", "6 M + 6 L A l (training, causal, no recompute)", key="parameters.flops_per_token")
+    def flops_per_token(self) -> float:
+        return 6.0 * self.matrices + 6 * (self.shape.layers * self.shape.q_width * self.work.attention_length)
+
+    @line("FLOP/s", "FLOPs a token (causal, nothing recomputed) x real tokens / (total x GPUs)",
+          written=lambda self, value: self.trains)
+    def model_flops_per_s_per_gpu(self) -> float:
+        return self.flops_per_token * self.work.tokens / (self.total_s * self.layout.gpus)
 
     @property
     def compute_s(self) -> float:
         """Kernels and the gaps between them."""
         return self.matmul_s + self.attention_s + self.elementwise_s + self.gaps_s
 
-
-def training_time(shape: ModelShape, layout: TrainingLayout, work: TrainingWork, cluster: ClusterSpec,
-                  coefficients: TrainingCoefficients, *, collectives: CollectiveCoefficients = DEFAULT_COLLECTIVES,
-                  lora_rank: int = 0, book: Book = NO_BOOK) -> TrainingTime:
-    """One optimizer step.
-
-    Args:
-        work: `micro_batches` of `micro_batch_tokens` (padding included) on each DP rank.
-        lora_rank: > 0: frozen weights, no weight gradients, adapters of this rank.
-        book: takes the numbers as `training.*`.
-    """
-    return _Step(shape, layout, work, cluster, coefficients, collectives, lora_rank).train(book)
-
-
-def logprob_time(shape: ModelShape, layout: TrainingLayout, work: TrainingWork, cluster: ClusterSpec,
-                 coefficients: TrainingCoefficients, *, collectives: CollectiveCoefficients = DEFAULT_COLLECTIVES,
-                 book: Book = NO_BOOK) -> TrainingTime:
-    """One forward pass over the same micro-batches, for old or reference log-probs: a third of the FLOPs, but all
-    of the gaps, fixed costs and fill of a pass. The book takes the numbers as `logprob.*`."""
-    return _Step(shape, layout, work, cluster, coefficients, collectives, 0).logprob(book)
-
-
-class _Step:
-    """The arithmetic of a step, one method a part."""
-
-    def __init__(self, shape: ModelShape, layout: TrainingLayout, work: TrainingWork, cluster: ClusterSpec,
-                 coefficients: TrainingCoefficients, collectives: CollectiveCoefficients, lora_rank: int) -> None:
-        self.shape, self.layout, self.work, self.cluster = shape, layout, work, cluster
-        self.c, self.lora_rank = coefficients, lora_rank
-        self.fabric = Fabric(cluster, collectives)
-        self.rates = Rates(cluster.gpu, layout, coefficients)
-        self.tokens = work.micro_batch_tokens / layout.cp
-        self.layers = stage_layers(shape, layout)
-        self.layer: LayerCost = layer_cost(shape, layout, self.tokens, work.attention_length, self.rates, self.fabric,
-                                           cluster.gpus_per_node, coefficients, lora_rank)
-        self.head: tuple[PassCost, PassCost] = head_cost(shape, layout, padded_vocab(shape, layout.tp), self.tokens,
-                                                         self.rates, trained=not lora_rank)
-
-    def train(self, book: Book) -> TrainingTime:
-        layer = self.layer.forward.plus(self.layer.backward).plus(self.layer.recompute)
-        return self._step(layer, self.head[0].plus(self.head[1]), True, book)
-
-    def logprob(self, book: Book) -> TrainingTime:
-        return self._step(self.layer.forward, self.head[0], False, book)
-
-    def _step(self, layer: PassCost, head: PassCost, trains: bool, book: Book) -> TrainingTime:
-        m, layer_s, head_s = self.work.micro_batches, layer.total_s, head.total_s
-        slots = [layer_s * number for number in self.layers]
-        slots[-1] += head_s
-        slot_s = max(slots)
-        slowest = slots.index(slot_s)
-        slot = layer.scaled(self.layers[slowest])
-        if slowest == len(slots) - 1:
-            slot = slot.plus(head)
-        bubble = (sum(slots) - slot_s) / self.layout.vpp
-        p2p = self._sends(2 if trains else 1)
-        dp = self._gathers(slot_s, trains) if self.layout.fsdp > 1 else self._data_parallel(slot_s) if trains else 0.0
-        optimizer = self._optimizer() if trains else self.c.step_s
-        result = TrainingTime(
-            total_s=m * slot_s + bubble + p2p + dp + optimizer, matmul_s=m * slot.matmul_s,
-            attention_s=m * slot.attention_s, elementwise_s=m * slot.elementwise_s, gaps_s=m * slot.gaps_s,
-            tp_s=m * slot.tp_s, cp_s=m * slot.cp_s, ep_s=m * slot.ep_s, pp_bubble_s=bubble, pp_p2p_s=p2p, dp_s=dp,
-            optimizer_s=optimizer, slowest_stage=slowest, layer_s=layer_s, head_s=head_s)
-        if book.keeps:
-            training_book.write(book, "training" if trains else "logprob", self.shape, self.layout, self.work,
-                                self.cluster, self.lora_rank, layer, head, result)
-        return result
-
-    def _sends(self, passes: int) -> float:
-        """1F1B waits for its neighbours in every micro-batch; the interleaved schedule sends while it computes
-        another chunk, and waits only while the pipeline fills."""
-        pp, v, m = self.layout.pp, self.layout.vpp, self.work.micro_batches
-        if pp == 1:
-            return 0.0
-        gpus = self.layout.tp * self.layout.cp * self.layout.dp * pp
-        size = self.tokens * self.shape.hidden * self.rates.element_bytes / self.layout.tp
-        each = passes * self.fabric.p2p(size, gpus <= self.cluster.gpus_per_node)
-        return each * (m + pp - 1 if v == 1 else self.c.overlap_cost * m * v + pp - 1)
-
-    def _data_parallel(self, slot_s: float) -> float:
-        """Gradients reduce-scattered, parameters gathered, over DP x CP (experts over their share of it)."""
-        if self.lora_rank:
-            return 0.0
-        layout = self.layout
-        stages = stage_parameters(self.shape, layout)
-        n = layout.dp * layout.cp
-        exposed = self._buckets(max(stage.dense for stage in stages), n, layout.tp, slot_s)
-        if self.shape.experts:
-            experts = max(stage.experts for stage in stages)
-            exposed += self._buckets(experts, n * layout.tp // layout.ep, layout.ep, slot_s)
-        return exposed
-
-    def _buckets(self, parameters: float, n: int, stride: int, slot_s: float) -> float:
-        """Exposed time of one reduce-scatter and one all-gather, bucket by bucket.
+    def _buckets(self, parameters: float, n: int, stride: int) -> float:
+        """Exposed time of one reduce-scatter and one all-gather over `n` ranks, bucket by bucket.
 
         The last bucket has nothing to hide behind. The others have the last backward and the first forward pass of
         the rank; the interleaved schedule runs PP micro-batches through a chunk before the next, so its window is
         PP slots.
         """
-        if n <= 1:
-            return 0.0
+        layout = self.layout
         ranks = group(n, stride, self.cluster.gpus_per_node)
         buckets = max(1.0, parameters / max(BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * n))
         each = parameters / buckets
-        turns = min(self.layout.pp, self.work.micro_batches) if self.layout.vpp > 1 else 1
+        turns = min(layout.pp, self.work.micro_batches) if layout.vpp > 1 else 1
         exposed = 0.0
-        reduced = self.fabric.reduce_scatter(each * self.layout.grad_bytes, ranks)
+        reduced = self.fabric.reduce_scatter(each * layout.grad_bytes, ranks)
         gathered = self.fabric.all_gather(each * self.rates.element_bytes, ranks)
-        for last, window in ((reduced, turns * slot_s * 2 / 3), (gathered, turns * slot_s / 3)):
+        for last, window in ((reduced, turns * self.slot_s * 2 / 3), (gathered, turns * self.slot_s / 3)):
             hidden = min(last * (buckets - 1), window)
             exposed += last * buckets - hidden + self.c.overlap_cost * hidden
         return exposed
 
-    def _gathers(self, slot_s: float, trains: bool) -> float:
+    def _gathers(self) -> float:
         """FSDP gathers the parameters for each pass of each micro-batch and scatters the gradients, one layer ahead
         of the compute. With a pipeline they stay gathered over the step."""
-        layout, c = self.layout, self.c
-        size = max(stage.total for stage in stage_parameters(self.shape, layout)) * self.rates.element_bytes
+        layout = self.layout
+        size = max(stage.total for stage in self.held.stages) * self.rates.element_bytes
         ranks = group(layout.fsdp, layout.tp * layout.cp, self.cluster.gpus_per_node)
-        comm = (2 if trains else 1) * self.fabric.all_gather(size, ranks)
-        if trains and not self.lora_rank:
+        comm = (2 if self.trains else 1) * self.fabric.all_gather(size, ranks)
+        if self.trains and not self.lora_rank:
             comm += self.fabric.reduce_scatter(size * layout.grad_bytes / self.rates.element_bytes, ranks)
         times = self.work.micro_batches if layout.pp == 1 else 1
-        return times * (max(0.0, comm - slot_s) + c.overlap_cost * min(comm, slot_s))
+        return times * (max(0.0, comm - self.slot_s) + self.c.overlap_cost * min(comm, self.slot_s))
 
-    def _optimizer(self) -> float:
-        if self.lora_rank:
-            return self.c.step_s
-        layout = self.layout
-        n = layout.fsdp if layout.fsdp > 1 else layout.dp * layout.cp if layout.distributed_optimizer else 1
-        experts = n if layout.fsdp > 1 or n == 1 else max(1, n * layout.tp // layout.ep)
-        own = max(stage.dense / n + stage.experts / experts for stage in stage_parameters(self.shape, layout))
-        return OPTIMIZER_BYTES * own / self.rates.stream + self.c.step_s
+
+class LogprobTime(TrainingTime):
+    """One forward pass over the same micro-batches, for old or reference log-probs: a third of the FLOPs, but all of the
+    gaps, fixed costs and fill of a pass."""
+
+    PREFIX = "logprob"
+    trains = False
+
+
+def training_time(shape: ModelShape, layout: TrainingLayout, work: Work, cluster: ClusterSpec,
+                  coefficients: TrainingCoefficients, *, collectives: CollectiveCoefficients = DEFAULT_COLLECTIVES,
+                  lora_rank: int = 0) -> TrainingTime:
+    """One optimizer step.
+
+    Args:
+        work: `micro_batches` of `micro_batch_tokens` (padding included) on each DP rank.
+        lora_rank: > 0: frozen weights, no weight gradients, adapters of this rank.
+    """
+    return TrainingTime(shape, layout, work, cluster, coefficients, collectives, lora_rank)
+
+
+def logprob_time(shape: ModelShape, layout: TrainingLayout, work: Work, cluster: ClusterSpec,
+                 coefficients: TrainingCoefficients, *,
+                 collectives: CollectiveCoefficients = DEFAULT_COLLECTIVES) -> LogprobTime:
+    """One forward pass over the same micro-batches."""
+    return LogprobTime(shape, layout, work, cluster, coefficients, collectives, lora_rank=0)

@@ -1,0 +1,86 @@
+"""What one optimizer step computes: as a run states it, or packed from a workload under a layout."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from launch.plan.book import line
+from launch.plan.layouts import TrainingLayout
+from launch.planner.workload.lengths import Lengths
+from launch.planner.workload.workload import Workload
+
+PACKING = 0.97
+"""Share of a micro-batch's token budget that packing fills, longest first, where sequences are many and short against
+the budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingWork:
+    """What one optimizer step computes, over all ranks."""
+
+    sequences: int
+    tokens: int
+    """Real tokens of the whole step (prompt + completion), padding not counted."""
+    attention_length: float
+    """E[t^2] / E[t] over the sequences: causal attention costs as much as if all had this length."""
+    micro_batch_tokens: int
+    """Tokens of a micro-batch on a DP rank (over its CP ranks together), padding included."""
+    micro_batches: int
+    """Of each DP rank."""
+    longest: int
+    """Tokens of the longest sequence."""
+
+
+@dataclass(eq=False)
+class PackedWork:
+    """The same of a workload under a layout: packed micro-batches of at most `token_budget` tokens, as many on every DP rank,
+    a multiple of PP where the pipeline is interleaved."""
+
+    PREFIX = "work"
+
+    workload: Workload
+    layout: TrainingLayout
+    token_budget: int
+
+    @line("sequences", "prompts x G / updates")
+    def sequences(self) -> int:
+        return self.workload.sequences // self.workload.updates
+
+    @line("tokens", "sequences x (mean prompt x copies + mean response)")
+    def tokens(self) -> int:
+        return round(self.sequences * self.workload.packed_tokens)
+
+    @line("tokens", "E[t^2] / E[t] over the sequences; where completions share a prompt, twice the pairs of tokens over the "
+                    "tokens")
+    def attention_length(self) -> float:
+        workload = self.workload
+        return _attention_length(workload.lengths, workload.prompt_tokens, workload.prompt_copies)
+
+    @line("micro-batches of a DP rank", "tokens / (DP x budget x packing), rounded up, to a multiple of PP when interleaved")
+    def micro_batches(self) -> int:
+        layout, budget = self.layout, self.token_budget
+        # A sequence is not split: one that just does not fit leaves, at worst, room of its own length.
+        fill = min(PACKING, 1 - self.workload.packed_tokens / (2 * budget)) if self.sequences > layout.dp else 1.0
+        micro_batches = max(1, math.ceil(self.tokens / (layout.dp * budget * max(fill, 0.5))))
+        multiple = layout.pp if layout.vpp > 1 else 1
+        return -(-micro_batches // multiple) * multiple
+
+    @line("tokens", "tokens / (DP x micro-batches)")
+    def micro_batch_tokens(self) -> int:
+        return math.ceil(self.tokens / (self.layout.dp * self.micro_batches))
+
+    @line("tokens", "longest prompt + cap")
+    def longest(self) -> int:
+        return self.workload.longest
+
+
+Work = TrainingWork | PackedWork
+
+
+@lru_cache(maxsize=64)
+def _attention_length(lengths: Lengths, prompt: float, copies: float) -> float:
+    """A completion attends to its whole prompt and to itself, the prompt to itself: p r + r^2/2, and p^2/2 a copy."""
+    pairs = prompt * lengths.mean + lengths.second_moment / 2 + copies * prompt * prompt / 2
+    return 2 * pairs / (copies * prompt + lengths.mean)
