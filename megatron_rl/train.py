@@ -21,7 +21,7 @@ from launch.run.components import Failure, await_silently_lost, first_failure
 from launch.run.outcome import Outcome, write_outcome
 from launch.run.stop import stop_requested
 from megatron_rl.algorithms.batch import build_policy_batch
-from megatron_rl.data.batch import PolicyBatch
+from megatron_rl.data.batch import Group, PolicyBatch
 from megatron_rl.driver import component, step_metrics
 from megatron_rl.driver.clock import StepClock
 from megatron_rl.driver.cluster import death_reason
@@ -31,6 +31,7 @@ from megatron_rl.driver.state import RunState, newest_checkpoint, refuse_old_exp
 from megatron_rl.layouts.step_folder import checkpoint_folder
 from megatron_rl.monitor.monitor import Monitor
 from megatron_rl.rewards.load import load_rewards
+from megatron_rl.rewards.sample import Score
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.weight_sync.disk import NotWritten
 
@@ -109,13 +110,10 @@ async def train(attempt: Attempt, clock: StepClock) -> Outcome:
 
 
 async def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monitor) -> dict[str, float]:
-    """One GRPO step; afterwards the engines serve the new weights and `state.step` has advanced."""
+    """One GRPO step; afterwards the engines serve the new weights and `state.step` has advanced. It is synchronous
+    because it awaits `roll_out` where it calls it: nothing else here would change if the rollout were a task."""
     config, step = state.config, state.step + 1
-    prompts = state.next_prompts()
-    with clock.span("rollout", f"{len(prompts)} prompts x {config.algorithm.group_size}"):
-        groups = await job.generate(prompts, Sampling.training(config), step)
-    with clock.span("reward"):
-        scores = await job.score(groups)
+    groups, scores = await roll_out(job, state, clock, step)
     rewards = [np.array([score.total for score in group], dtype=np.float64) for group in scores]
     batches, statistics = build_policy_batch(groups, rewards, config.algorithm, config.rollout.max_new_tokens)
     waited = await settle_disk(job, clock, monitor)
@@ -131,6 +129,16 @@ async def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monito
         job.begin_to_disk(step)
     monitor.samples(step, groups, rewards)
     return step_metrics.of_step(step, groups, scores, statistics, updates, report, times)
+
+
+async def roll_out(job: Job, state: RunState, clock: StepClock, step: int) -> tuple[list[Group], list[list[Score]]]:
+    """The groups of the next prompts, with the scores of their trajectories."""
+    prompts = state.next_prompts()
+    with clock.span("rollout", f"{len(prompts)} prompts x {state.config.algorithm.group_size}"):
+        groups = await job.generate(prompts, Sampling.training(state.config), step)
+    with clock.span("reward"):
+        scores = await job.score(groups)
+    return groups, scores
 
 
 async def settle_disk(job: Job, clock: StepClock, monitor: Monitor, phase: str = "disk") -> dict[str, float]:

@@ -32,9 +32,9 @@ class _Timed:
     ended: float | None = None
 
     def inside(self, start: float, stop: float) -> tuple[float, float]:
-        """Begin and end of what lies between two times; an open span has no end yet."""
+        """Begin and end of what lies between two times; an open span goes on to the second."""
         began = max(self.began, start)
-        return began, max(began, min(stop, stop if self.ended is None else self.ended))
+        return began, max(began, stop if self.ended is None else min(self.ended, stop))
 
 
 _HERE: ContextVar[_Timed | None] = ContextVar("span", default=None)
