@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import statistics
 import time
 from collections import defaultdict, deque
@@ -11,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from launch.run.progress import Progress, Span, write_progress
-from megatron_rl.driver.trace import TraceWriter
 
 PHASES = {"rollout": "time/rollout", "reward": "time/reward", "log-prob": "time/logprob", "train": "time/train",
           "sync": "time/sync"}
@@ -145,3 +146,29 @@ def covered(parts: Sequence[tuple[float, float]]) -> float:
 def _timed(name: str, detail: str, expected_s: float | None = None) -> _Timed:
     wall, now = time.time(), time.monotonic()
     return _Timed(Span(name, detail, wall, wall, expected_s), now, now)
+
+
+class TraceWriter:
+    """`trace.json`: the spans of an attempt, for https://ui.perfetto.dev or chrome://tracing. One event a span, on a
+    row of its own for each name.
+
+    It is in the Trace Event Format, as a JSON array. The closing bracket is optional there, so that a run that is
+    killed leaves a file that can be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows: dict[str, int] = {}
+
+    def write(self, span: Span, seconds: float) -> None:
+        """`seconds`: how long it took."""
+        events: list[dict[str, Any]] = []
+        if span.name not in self._rows:
+            self._rows[span.name] = len(self._rows)
+            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": self._rows[span.name],
+                           "args": {"name": span.name}})
+        events.append({"ph": "X", "name": span.name, "pid": 0, "tid": self._rows[span.name],
+                       "ts": round(span.began * 1e6), "dur": round(seconds * 1e6), "args": {"detail": span.detail}})
+        begins = not self._path.exists()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(("[\n" if begins else "") + "".join(json.dumps(event) + ",\n" for event in events))

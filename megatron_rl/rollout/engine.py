@@ -169,7 +169,7 @@ class RolloutEngine:
         while trajectory.finish_reason == "abort":
             await self.weights.until_serving()
             so_far = replace(prompt, token_ids=np.concatenate([prompt.token_ids, trajectory.token_ids]))
-            rest = replace(sampling, n=1, max_new_tokens=sampling.max_new_tokens - len(trajectory.token_ids))
+            rest = replace(sampling, n=1, max_new_tokens=sampling.max_new_tokens - trajectory.length)
             try:
                 async with self.weights.admission():
                     queue = await self._enqueue(so_far, rest, None)
