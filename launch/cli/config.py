@@ -35,8 +35,8 @@ def show(config: str, overrides: tuple[str, ...], as_json: bool) -> None:
 def explain(key: str, config: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
     """Say what KEY means: type, default, documentation; with CONFIG also its value and where that is set.
 
-    KEY is dotted (trainer.tp), a section (trainer.optimizer), or the last part alone where no other key ends so. A value
-    that is auto is what the planner makes of it for the cluster of CONFIG.
+    KEY is dotted (trainer.tp), a section (trainer.optimizer), or the last part alone if only one key ends with it. For
+    a value that is auto the planner's choice is shown.
     """
     import json
 
@@ -46,16 +46,15 @@ def explain(key: str, config: str | None, overrides: tuple[str, ...], as_json: b
 
     found, values, note = reference.find(key), {}, ""
     if config is not None:
-        loaded, chosen = load_config(config, overrides), {}
-        values = reference.resolved(found, key, loaded, chosen)
+        loaded = load_config(config, overrides)
+        values = reference.resolved(found, key, loaded, {})
         if any(value.value == "auto" for value in values.values()):
             from launch.planner.prepare import prepare
             try:
                 planned = prepare(config, overrides).loaded
-                chosen = {dotted: planned.value(dotted) for dotted in values}
+                values = reference.resolved(found, key, loaded, {dotted: planned.value(dotted) for dotted in values})
             except UserError as error:
                 note = f"auto stays open, for there is no plan: {error.what}"
-            values = reference.resolved(found, key, loaded, chosen)
     entry, inside = reference.entry(found), reference.members(found)
     if as_json:
         document = {**entry.as_json(), "members": [each.key for each in inside], "note": note,
@@ -81,5 +80,5 @@ def search(words: tuple[str, ...], as_json: bool) -> None:
     elif found:
         click.echo("\n".join(reference.list_text(found, whole=True)))
     else:
-        raise UserError(f"no key has {' and '.join(words)} in its name or meaning", where="config search",
+        raise UserError(f"no key has {' and '.join(words)} in its name or meaning", where="megatron-rl config search",
                         fix="use fewer or shorter words; docs/config.md lists all keys")

@@ -12,8 +12,8 @@ from launch.cli.options import config_and_overrides
 def command(config: str, overrides: tuple[str, ...]) -> int:
     """Inside a Slurm job: run CONFIG on the job's nodes.
 
-    The batch script's last line. Starts a supervisor on every node, places the plan on the nodes that pass the preflight,
-    watches the job, and at its end requeues it, submits it anew without bad nodes, or stops.
+    The last line of the batch script. Starts a supervisor on every node, places the plan on the nodes that pass the
+    preflight, watches the job, and at its end requeues it, submits it anew without bad nodes, or stops.
     """
     from launch.runtime.job import run_job
 

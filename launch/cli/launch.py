@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 import click
 
-from launch.cli.options import config_and_overrides, device
+from launch.cli import options
+
+if TYPE_CHECKING:
+    from launch.slurm.render import Flags
 
 
 @click.command()
-@config_and_overrides
+@options.config_and_overrides
 @click.option("--on", "where", type=click.Choice(["local", "slurm"]), default="local", show_default=True,
               help="Where to run: this machine, or the nodes that Slurm gives.")
-@device
+@options.device
 @click.option("--fresh", is_flag=True, help="Begin a new run: if run.name exists, take name-2, name-3, ...")
 @click.option("--quiet", is_flag=True, help="No progress, only the end; on Slurm: no plan, only the job's id.")
 @click.option("--dry-run", is_flag=True, help="Slurm: print the batch script; nothing is submitted.")
@@ -27,10 +33,10 @@ from launch.cli.options import config_and_overrides, device
 @click.option("--sweep", is_flag=True, help="Slurm: a run for each combination of values in words with commas "
               "(run.seed=0,1), as one array of jobs.")
 @click.option("--wait", is_flag=True, help="With --sweep: wait for all runs and say how each ended.")
-def command(config: str, overrides: tuple[str, ...], where: str, device: str, fresh: bool, quiet: bool, dry_run: bool,
-            partition: str | None, account: str | None, qos: str | None, reservation: str | None,
-            time_limit: str | None, exclude: str | None, profile: str | None, spares: int | None,
-            sweep: bool, wait: bool) -> int:
+def command(config: str, overrides: tuple[str, ...], where: str, device: options.Device, fresh: bool, quiet: bool,
+            dry_run: bool, partition: str | None, account: str | None, qos: str | None,
+            reservation: str | None, time_limit: str | None, exclude: str | None, profile: str | None,
+            spares: int | None, sweep: bool, wait: bool) -> int:
     """Train: plan CONFIG, start Ray, Megatron and vLLM, and run to the end.
 
     On this machine Ctrl-C once stops at the next step with a checkpoint; the same command then goes on from there. On
@@ -55,8 +61,8 @@ def command(config: str, overrides: tuple[str, ...], where: str, device: str, fr
     return _slurm(config, overrides, flags, profile, spares, dry_run, quiet)
 
 
-def _sweep(config: str, overrides: tuple[str, ...], flags, device: str, profile: str | None, spares: int | None,
-           dry_run: bool, wait: bool, quiet: bool) -> int:
+def _sweep(config: str, overrides: tuple[str, ...], flags: Flags, device: options.Device, profile: str | None,
+           spares: int | None, dry_run: bool, wait: bool, quiet: bool) -> int:
     from launch.slurm.sweep import run_sweep
 
     say = (lambda text: None) if quiet else (lambda text: click.echo(text, err=True))
@@ -66,7 +72,7 @@ def _sweep(config: str, overrides: tuple[str, ...], flags, device: str, profile:
     return int(code)
 
 
-def _refuse_unused(where: str, device: str, of_slurm: dict[str, object]) -> None:
+def _refuse_unused(where: str, device: str, of_slurm: Mapping[str, object]) -> None:
     """An option that would be ignored is a mistake."""
     for option, value in of_slurm.items():
         if value is not None and where == "local":
@@ -82,7 +88,7 @@ def _fresh_name(config: str, overrides: tuple[str, ...]) -> str:
     return fresh_name(load_config(config, overrides).config.run)
 
 
-def _local(config: str, overrides: tuple[str, ...], device: str, quiet: bool) -> int:
+def _local(config: str, overrides: tuple[str, ...], device: options.Device, quiet: bool) -> int:
     from launch.planner.prepare import prepare
     from launch.runtime.local import run_local
     from launch.runtime.summary import print_end
@@ -93,8 +99,8 @@ def _local(config: str, overrides: tuple[str, ...], device: str, quiet: bool) ->
     return int(outcome.exit_code)
 
 
-def _slurm(config: str, overrides: tuple[str, ...], flags, profile: str | None, spares: int | None, dry_run: bool,
-           quiet: bool) -> int:
+def _slurm(config: str, overrides: tuple[str, ...], flags: Flags, profile: str | None, spares: int | None,
+           dry_run: bool, quiet: bool) -> int:
     from rich.console import Console
 
     from launch.report.plan.table import print_plan

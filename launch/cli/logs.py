@@ -13,7 +13,8 @@ LOOK_EVERY_S = 0.5
 @click.argument("run", metavar="RUN|JOB")
 @options.runs_folder
 @options.attempt
-@click.option("--role", metavar="ROLE", help="Only this role's: driver, trainer, rollout, reward, ray, supervisor, job, ray-logs.")
+@click.option("--role", metavar="ROLE",
+              help="Only this role's: driver, trainer, rollout, reward, ray, supervisor, job, ray-logs.")
 @click.option("--rank", type=click.IntRange(min=0), help="Only this number of a role: trainer rank, rollout replica.")
 @click.option("--node", metavar="NODE", help="Only this node's.")
 @click.option("-n", "--lines", default=50, show_default=True, type=click.IntRange(min=1), help="The last lines.")

@@ -11,6 +11,7 @@ import click
 
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
+from launch.version import VERSION
 
 VERBS: dict[str, tuple[str, str]] = {
     "config": ("launch.cli.config", "Show a configuration, or say what its keys mean."),
@@ -51,10 +52,11 @@ class LazyGroup(click.Group):
 
 
 @click.group(cls=LazyGroup, context_settings=CONTEXT)
+@click.version_option(VERSION, prog_name="megatron-rl", message="%(prog)s %(version)s")
 def cli() -> None:
     """GRPO post-training: Megatron-core trains, vLLM rolls out, Ray drives.
 
-    A configuration is one YAML file; every verb that takes one also takes overrides as key=value words.
+    A configuration is one YAML file; every command that takes one also takes overrides as key=value words.
     """
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
+
+Device = Literal["auto", "cpu", "gpu"]
 
 if TYPE_CHECKING:
     from launch.cluster.spec import ClusterSpec
@@ -91,8 +93,8 @@ def planned_for(function: Callable) -> Callable:
             click.option("--cluster", "cluster_file", metavar="FILE",
                          help="Plan for this cluster file, not the configuration's."),
             click.option("--from-slurm", is_flag=True,
-                         help="Plan for the nodes that Slurm has now (scontrol); a cluster file says what Slurm does not "
-                              "know: NICs and rails."),
+                         help="Plan for the nodes that Slurm has now (scontrol); a cluster file says what Slurm does "
+                              "not know: NICs and rails."),
             click.option("--partition", metavar="NAME", help="With --from-slurm: only nodes of this partition."),
             click.option("--nodelist", metavar="LIST",
                          help="With --from-slurm: only these nodes, such as node[001-032]."),

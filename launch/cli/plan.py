@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from launch.cli import options, plan_accuracy, plan_calibrate, plan_diff, plan_explain, plan_sweep
 from launch.cli.verbs import CommandWithVerbs
+
+if TYPE_CHECKING:
+    from launch.planner.prepare import Prepared
 
 VERBS = {"accuracy": plan_accuracy.command, "calibrate": plan_calibrate.command, "diff": plan_diff.command,
          "explain": plan_explain.command, "sweep": plan_sweep.command}
@@ -24,7 +27,8 @@ class Plan(CommandWithVerbs):
             for at, word in enumerate(args):
                 if word == f"--{verb}" or word.startswith(f"--{verb}="):
                     words = shlex.join(_without_option(verb, args, at))
-                    raise click.UsageError(f"--{verb} is a verb of its own now: {ctx.command_path} {verb} {words}", ctx)
+                    raise click.UsageError(f"--{verb} is a command of its own now: {ctx.command_path} {verb} {words}",
+                                           ctx)
         return super().parse_args(ctx, args)
 
 
@@ -47,8 +51,8 @@ def _without_option(verb: str, args: list[str], at: int) -> list[str]:
 @click.option("--out", metavar="FILE", help="Also write the plan as JSON to this file.")
 @click.option("--html", metavar="FILE", help="Also write one self-contained page: map, memory, step, routes, choices.")
 @click.option("--trace", metavar="FILE", help="Also write a Chrome trace of two steps (chrome://tracing, Perfetto).")
-def command(config: str, overrides: tuple[str, ...], device: Any, planned_for: options.PlannedFor, as_json: bool,
-            out: str | None, html: str | None, trace: str | None) -> None:
+def command(config: str, overrides: tuple[str, ...], device: options.Device, planned_for: options.PlannedFor,
+            as_json: bool, out: str | None, html: str | None, trace: str | None) -> None:
     """Plan CONFIG: which nodes train and which roll out, does it fit, how long is a step, and why.
 
     Keys that CONFIG pins are obeyed, those that are auto are searched. Everything printed is predicted.
@@ -65,7 +69,7 @@ def command(config: str, overrides: tuple[str, ...], device: Any, planned_for: o
         print_plan(prepared, commands=_next(config, overrides, prepared, out))
 
 
-def _write_files(prepared, out: str | None, html: str | None, trace: str | None) -> None:
+def _write_files(prepared: Prepared, out: str | None, html: str | None, trace: str | None) -> None:
     plan, planned = prepared.plan, prepared.planned
     if out is not None:
         _write(out, plan.model_dump_json(indent=2) + "\n", "--out")
@@ -88,7 +92,7 @@ def _write(path: str, text: str, option: str) -> None:
                         fix="give a file in an existing, writable folder") from error
 
 
-def _next(config: str, overrides: tuple[str, ...], prepared, out: str | None) -> list[str]:
+def _next(config: str, overrides: tuple[str, ...], prepared: Prepared, out: str | None) -> list[str]:
     """The commands that follow from a plan."""
     words = shlex.join((config, *overrides))
     commands = [f"megatron-rl plan explain {words}", f"megatron-rl plan {words} --html plan.html"]

@@ -9,17 +9,17 @@ from launch.cli import options
 
 @click.command(short_help="Compare what the planner predicts with what was measured.")
 @click.argument("directory", metavar="[DIR]", required=False)
-@click.option("--kind", metavar="KIND", help="Only this kind of points: training, memory, decode, rl_steps, weight_sync, collectives "
-                             "or parameters.")
+@click.option("--kind", metavar="KIND", help="Only this kind of points: training, memory, decode, rl_steps, "
+                                            "weight_sync, collectives or parameters.")
 @click.option("--no-leave-out", is_flag=True, help="Do not calibrate again without each source.")
 @options.as_json
 def command(directory: str | None, kind: str | None, no_leave_out: bool, as_json: bool) -> None:
     """Compare what the planner predicts with what was measured, and print how far it is off.
 
-    DIR holds files in the format of benchmarks/measured/README.md; without it, the points that are part of the
-    repository. Prints predicted, measured and error of each point, the medians of each regime and kind with their targets,
-    what could not be predicted and why, and the error at each source's points when it takes no part in the
-    calibration. The exit code is 0 however large the errors are.
+    DIR holds files in the format of benchmarks/measured/README.md; the default is the points of the repository. Prints
+    predicted, measured and error of each point, the medians of each regime and kind with their targets, what could not
+    be predicted and why, and the error at each source's points when it takes no part in the calibration. The exit code
+    is 0 however large the errors are.
     """
     import json
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from launch.cli import options
@@ -14,7 +12,7 @@ from launch.cli import options
 @click.argument("words", nargs=-1, metavar="[NAME]... [KEY=VALUE]...")
 @options.device
 @options.planned_for
-def command(config: str, words: tuple[str, ...], device: Any, planned_for: options.PlannedFor) -> None:
+def command(config: str, words: tuple[str, ...], device: options.Device, planned_for: options.PlannedFor) -> None:
     """Explain the plan of CONFIG: every choice with its alternatives, every number with its formula and sources.
 
     NAME is a number or choice of the plan (step.total_s, split), or the beginning of several (memory.training): only

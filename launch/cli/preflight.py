@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import click
 
 from launch.cli import options
@@ -21,8 +23,9 @@ from launch.cli import options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--agent", type=click.Path(file_okay=False), hidden=True, help="Check this node for the command that "
                                                                             "started the step.")
-def command(config: str | None, overrides: tuple[str, ...], tier: str, device: str, skip: tuple[str, ...],
-            ledger: str | None, as_json: bool, agent: str | None) -> int:
+def command(config: str | None, overrides: tuple[str, ...], tier: Literal["login", "node", "fabric"],
+            device: options.Device, skip: tuple[str, ...], ledger: str | None, as_json: bool,
+            agent: str | None) -> int:
     """Check what a job of CONFIG needs before it starts; without CONFIG, only what any job needs.
 
     Inside an allocation of Slurm's (salloc) all its nodes are checked, by one step. Prints node by check, the

@@ -12,7 +12,8 @@ from launch.cli import options
 @click.command()
 @click.argument("run", metavar="RUN")
 @options.runs_folder
-@click.option("--out", metavar="FILE", type=click.Path(), help="File to write.  [default: report.html in the run's folder]")
+@click.option("--out", metavar="FILE", type=click.Path(),
+              help="File to write.  [default: report.html in the run's folder]")
 def command(run: str, folder: str, out: str | None) -> None:
     """Write the HTML report of RUN and print its reward curve.
 

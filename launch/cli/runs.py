@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from launch.cli import options
+
+if TYPE_CHECKING:
+    from launch.report.diagnose.runs import By
 
 
 @click.command()
@@ -14,7 +17,7 @@ from launch.cli import options
 @click.option("--sort", "by", type=click.Choice(["when", "name", "state", "step"]), default="when", show_default=True,
               help="when: the last sign of a run, newest first. step: most steps first.")
 @options.as_json
-def command(folder: str, by: Any, as_json: bool) -> None:
+def command(folder: str, by: By, as_json: bool) -> None:
     """List the runs of a folder: state, step, last sign, attempts, and the job of the newest attempt.
 
     Reads the runs' files only. `megatron-rl status RUN` says more of one, and asks Slurm.

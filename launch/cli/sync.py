@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from launch.cli import options
+
+if TYPE_CHECKING:
+    from launch.fabric.estimate import Kind
 
 
 @click.group()
@@ -18,12 +23,12 @@ def command() -> None:
 @click.option("--route", type=click.Choice(["direct", "chain", "tree"]), help="Draw this route only, not all three.")
 @click.option("--all", "every_line", is_flag=True, help="Draw every line of a route, however many.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def plan(config: str, overrides: tuple[str, ...], device: str, route: str | None, every_line: bool,
+def plan(config: str, overrides: tuple[str, ...], device: options.Device, route: Kind | None, every_line: bool,
          as_json: bool) -> None:
     """Draw the routes that the weights may take from trainer to engines in the plan of CONFIG.
 
-    Prints the three routes side by side, which one is chosen and why, then each as trees of nodes: how many bytes a node
-    gets from the one above it, and when the last of them arrive. Everything printed is predicted.
+    Prints the three routes side by side, which one is chosen and why, then each as trees of nodes: how many bytes a
+    node gets from the one above it, and when the last of them arrive. Everything printed is predicted.
     """
     import json
 
@@ -60,7 +65,7 @@ def plan(config: str, overrides: tuple[str, ...], device: str, route: str | None
               help="Syncs to measure, after one that warms up; the median is printed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--on", type=click.Choice(["local", "slurm"]), default="local", show_default=True,
-              help="Where to run: this machine, or the nodes of the allocation that this is called in (salloc, sbatch).")
+              help="Where to run: this machine, or the nodes of the allocation around it (salloc, sbatch).")
 @click.option("--write", metavar="FILE", type=click.Path(exists=True, dir_okay=False),
               help="Also put what was found into `coefficients:` of this cluster file.")
 def bench(config: str, overrides: tuple[str, ...], device: str, repeats: int, as_json: bool, on: str,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -18,7 +17,7 @@ from launch.cli import options
 @options.as_json
 @click.option("--kind", hidden=True)
 @click.option("--no-leave-out", is_flag=True, hidden=True)
-def command(config: str | None, overrides: tuple[str, ...], device: Any, as_json: bool, kind: str | None,
+def command(config: str | None, overrides: tuple[str, ...], device: options.Device, as_json: bool, kind: str | None,
             no_leave_out: bool) -> int:
     """Say whether CONFIG is valid: its keys and values, that they agree, and that a plan fits.
 

@@ -26,14 +26,15 @@ class CommandWithVerbs(click.Group):
             return self.commands[verb].make_context(f"{info_name} {verb}", args[1:], parent, **extra)
         except click.UsageError as error:
             if Path(verb).is_file():
-                error.message += f" The file {verb} here, as a configuration: megatron-rl {info_name} ./{verb}"
+                here = f"megatron-rl {info_name} ./{verb}"
+                raise click.UsageError(f"{error.format_message()} (for the file {verb}: {here})", error.ctx) from error
             raise
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         rest = click.Command.parse_args(self, ctx, args)
-        word = ctx.params.get("config")
+        word = ctx.params.get("config", "")
         if word in self.commands and not Path(word).is_file():
-            raise click.UsageError(f"the verb comes first: {ctx.command_path} {word} ...", ctx)
+            raise click.UsageError(f"the command comes first: {ctx.command_path} {word} ...", ctx)
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:

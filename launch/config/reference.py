@@ -66,8 +66,8 @@ def meaning(key: Key) -> str:
 
 
 def find(word: str) -> Key:
-    """The key that `word` names: dotted, with a number or `*` for an item of a list, or the last part alone where only
-    one key ends so.
+    """The key that `word` names: dotted, with a number or `*` for an item of a list, or the last part alone if only one
+    key ends with it.
 
     Raises:
         UserError: there is none, or there are several; names them, or the nearest.
@@ -82,8 +82,9 @@ def find(word: str) -> Key:
     if len(same) == 1:
         return known[same[0]]
     near = " or ".join(same) or keys.nearest(path)
-    raise UserError(f"{len(same)} keys are called {word}" if same else f"there is no key {word}", where="config explain",
-                    fix=f"did you mean {near}?" if near else f"`megatron-rl config search {word}` looks into the meanings")
+    raise UserError(f"{len(same)} keys are called {word}" if same else f"there is no key {word}",
+                    where="megatron-rl config explain",
+                    fix=f"did you mean {near}?" if near else f"megatron-rl config search {word} reads the texts")
 
 
 def members(key: Key) -> list[Entry]:
@@ -147,7 +148,8 @@ def list_text(entries: Sequence[Entry], *, whole: bool = False) -> list[str]:
     lines = []
     for each in entries:
         default = each.default if each.default == "required" else f"default {each.default}"
-        lines += [f"{each.key}  ({each.type}; {default})", *_wrapped(each.meaning if whole else _first_sentence(each.meaning), 4, 4)]
+        text = each.meaning if whole else _first_sentence(each.meaning)
+        lines += [f"{each.key}  ({each.type}; {default})", *_wrapped(text, 4, 4)]
     return lines
 
 

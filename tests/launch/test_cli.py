@@ -54,7 +54,8 @@ def test_every_verb_has_a_file_of_its_own(cli):
 
 
 @pytest.mark.parametrize("arguments, fragment", [
-    (["nope"], "No such command 'nope'"), (["plan"], "Missing argument 'CONFIG'"), (["plan", "trainer.tp=2"], "name a configuration first"),
+    (["nope"], "No such command 'nope'"), (["plan"], "Missing argument 'CONFIG'"),
+    (["plan", "trainer.tp=2"], "name a configuration first"),
     (["plan", "x.yaml", "--nope"], "No such option"), (["plan", "x.yaml", "--device", "tpu"], "'tpu' is not one of"),
     (["plan", "x.yaml"], "no configuration file x.yaml"), (["config", "show"], "Missing argument 'CONFIG'")])
 def test_usage_errors_are_exit_code_2(cli, arguments, fragment):
@@ -86,6 +87,11 @@ def test_a_reader_that_stops_reading_gets_no_traceback(run_yaml):
     finally:
         os.close(writer)
     assert done.stderr == ""
+
+
+def test_version_is_that_of_the_package(cli):
+    done = subprocess.run([sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert cli("--version") == (0, f"megatron-rl {done.stdout.splitlines()[-1]}\n", "")
 
 
 def test_exit_codes_are_all_explained():

@@ -188,7 +188,7 @@ def test_an_output_that_cannot_be_is_one_message(plan, words, parts):
     (("sweep", SMALL, "nodes=1..2", "--html", "x.html"), ("No such option", "--html")),
     (("diff", "a"), ("Missing argument", "B.json")), (("calibrate", "runs/x"), ("Missing option", "--cluster")),
     (("calibrate", "--cluster", "x.yaml"), ("Missing argument", "RUN")),
-    (("--json", "explain", SMALL), ("the verb comes first: megatron-rl plan explain",))])
+    (("--json", "explain", SMALL), ("the command comes first: megatron-rl plan explain",))])
 def test_a_verb_refuses_in_one_message(plan, words, parts):
     _refused(plan(*words), parts)
 
@@ -208,7 +208,7 @@ def test_a_verb_refuses_in_one_message(plan, words, parts):
 def test_an_old_spelling_is_answered_with_the_new_command(plan, old, new):
     code, out, err = plan(*old)
     assert code == ExitCode.USER_ERROR and not out
-    assert err.rstrip().endswith(f"is a verb of its own now: megatron-rl plan {' '.join(new)}")
+    assert err.rstrip().endswith(f"is a command of its own now: megatron-rl plan {' '.join(new)}")
 
 
 def test_a_configuration_with_the_name_of_a_verb(plan, tmp_path, monkeypatch):
@@ -235,9 +235,9 @@ def _refused(result: tuple[int, str, str], parts: tuple[str, ...]) -> None:
         assert err.startswith("error: ") and "where:" in err and "fix:" in err
 
 
-@pytest.mark.parametrize("words", [(), ("nowhere.yaml",), ("diff",), ("diff", "README.md", "README.md"), ("trainer.tp=2",),
-                                   ("explain",), ("explain", "step"), ("calibrate", "runs/x", "--cluster", "nowhere.yaml"),
-                                   ("configs/clusters/h100x2.yaml",),
+@pytest.mark.parametrize("words", [(), ("nowhere.yaml",), ("diff",), ("diff", "README.md", "README.md"),
+                                   ("trainer.tp=2",), ("explain",), ("explain", "step"),
+                                   ("calibrate", "runs/x", "--cluster", "nowhere.yaml"), ("configs/clusters/h100x2.yaml",),
                                    ("sweep", "configs/tiny/grpo.yaml", "nodes=1..2"), ("configs",)])
 def test_wrong_words_are_one_message(plan, words):
     code, out, err = plan(*words)

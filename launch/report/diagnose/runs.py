@@ -47,7 +47,8 @@ def list_runs(folder: Path, now: float, by: By = "when") -> list[RunLine]:
         UserError: there is no such folder.
     """
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}", where=str(folder.absolute()), fix="name it with --dir (run.dir)")
+        raise UserError(f"there is no folder {folder}", where=str(folder.absolute()),
+                        fix="name it with --dir (run.dir)")
     order = {"when": lambda line: (-line.when, line.name), "name": lambda line: line.name,
              "state": lambda line: (line.state, -line.when), "step": lambda line: (-line.step, line.name)}
     return sorted((_line(path, now) for path in runs_in(folder)), key=order[by])

@@ -87,14 +87,14 @@ def validate(config: str, overrides: Sequence[str] = (), device: Literal["auto",
 
 def _checked(loaded: LoadedConfig, prepared: Prepared) -> Iterator[Checked]:
     sources = Counter(source.kind for source in loaded.sources.values())
-    yield Checked("keys", f"{sum(sources.values())} values have the right type and range: {sources['file']} of the file, "
-                          f"{plural(sources['override'], 'override')}, "
+    yield Checked("keys", f"{sum(sources.values())} values have the right type and range: {sources['file']} of the "
+                          f"file, {plural(sources['override'], 'override')}, "
                           f"{sources['default'] + sources['auto']} defaults")
     architecture = prepared.architecture
     yield Checked("model", f"{loaded.config.model.path}: {architecture.family}, {architecture.layers} layers, "
                            f"{parameter_count(architecture):,} parameters")
-    yield Checked("agreement", "parallel sizes, lengths, batch, precision and engines agree with each other and with the "
-                               "model")
+    yield Checked("agreement", "parallel sizes, lengths, batch, precision and engines agree with each other and with "
+                               "the model")
     plan = prepared.plan
     where = "this machine" if loaded.config.cluster == "local" else loaded.config.cluster
     rate = "" if plan.forecast is None else f", {plan.forecast.throughput.nominal:,.0f} prompts/h predicted"
@@ -109,7 +109,7 @@ def _warnings(loaded: LoadedConfig, prepared: Prepared) -> Iterator[Caution]:
         check_runnable(loaded, here=here, on="local" if here else "slurm")
     except UserError as error:
         yield _caution("run", error)
-    if loaded.config.run.work == "train":
+    if not loaded.config.run.rehearse:
         yield from _files(loaded)
     if prepared.plan.no_forecast:
         yield Caution("plan", f"nothing is predicted: {prepared.plan.no_forecast}")
