@@ -1,6 +1,9 @@
-"""The one exception that reaches a user as a message instead of a traceback."""
+"""The one exception that reaches a user as a message instead of a traceback, and the name that a user meant."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 from launch.exit_codes import ExitCode
 
@@ -37,3 +40,17 @@ class UserError(Exception):
 
 def _rebuild(kind: type[UserError], what: str, where: str | None, fix: str | None, code: ExitCode) -> UserError:
     return kind(what, where=where, fix=fix, exit_code=code)
+
+
+def nearest(word: str, known: Iterable[str], alike: float = 0.6) -> str | None:
+    """The one of `known` that is spelled most like `word`; None if none is alike enough.
+
+    Args:
+        alike: the least share of characters in common, 0 to 1 (`difflib.SequenceMatcher.ratio`).
+    """
+    return next(iter(nearest_few(word, known, alike, most=1)), None)
+
+
+def nearest_few(word: str, known: Iterable[str], alike: float = 0.6, *, most: int = 3) -> list[str]:
+    """The few of `known` that are spelled most like `word`, the most alike first; [] if none is alike enough."""
+    return difflib.get_close_matches(word, list(known), n=most, cutoff=alike)

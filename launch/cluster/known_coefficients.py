@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import NamedTuple
 
 from launch import coefficients as package
 from launch.coefficients.base import ENDS, Coefficients, Range
+from launch.errors import nearest
 
 PREFIX = "coefficients."
 
@@ -79,7 +79,7 @@ def _disorders(values: Mapping[str, float], known: Mapping[str, Known]) -> Itera
 
 
 def _nearest(key: str, known: Mapping[str, Known]) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    near = nearest(key, known, alike=0.5)
     if near:
-        return f"did you mean {near[0].removeprefix(PREFIX)}?"
+        return f"did you mean {near.removeprefix(PREFIX)}?"
     return f"known: {', '.join(sorted(name.removeprefix(PREFIX) for name in known))}"

@@ -5,14 +5,13 @@ Sizes are those of the Hugging Face `config.json` of the repository named in eac
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from launch.errors import UserError
+from launch.errors import UserError, nearest_few
 from launch.model.architecture import Architecture, from_hf_dict, read_hf_config
 from launch.model.shape import ModelShape
 
@@ -170,7 +169,7 @@ def architecture_for_planning(folder: str | Path) -> Architecture:
 def _row(name: str, where: str | None) -> tuple[str, Builtin]:
     key = known(str(name))
     if key is None:
-        close = difflib.get_close_matches(str(name).lower().rsplit("/", 1)[-1], BUILTIN, n=3, cutoff=0.4)
+        close = nearest_few(str(name).lower().rsplit("/", 1)[-1], BUILTIN, alike=0.4)
         raise UserError(f"no built-in model {name!r}", where=where,
                         fix=(f"nearest: {', '.join(close)}; " if close else "") + f"known: {', '.join(BUILTIN)}")
     return key, BUILTIN[key]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import struct
 from pathlib import Path
 
-from launch.errors import UserError
+from launch.errors import UserError, nearest
 from launch.model.architecture import Architecture, from_hf_config, tensor_shapes
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -72,9 +71,9 @@ def _is_consistent(entry: dict) -> bool:
 
 def _check_folder(folder: Path, where: str) -> None:
     if not folder.is_dir():
-        near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob("*") if p.is_dir()], n=1)
+        near = nearest(folder.name, (path.name for path in folder.parent.glob("*") if path.is_dir()))
         raise UserError(f"the model folder {folder} does not exist", where=where,
-                        fix=f"did you mean {folder.parent / near[0]}?" if near
+                        fix=f"did you mean {folder.parent / near}?" if near
                         else "give the folder that holds config.json; the small model of the examples is made by: "
                         "megatron-rl models get smollm2-135m")
     if not (folder / "config.json").is_file():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.errors import UserError
+from launch.errors import UserError, nearest
 
 JOB_FILE = "job.json"
 _JOB_ID = re.compile(r"\d+(_\d+)?")
@@ -117,6 +116,6 @@ def _nearest(run: str, runs_folder: Path) -> str:
     known = sorted(path.parent.name for path in runs_folder.glob("*/attempts"))
     if not known:
         return "give the run's folder, or --dir"
-    close = difflib.get_close_matches(run, known, n=1, cutoff=0.5)
+    close = nearest(run, known, alike=0.5)
     shown = ", ".join(known[:12]) + (f" and {len(known) - 12} more" if len(known) > 12 else "")
-    return (f"did you mean {close[0]}? " if close else "") + f"runs here: {shown}"
+    return (f"did you mean {close}? " if close else "") + f"runs here: {shown}"

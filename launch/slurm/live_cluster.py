@@ -6,7 +6,6 @@ rate that machines of this kind are sold with, rail-optimised. `ClusterSpec.sour
 
 from __future__ import annotations
 
-import difflib
 import socket
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from launch.cluster.file import GBIT
 from launch.cluster.inventory import NodeFacts
 from launch.cluster.spec import ClusterSpec, Gpu, Switch
 from launch.cluster.tree import faults, restrict
-from launch.errors import UserError
+from launch.errors import UserError, nearest
 from launch.slurm.client import Slurm
 from launch.slurm.show import SHOW_NODES, SHOW_TOPOLOGY, Node
 
@@ -200,6 +199,6 @@ def _listed(left_out: Sequence[tuple[str, str]]) -> str:
 
 
 def _did_you_mean(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = nearest(name, known, alike=0.5)
     shown = ", ".join(known[:8]) + (" ..." if len(known) > 8 else "")
-    return (f"did you mean {close[0]}? " if close else "") + f"there are: {shown or 'none'}"
+    return (f"did you mean {close}? " if close else "") + f"there are: {shown or 'none'}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
 from launch.config.schema import Data, RunConfig
-from launch.errors import UserError
+from launch.errors import UserError, nearest
 from megatron_rl.data.batch import Prompt
 from megatron_rl.data.template import PromptTemplate
 
@@ -58,9 +57,9 @@ def read_rows(path: Path, where: str) -> list[Row]:
     if path.is_dir():
         raise UserError(f"{path} is a folder", where=where, fix="name one file")
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], n=1)
+        near = nearest(path.name, (each.name for each in path.parent.glob("*")))
         raise UserError(f"{path} does not exist", where=where,
-                        fix=f"did you mean {path.parent / near[0]}?" if near
+                        fix=f"did you mean {path.parent / near}?" if near
                         else "correct the path (it is relative to the working directory)")
     rows = list(readers[path.suffix](path, where))
     if not rows:
@@ -153,7 +152,7 @@ def _answer(index: int, row: Row, data: Data, where: str) -> str | None:
 def _missing_column(index: int, row: Row, where: str, wanted: dict[str, str]) -> UserError:
     """`wanted`: configuration key -> column name that it asks for."""
     names = " or ".join(repr(name) for name in wanted.values())
-    near = [(key, match) for key, name in wanted.items() for match in difflib.get_close_matches(name, row, n=1)]
+    near = [(key, match) for key, name in wanted.items() if (match := nearest(name, row))]
     fix = (f"did you mean {near[0][1]!r}? Then set {near[0][0]}={near[0][1]}" if near
            else f"add the column, or name another one in {' or '.join(wanted)}")
     columns = ", ".join(sorted(row)) or "none"

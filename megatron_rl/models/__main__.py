@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.errors import UserError
+from launch.errors import UserError, nearest
 from launch.exit_codes import ExitCode
 from megatron_rl.models import smollm2
 
@@ -47,9 +46,9 @@ def _parser() -> argparse.ArgumentParser:
 def _get(options: argparse.Namespace) -> int:
     if options.name not in CATALOGUE:
         known = ", ".join(sorted(CATALOGUE))
-        near = difflib.get_close_matches(options.name, CATALOGUE, n=1)
+        near = nearest(options.name, CATALOGUE)
         raise UserError(f"there is no model {options.name!r} to get", where="models get",
-                        fix=f"did you mean {near[0]}?" if near
+                        fix=f"did you mean {near}?" if near
                         else f"known: {known}; any other Hugging Face folder is used where it lies, by model.path")
     out = options.out or Path("models") / options.name
     made = CATALOGUE[options.name](out)

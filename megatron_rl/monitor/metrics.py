@@ -7,7 +7,8 @@ import logging
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
+
+from launch.errors import nearest
 
 log = logging.getLogger(__name__)
 NONE = "–"
@@ -145,9 +146,9 @@ def check_names(names: Iterable[str], *, strict: bool, warned: set[str] | None =
     for name in names:
         if lookup(name) is not None:
             continue
-        near = get_close_matches(name, [metric.name for metric in ALL], n=1)
+        near = nearest(name, (metric.name for metric in ALL))
         message = f"metric {name!r} is not in the table of megatron_rl/monitor/metrics.py" + (
-            f"; did you mean {near[0]!r}?" if near else "")
+            f"; did you mean {near!r}?" if near else "")
         if strict:
             raise UnknownMetric(message)
         if warned is None or name not in warned:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import math
@@ -18,7 +17,7 @@ from typing import Any
 import pydantic
 
 from launch.config.schema import Reward as RewardConfig
-from launch.errors import UserError
+from launch.errors import UserError, nearest
 from megatron_rl.rewards.functions import BUILTINS
 from megatron_rl.rewards.sample import Sample
 
@@ -106,8 +105,8 @@ def _resolve(path: str, where: str) -> Callable[..., Any]:
 
 
 def _nearest(name: str, candidates: list[str], prefix: str = "") -> str:
-    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
-    return f"write {prefix}{close[0]}" if close else f"write one of {', '.join(prefix + c for c in candidates)}"
+    close = nearest(name, candidates, alike=0.5)
+    return f"write {prefix}{close}" if close else f"write one of {', '.join(prefix + c for c in candidates)}"
 
 
 def _check_signature(name: str, function: Callable[..., Any], args: dict[str, Any], columns: Collection[str] | None,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import textwrap
 from collections.abc import Sequence
 
-from launch.errors import UserError
+from launch.errors import UserError, nearest_few
 from launch.plan.forecast import Alternative, Choice, Forecast, Number
 from launch.plan.plan import Plan
 from launch.report.quantities import both, human, plain, plural
@@ -59,7 +58,7 @@ def _nearest(forecast: Forecast, key: str) -> list[str]:
     for each in list(known):
         words = each.split(".")
         known |= {".".join(words[:count]) for count in range(1, len(words))}
-    return difflib.get_close_matches(key, sorted(known), n=3, cutoff=0.0)
+    return nearest_few(key, sorted(known), alike=0.0)
 
 
 def _choices(choices: Sequence[Choice]) -> str:
