@@ -256,7 +256,7 @@ def _uses_ray(folder: Path) -> bool:
 
 
 def _run_section(folder: Path) -> dict:
-    """`run:` of the attempt's config.yaml. Only its lines are parsed: the whole takes 50 ms, and `runs` reads hundreds."""
+    """`run:` of the attempt's config.yaml. Only its lines are parsed: the whole takes 50 ms, and `runs` reads many."""
     path = folder / "config.yaml"
     if not path.exists():
         return {}
