@@ -70,7 +70,8 @@ async def measure(setup: Setup, rates: Rates, cores: int, logs: Path, route: str
         logs: folder for what they print.
         route: auto: the one that the simulator chooses.
     """
-    case, spares = setup.case, []
+    case = setup.case
+    spares: list[float] = []
     with Network(case.hosts, setup.rate_bits) as network, Members(PRELOAD, logs) as members:
         plain = await plain_rates(members, network.hosts, int(PLAIN_SECONDS * setup.rate_bits / 8))
         share = min(plain) / (setup.rate_bits / 8)

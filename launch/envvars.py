@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, overload
 
 if TYPE_CHECKING:
     from launch.config.schema import RunConfig
@@ -113,6 +113,10 @@ def environment(role: Role, device: Device, config: RunConfig | None, *, job: st
     return values
 
 
+@overload
+def get(name: str) -> str | None: ...
+@overload
+def get(name: str, default: str) -> str: ...
 def get(name: str, default: str | None = None) -> str | None:
     """One variable of this process."""
     return os.environ.get(name, default)

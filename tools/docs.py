@@ -47,8 +47,8 @@ def _with_tables(text: str, tables: Mapping[str, str]) -> str:
     for name, table in tables.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-        block = f"{begin}\n{table}\n{end}"
-        text, count = pattern.subn(lambda _, block=block: block, text)
+        block = f"{begin}\n{table}\n{end}".replace("\\", r"\\")       # a replacement reads backslashes
+        text, count = pattern.subn(block, text)
         if count != 1:
             raise ValueError(f"the page needs exactly one block {begin} ... {end}, it has {count}")
     return text
@@ -112,7 +112,7 @@ def item(text: str) -> str:
                          break_on_hyphens=False).replace("\0", " ")
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 

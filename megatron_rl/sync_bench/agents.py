@@ -138,6 +138,9 @@ class _Elsewhere:
     def is_alive(self) -> bool:
         return False
 
+    def kill(self) -> None:
+        """Nothing to do here."""
+
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr)        # standard output is for the figures

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
 from megatron_rl.weight_sync.protocol import LaneSpec, Link
 from megatron_rl.weight_sync.wire.opening import open_lane
-from megatron_rl.weight_sync.wire.transport import Deadline, Links
+from megatron_rl.weight_sync.wire.transport import Deadline, Links, Pending
 
 SMALL, MANY = 64, 200
 THERE, BACK = 0, 1
@@ -31,7 +32,8 @@ class LaneProbe:
 
     def stream(self, bucket_bytes: int, count: int) -> float:
         """`count` buckets one way, two in flight; seconds."""
-        deadline, waiting = Deadline(self._timeout_s), []
+        deadline = Deadline(self._timeout_s)
+        waiting: list[Pending] = []
         buffers = [torch.zeros(bucket_bytes, dtype=torch.uint8, device=self._device) for _ in range(IN_FLIGHT)]
         start = self._lane.receive if self._member else self._lane.send
         peer, started = 0 if self._member else 1, time.perf_counter()
@@ -46,9 +48,10 @@ class LaneProbe:
     def small(self) -> float:
         """Seconds of one small bucket, there; half of there and back."""
         buffer, deadline = torch.zeros(SMALL, dtype=torch.uint8, device=self._device), Deadline(self._timeout_s)
-        turns = ((self._lane.send, THERE), (self._lane.receive, BACK))
+        turns: list[tuple[Callable[[int, torch.Tensor, int], Pending], int]]
+        turns = [(self._lane.send, THERE), (self._lane.receive, BACK)]
         if self._member:
-            turns = ((self._lane.receive, THERE), (self._lane.send, BACK))
+            turns = [(self._lane.receive, THERE), (self._lane.send, BACK)]
         peer, started = 0 if self._member else 1, time.perf_counter()
         for _ in range(MANY):
             for start, stream in turns:

@@ -16,7 +16,7 @@ from megatron_rl.sync_bench.rates import Rates
 from megatron_rl.sync_bench.sites import Site
 from megatron_rl.sync_bench.world import LANE, RATES, TORCH_NAMES, World, start_world
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
-from megatron_rl.weight_sync.protocol import LaneSpec, SyncReport
+from megatron_rl.weight_sync.protocol import Backend, LaneSpec, SyncReport
 
 PROBE_BYTES = 256 << 20
 """Through a lane alone."""
@@ -53,7 +53,7 @@ async def bench(prepared: Prepared, site: Site, repeats: int) -> Bench:
     """Start the plan's processes without trainer and engine, sync `repeats` + 1 times and take the median of those
     after the first; once more with engines that receive into a second copy of their weights, for their pause."""
     plan, config, sync, coefficients = prepared.plan, prepared.loaded.config, site.sync, site.coefficients
-    backend = "nccl" if plan.device == "gpu" else "gloo"
+    backend: Backend = "nccl" if plan.device == "gpu" else "gloo"
     rates, lane = await _alone(site, plan.device, backend, TORCH_NAMES[config.trainer.dtype],
                                config.weight_sync.timeout_s, site.bucket_bytes)
     world = start_world(site.members, config, plan, prepared.model_folder, site.placement, site.hosts)
@@ -87,7 +87,7 @@ async def _syncs(coordinator: SyncCoordinator, world: World, repeats: int) -> Sy
     return sorted(reports[1:], key=lambda each: each.seconds["total"])[repeats // 2]
 
 
-async def _alone(site: Site, device: str, backend: str, dtype: str, timeout_s: float,
+async def _alone(site: Site, device: str, backend: Backend, dtype: str, timeout_s: float,
                  bucket_bytes: int) -> tuple[Rates, Lane]:
     """What one process does, then what one lane from a training node to a rollout node does, with nothing beside
     them."""

@@ -47,16 +47,27 @@ class Host:
 class Agents(Protocol):
     """What starts members on other machines (`agents.Agents`)."""
 
-    hellos: Mapping[str, Any]
+    @property
+    def hellos(self) -> Mapping[str, Any]: ...
 
     def start(self, name: str, host: Host, kind: str, args: tuple, variables: Mapping[str, str]) -> Member:
         """A member on the node that `host` is named after."""
 
 
+class Process(Protocol):
+    """A member's process, here or on another machine."""
+
+    @property
+    def exitcode(self) -> Any: ...
+    def join(self, timeout: float | None = None) -> None: ...
+    def is_alive(self) -> bool: ...
+    def kill(self) -> None: ...
+
+
 class Member:
     """One process, seen from the process that started it."""
 
-    def __init__(self, name: str, host: Host, process: multiprocessing.process.BaseProcess, pipe: Connection) -> None:
+    def __init__(self, name: str, host: Host, process: Process, pipe: Connection) -> None:
         self.name, self.host = name, host
         self._process, self._pipe = process, pipe
         self._numbers = itertools.count()
@@ -139,7 +150,7 @@ def _end(members: Sequence[Member]) -> None:
     await_ends([member._process for member in members])
 
 
-def await_ends(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
+def await_ends(processes: Sequence[Process]) -> None:
     """Of members whose pipes are closed: they share the grace, and who is left then is killed by its pid."""
     deadline = time.monotonic() + GRACE_S
     for process in processes:
@@ -152,10 +163,11 @@ def await_ends(processes: Sequence[multiprocessing.process.BaseProcess]) -> None
 
 async def together(calls: Iterable[Awaitable[Result]]) -> list[Result]:
     """The answers in order, once all have been given. What the first failing call raised is raised then."""
-    answers = await asyncio.gather(*calls, return_exceptions=True)
-    for answer in answers:
+    answers: list[Result] = []
+    for answer in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(answer, BaseException):
             raise answer
+        answers.append(answer)
     return answers
 
 
@@ -164,7 +176,12 @@ async def _readable(pipe: Connection) -> None:
         return
     loop, descriptor = asyncio.get_running_loop(), pipe.fileno()    # a pipe that is closed meanwhile has none
     ready = loop.create_future()
-    loop.add_reader(descriptor, lambda: ready.done() or ready.set_result(None))
+
+    def wake() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(descriptor, wake)
     try:
         await ready
     finally:

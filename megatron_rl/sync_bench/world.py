@@ -106,7 +106,7 @@ def start_world(members: Members, config: RunConfig, plan: Plan, model_folder: P
     timeout_s, dtype = config.weight_sync.timeout_s, TORCH_NAMES[config.trainer.dtype]
     device = "cuda" if plan.device == "gpu" else "cpu"
 
-    def start(name: str, role: str, node: str, gpu: int | None, kind: str, *args: Any) -> Member:
+    def start(name: str, role: envvars.Role, node: str, gpu: int | None, kind: str, *args: Any) -> Member:
         variables = envvars.environment(role, plan.device, config, job=f"sync-bench-{node}",
                                         gpus=() if gpu is None else (gpu,), interface=placement.interface(node),
                                         address=hosts[node].address)
