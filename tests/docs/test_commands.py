@@ -1,4 +1,4 @@
-"""Every command in README.md and docs/ exists and takes the arguments that the page gives it; every link leads
+"""Every command in the pages here and in docs/ exists and takes the arguments that the page gives it; every link leads
 somewhere."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from launch.planner.prepare import prepare
 from launch.slurm.sweep_points import points
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 RUN_FOR_REAL = ("config", "plan", "validate")
 MINUTES = ["plan", "accuracy"]
 """Run by tests/planner/test_validate.py, with less to do."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tests.imports import modules_of
 
 ROOT = Path(__file__).parents[2]
 ORDER = ("ground", "files", "model", "config", "plan", "coefficients", "cluster", "run", "fabric", "planner",
@@ -26,6 +27,11 @@ def test_no_room_imports_a_later_one(imports: Imports) -> None:
 
 def test_every_room_has_its_place(imports: Imports) -> None:
     assert {room(module) for module in imports if module.startswith("launch.")} == set(ORDER)
+
+
+def test_contributing_has_this_order() -> None:
+    page = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
+    assert f"the modules in launch/ itself, {', '.join(ORDER[1:])}" in page
 
 
 def test_no_circle_of_modules(imports: Imports) -> None:
@@ -67,32 +73,7 @@ def imports() -> Imports:
 
 
 def imports_of(sources: Sources) -> Imports:
-    return {module: {target for statement in _statements(ast.parse(text)) for target in _targets(statement, sources)
-                     if target != module} for module, text in sources.items()}
-
-
-def _statements(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Every import but those below `if TYPE_CHECKING:`, which no process carries out."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import | ast.ImportFrom):
-            yield child
-        elif isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            yield from _statements(ast.Module(child.orelse, []))
-        else:
-            yield from _statements(child)
-
-
-def _targets(statement: ast.Import | ast.ImportFrom, sources: Sources) -> Iterator[str]:
-    if isinstance(statement, ast.Import):
-        yield from (alias.name for alias in statement.names if alias.name in sources)
-        return
-    assert statement.level == 0, f"line {statement.lineno}: a relative import, which nothing else here uses"
-    for alias in statement.names:
-        name = f"{statement.module}.{alias.name}"
-        if name in sources:
-            yield name
-        elif statement.module in sources:
-            yield statement.module
+    return {module: modules_of(text, sources) - {module} for module, text in sources.items()}
 
 
 def room(module: str) -> str:
