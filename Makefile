@@ -28,7 +28,7 @@ UV := .venv-lock/bin/uv
 COMPILE = cd requirements && UV_CUSTOM_COMPILE_COMMAND="make lock" ../$(UV) pip compile --quiet \
 	--python-platform x86_64-manylinux_2_28 --python-version 3.11
 
-.PHONY: help install grpo test lint slurm gpu-check bench bench-learning bench-plan bench-start bench-sync results picture exercise lock docs clean
+.PHONY: help install grpo test test-fast lint slurm gpu-check bench bench-learning bench-plan bench-start bench-sync results picture exercise lock docs clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ grpo: $(INSTALLED) ## Install, then train the tiny policy from random weights (D
 
 test: $(INSTALLED) slurm ## Install, then run all tests
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(if $(CI),--color=no) $(ARGS)
+
+test-fast: $(INSTALLED) ## Run the tests that start no Ray, no engine and no Slurm: the inner loop (ARGS=tests/planner)
+	$(VENV)/bin/python -m pytest --fast -n $(WORKERS) --dist loadfile $(if $(CI),--color=no) $(ARGS)
 
 lint: $(INSTALLED) ## Run ruff, and mypy against mypy-baseline.txt (ARGS=--shrink takes out what is fixed)
 	$(VENV)/bin/ruff check

@@ -4,9 +4,11 @@ marked `slurm` where Slurm is not installed, except in CI, where that is a failu
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
+from tests import fast
 from tests.patience import measure, patience, patient
 
 NO_GPU = "needs an NVIDIA GPU, and torch sees none"
@@ -14,9 +16,20 @@ NO_MOUNT = "needs a small file system, and this user may not mount one"
 NO_SLURM = "needs Slurm's programs, which tests/install_slurm.sh could not install"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="what starts no Ray, no engine and no Slurm (tests/fast.py)")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    fast_only = config.getoption("fast") and collection_path.suffix == ".py"
+    return True if fast_only and fast.is_heavy(fast.module_of(collection_path)) else None
+
+
 @pytest.hookimpl(tryfirst=True)     # before pytest-timeout reads its limit
 def pytest_configure(config: pytest.Config) -> None:
     measure()
+    if config.getoption("fast"):
+        fast.configure()
     if config.getoption("timeout", None) is None:
         os.environ["PYTEST_TIMEOUT"] = str(patient(float(config.getini("timeout"))))
 
@@ -43,7 +56,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"{NO_SLURM}: {', '.join(missing)}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("fast"):
+        fast.deselect(config, items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
