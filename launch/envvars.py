@@ -1,7 +1,7 @@
-"""The environment: the one module that reads it, and the one table of what each kind of process is started with.
+"""The environment: the one module that reads it, and the one table of variables that each kind of process gets.
 
-Variables such as CUDA_VISIBLE_DEVICES or OMP_NUM_THREADS are read when a library is imported, so they are set
-before Python starts (in the actor's runtime environment), never by a running process for itself.
+Libraries read variables such as CUDA_VISIBLE_DEVICES or OMP_NUM_THREADS at import, so they are set before Python starts
+(in the actor's runtime environment). A running process never sets them for itself.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Role = Literal["driver", "trainer", "rollout", "reward"]
 Device = Literal["cpu", "gpu"]
 ROLES: tuple[Role, ...] = ("driver", "trainer", "rollout", "reward")
 NODE = "MEGATRON_RL_NODE"
-"""Tells a process the name of the node that it runs on."""
+"""Name of the node that the process runs on."""
 SIMULATED_GPUS = "MEGATRON_RL_SIMULATED_GPUS"
-"""File of a simulated machine's answers to the preflight, see `launch.health.simulated`."""
+"""File with a simulated machine's answers to the preflight, see `launch.health.simulated`."""
 INTERFACE = "MEGATRON_RL_INTERFACE"
-"""Tells a supervisor which network interface the job uses; without it, it finds one."""
+"""Network interface of the job, for a supervisor. Without it, the supervisor finds one."""
 SITE = "MEGATRON_RL_SITE"
-"""Set by a batch script: the parts of a site profile that it was written with, see `launch.slurm.profiles`."""
+"""Set by a batch script: the parts of a site profile that the script was written with, see `launch.slurm.profiles`."""
 JOB_MARK = "MEGATRON_RL_JOB"
-"""Marks every process of a job, so that `launch.processes` can count and end them by pid, never by name."""
+"""Marks every process of a job, so that `launch.processes` can count and end them by PID, never by name."""
 
 
 @dataclass(frozen=True)
 class Variable:
-    """One row of the table. In `value`, `{threads}`, `{interface}` and `{address}` are filled in."""
+    """One row of the table. `environment` fills in `{threads}`, `{interface}` and `{address}` in `value`."""
 
     name: str
     value: str
@@ -43,14 +43,14 @@ class Variable:
 
 
 TABLE: tuple[Variable, ...] = (
-    Variable("HF_HUB_OFFLINE", "1", "nothing is downloaded in a job"),
-    Variable("TRANSFORMERS_OFFLINE", "1", "nothing is downloaded in a job"),
-    Variable("HF_DATASETS_OFFLINE", "1", "nothing is downloaded in a job"),
+    Variable("HF_HUB_OFFLINE", "1", "a job downloads nothing"),
+    Variable("TRANSFORMERS_OFFLINE", "1", "a job downloads nothing"),
+    Variable("HF_DATASETS_OFFLINE", "1", "a job downloads nothing"),
     Variable("TOKENIZERS_PARALLELISM", "false", "its threads compete with the ranks and can deadlock after a fork"),
     Variable("OMP_NUM_THREADS", "{threads}", "torch would use every core in every process"),
     Variable("MKL_NUM_THREADS", "{threads}", "torch would use every core in every process"),
     Variable("PYTHONUNBUFFERED", "1", "logs keep the last line before a crash"),
-    Variable("PYTHONHASHSEED", "0", "same iteration order of sets in all processes"),
+    Variable("PYTHONHASHSEED", "0", "all processes iterate over sets in the same order"),
     Variable("GLOO_SOCKET_IFNAME", "{interface}", "gloo's default, the interface of the host name, is often wrong"),
     Variable("NCCL_SOCKET_IFNAME", "{interface}", "as GLOO_SOCKET_IFNAME", ("trainer", "rollout"), ("gpu",)),
     Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", "Megatron overlaps its TP communication by launch order",
@@ -81,21 +81,21 @@ TABLE: tuple[Variable, ...] = (
 CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TORCH_EXTENSIONS_DIR": "extensions",
           "VLLM_CACHE_ROOT": "vllm", "FLASHINFER_WORKSPACE_BASE": "flashinfer", "CUDA_CACHE_PATH": "cuda",
           "HF_MODULES_CACHE": "modules"}
-"""Variables that say where a compiler keeps what it made -> folder in a node's own cache (`launch.runtime.caches`).
-Not XDG_CACHE_HOME: what a user has downloaded lies there too."""
+"""Variables that name a compiler's cache -> folder in a node's own cache (`launch.runtime.caches`). XDG_CACHE_HOME is
+not among them: it also holds what a user has downloaded."""
 
 
 def environment(role: Role, device: Device, config: RunConfig | None, *, job: str, gpus: Sequence[int] = (),
                 interface: str = "lo", address: str = "127.0.0.1", nics: Sequence[str] = ()) -> dict[str, str]:
-    """The variables to set for a process of this role before its Python starts (on top of what it inherits).
+    """The variables to set for a process of this role before its Python starts, in addition to those it inherits.
 
     Args:
-        config: None where there is none yet (the preflight): one thread.
+        config: None if there is none yet (the preflight); then every process gets one thread.
         job: the attempt's mark, see `JOB_MARK`.
         gpus: local indices of the GPUs that the placement gives to this process, in rank order.
         interface, address: the network of the job on this node.
-        nics: names of this node's NICs for NCCL, the same list for all its processes: ranks of a node that see
-            different NICs make rings that do not meet. () lets NCCL find them.
+        nics: names of this node's NICs for NCCL. All processes of a node get the same list, because ranks that see
+            different NICs build rings that do not meet. () lets NCCL find them.
     """
     threads = {"trainer": config.trainer.threads, "rollout": config.rollout.threads} if config else {}
     filled = {"threads": threads.get(role, 1) if device == "cpu" else 1,
@@ -123,13 +123,13 @@ def get(name: str, default: str | None = None) -> str | None:
 
 
 def inherited(without: Sequence[str] = ()) -> dict[str, str]:
-    """A copy of this process's environment, for a child, without some names."""
+    """A copy of this process's environment for a child, except the names in `without`."""
     return {name: value for name, value in os.environ.items() if name not in without}
 
 
 @contextmanager
 def without(names: Sequence[str]) -> Iterator[None]:
-    """Hide variables of this process for the length of a `with`, from a library that starts commands itself."""
+    """Hide variables of this process for the duration of a `with`, from a library that starts commands itself."""
     hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
@@ -150,20 +150,20 @@ _RECORDED = re.compile(r"^(CUDA|NCCL|GLOO|OMP|MKL|KMP|VLLM|RAY|HF|TRANSFORMERS|T
 
 
 def recordable(values: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What a run records of its environment: the variables that can explain how it behaves, secrets among them masked.
-    Everything else stays out: no list of secret names is ever complete."""
+    """Environment variables that a run records: those that can explain its behaviour, with secrets masked. All others
+    are left out, because no list of secret names is ever complete."""
     values = os.environ if values is None else values
     return masked({name: value for name, value in values.items() if _RECORDED.match(name)})
 
 
 def masked(values: Mapping[str, str] | None = None) -> dict[str, str]:
-    """An environment as it may be recorded, sorted by name: secrets by name are `***`, and so is what stands before
-    the `@` of a URL (proxies)."""
+    """A copy of an environment that may be recorded, sorted by name. `***` replaces secrets, which are recognised by
+    name, and the part of a URL before `@` (proxies)."""
     values = os.environ if values is None else values
     return {name: "***" if _SECRET_NAME.search(name) and values[name] else _SECRET_IN_URL.sub(r"\1***@", values[name])
             for name in sorted(values)}
 
 
 def secret(name: str, value: str) -> bool:
-    """Whether a variable holds a secret, by its name or by a password in a URL."""
+    """Whether a variable holds a secret, judged by its name or by a password in a URL."""
     return bool(value) and bool(_SECRET_NAME.search(name) or _SECRET_IN_URL.search(value))

@@ -17,8 +17,8 @@ class UserError(Exception):
           where: configs/tiny/grpo.yaml:14, trainer.tp
           fix:   use 1, 2, 4 or 8
 
-    Raised anywhere (launcher, driver, a Ray actor: it pickles); only the outermost process prints it and exits
-    with `exit_code`.
+    It may be raised anywhere (launcher, driver, a Ray actor: it pickles). Only the outermost process prints it and
+    exits with `exit_code`.
     """
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None,

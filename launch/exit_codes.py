@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a `megatron-rl` process tells its caller. The member's comment is its documentation."""
+    """What a `megatron-rl` process returns to its caller, see `MEANINGS`."""
 
     OK = 0
     INTERNAL = 1
@@ -33,6 +33,6 @@ MEANINGS: dict[ExitCode, str] = {
     ExitCode.HANG: "no progress within the deadline; stacks of all ranks were written",
     ExitCode.HARDWARE_FAULT: "GPU, node or network fault, with evidence",
     ExitCode.NO_PROGRESS: "crashed again without progress: do not restart",
-    ExitCode.UNFINISHED: "stopped in order before the last step; another job continues, or the attempts are used up",
+    ExitCode.UNFINISHED: "stopped cleanly before the last step; another job continues, or no attempts are left",
     ExitCode.INTERRUPTED: "interrupted a second time, before the checkpoint was complete",
 }

@@ -1,13 +1,13 @@
-"""Every port of a job that somebody must know beforehand, in one table.
+"""One table of all ports of a job that must be known in advance.
 
-On each of its nodes a job owns one block below the kernel's ephemeral range (a port inside that range is sooner or
-later taken by somebody's outgoing connection). Ray's ports are all pinned into it, and so are the stores of
-torch.distributed at which ranks meet. Whoever supervises a node probes and holds the block there; `placement.json`
-tells all others its first port. Two jobs on one machine get different blocks, and so do two simulated nodes.
+On each node, a job owns one block below the kernel's ephemeral range (a port inside that range is sooner or later taken
+by an outgoing connection). The block holds all ports of Ray, and of the torch.distributed stores at which ranks meet.
+The supervisor of a node probes the block and holds it; `placement.json` tells the other processes its first port. Two
+jobs on one machine get different blocks, and so do two simulated nodes.
 
-Not in it: the sockets that gloo and NCCL open between ranks that have met, those at which the processes of one vLLM
-engine meet, and the one at which the driver tells the members of a weight sync of an abort. Their owners
-bind a free ephemeral port of the job's interface and pass the number on.
+Not in the table: the sockets that gloo and NCCL open between ranks that have met, those at which the processes of one
+vLLM engine meet, and the one at which the driver announces an abort to the members of a weight sync. Their owners bind
+a free ephemeral port on the job's interface and pass the number on.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import psutil
 from launch.errors import UserError
 
 BLOCK = 320
-"""Small enough that 32 simulated nodes on one host find room beside other jobs."""
+"""Small enough for 32 simulated nodes on one host next to other jobs."""
 FIRST, LAST = 12288, 32767
 HOLDERS_SHOWN = 4
 WELL_KNOWN = frozenset({6379, 8000, 8265, 10001, 29500})
-"""Defaults of Ray, vLLM and torchrun: a block that holds one is skipped, somebody else's job will want it."""
+"""Defaults of Ray, vLLM and torchrun. A block that holds one is skipped, because another job will want it."""
 
 TABLE: dict[str, tuple[int, int, str]] = {
     "claim": (0, 1, "held by the launcher: marks the block as taken"),
@@ -43,12 +43,12 @@ TABLE: dict[str, tuple[int, int, str]] = {
     "lanes": (32, 128, "weight-sync store of each training rank"),
     "ray_workers": (160, 160, "Ray worker processes"),
 }
-"""Name -> (offset in the block, how many, what for). docs/config.md shows this table."""
+"""Name -> (offset in the block, number of ports, purpose). docs/config.md shows this table."""
 
 
 @dataclass(frozen=True)
 class Ports:
-    """A job's block on one node. In the process that allocated it, it also holds the claim; a pickled copy does not."""
+    """A job's block on one node. The process that allocated it also holds the claim; a pickled copy does not."""
 
     base: int
     hold: socket.socket | None = field(default=None, compare=False, repr=False)
@@ -62,13 +62,13 @@ class Ports:
         """Weight-sync port of a training rank on this node. Raises UserError past the end of the table."""
         offset, count, _ = TABLE["lanes"]
         if not 0 <= rank < count:
-            raise UserError(f"number {rank} is past the {count} training ranks on one machine that the port table "
-                            f"holds", where="launch/ports.py", fix=f"use at most {count}")
+            raise UserError(f"rank {rank} exceeds the {count} training ranks per machine that the port table has room "
+                            f"for", where="launch/ports.py", fix=f"use at most {count}")
         return self.base + offset + rank
 
     @property
     def ray_worker_range(self) -> tuple[int, int]:
-        """(lowest, highest) port of Ray's workers, both included."""
+        """(lowest, highest) port of Ray's workers, inclusive."""
         offset, count, _ = TABLE["ray_workers"]
         return self.base + offset, self.base + offset + count - 1
 
@@ -82,7 +82,7 @@ class Ports:
 
 
 def blocks(ephemeral_floor: int = LAST + 1) -> list[int]:
-    """First ports of all usable blocks; those below the ephemeral range only, if there are any."""
+    """First ports of all usable blocks: those below the ephemeral range, or all blocks if there are none."""
     bases = [base for base in range(FIRST, LAST + 2 - BLOCK, BLOCK)
              if not any(base <= port < base + BLOCK for port in WELL_KNOWN)]
     return [base for base in bases if base + BLOCK <= ephemeral_floor] or bases
@@ -92,13 +92,13 @@ def allocate(block_seed: int = 0, *, address: str = "0.0.0.0", pinned: int | Non
     """Find a block whose ports can all be bound, and hold it until `Ports.release()` or the end of this process.
 
     Args:
-        block_seed: where to start looking; jobs with different seeds rarely meet, and move on when they do.
-        address: the interface to probe; all of them by default.
-        pinned: the user's `run.port_base`: this block or none.
+        block_seed: where the search starts. Jobs with different seeds rarely collide, and a job that does moves on.
+        address: the interface to probe; all interfaces by default.
+        pinned: the user's `run.port_base`: only this block is tried.
 
     Raises:
-        UserError: the pinned block does not fit below 65536 or has a port in use (named, with the process that holds
-            it), or no block is free.
+        UserError: the pinned block does not fit below 65536 or has a port in use (the message names the port and its
+            process), or no block is free.
     """
     if pinned is not None:
         if pinned + BLOCK > 65536:
@@ -135,7 +135,7 @@ def _claim(base: int, address: str) -> tuple[Ports | None, int]:
     for offset, count, _ in TABLE.values():
         for port in range(base + max(offset, 1), base + offset + count):
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-                # As servers bind: connections of an earlier job in TIME_WAIT do not count, listeners do.
+                # Bind as servers do: connections of an earlier job in TIME_WAIT do not count, listeners do.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
                     probe.bind((address, port))
@@ -159,7 +159,7 @@ def _purpose(base: int, port: int) -> str:
 
 
 def _holder(port: int) -> str:
-    """` by python (pid 123)` as far as this user may see it."""
+    """` by python (pid 123)`, if this user may see the process."""
     try:
         for connection in psutil.net_connections("tcp"):
             if connection.laddr and connection.laddr.port == port and connection.pid:

@@ -1,4 +1,4 @@
-"""The one module that runs other processes. They are ended by pid, children first known, never by name."""
+"""The one module that runs other processes. It ends them by PID, after their children are known, never by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Child:
-    """A process that was started here, the leader of its own session."""
+    """A process started by this module, the leader of its own session."""
 
     name: str
     popen: subprocess.Popen
@@ -39,24 +39,24 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """Exit status, minus the signal's number if one ended it; None while it runs."""
+        """Exit status, or minus the number of the signal that ended it; None while it runs."""
         return self.popen.poll()
 
     def wait(self, timeout_s: float) -> int | None:
-        """Wait for the end, at most `timeout_s`; the exit status, or None if it still runs."""
+        """Wait at most `timeout_s` for the end. Returns the exit status, or None if the process still runs."""
         try:
             return self.popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to this process alone; nothing if it has ended."""
+        """Send a signal to this process alone. Does nothing if it has ended."""
         if self.popen.poll() is None:
             self.popen.send_signal(number)
 
     def end(self, grace_s: float = 10.0) -> list[int]:
-        """End the process, its descendants and whatever is left of its session: TERM, then KILL after `grace_s`.
-        Returns the pids that had to be killed."""
+        """End the process, its descendants and the rest of its session: TERM, then KILL after `grace_s`.
+        Returns the PIDs that had to be killed."""
         killed = end_processes(_tree(self.pid), grace_s)
         self.popen.wait()
         return killed
@@ -64,16 +64,16 @@ class Child:
 
 def start(name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str], cwd: Path | None = None,
           dies_with_parent: signal.Signals | None = signal.SIGTERM) -> Child:
-    """Start a process in a session of its own (a Ctrl-C in the terminal does not reach it), output appended to `log`.
+    """Start a process in its own session (Ctrl-C in the terminal does not reach it) and append its output to `log`.
 
     Args:
         environment: the whole environment of the child, see `launch.envvars`.
-        dies_with_parent: sent by the kernel when the *thread* that called this ends, however it ends: call from the
-            main thread. None: the child outlives its parent. SIGKILL takes its place where it is blocked, as it then is
-            in the child.
+        dies_with_parent: signal that the kernel sends when the *thread* that called this function ends for any reason,
+            so call it from the main thread. None: the child outlives its parent. SIGKILL replaces a signal that is
+            blocked here, because the child inherits the mask.
 
     Raises:
-        UserError: the program does not exist or may not be run.
+        UserError: the program does not exist or may not be executed.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     parent = os.getpid()
@@ -83,7 +83,7 @@ def start(name: str, command: Sequence[str], *, log: Path, environment: Mapping[
     def before_exec() -> None:
         if dies_with_parent is not None:
             _LIBC.prctl(PR_SET_PDEATHSIG, int(dies_with_parent), 0, 0, 0)
-            if os.getppid() != parent:  # the parent died before the kernel knew of our wish
+            if os.getppid() != parent:  # the parent died before the kernel registered the request
                 os._exit(1)
 
     with log.open("ab") as output:
@@ -98,10 +98,10 @@ def start(name: str, command: Sequence[str], *, log: Path, environment: Mapping[
 
 def output_of(command: Sequence[str], *, timeout_s: float, environment: Mapping[str, str] | None = None,
               cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a short command to its end and return its status and text. The caller judges the status.
+    """Run a short command to its end and return its status and output. The caller judges the status.
 
     Raises:
-        UserError: there is no such program, or it takes longer than `timeout_s`.
+        UserError: the program does not exist, or runs longer than `timeout_s`.
     """
     try:
         return subprocess.run(list(command), stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -116,10 +116,10 @@ def output_of(command: Sequence[str], *, timeout_s: float, environment: Mapping[
 
 def run(command: Sequence[str], *, environment: Mapping[str, str] | None = None,
         cwd: Path | None = None) -> subprocess.CompletedProcess[bytes]:
-    """Run a command in the foreground, on this terminal, to its end. The caller judges the status.
+    """Run a command in the foreground on this terminal, to its end. The caller judges the status.
 
     Raises:
-        UserError: there is no such program.
+        UserError: the program does not exist.
     """
     try:
         return subprocess.run(list(command), env=None if environment is None else dict(environment), cwd=cwd,
@@ -129,20 +129,21 @@ def run(command: Sequence[str], *, environment: Mapping[str, str] | None = None,
 
 
 def over_cores(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """`[function(item) for item in items]`, in a process for each core that this one may use. Function, items and
-    results must pickle; what a process raises is raised here."""
+    """`[function(item) for item in items]`, spread over one process per available core. Function, items and results
+    must pickle. An exception in a process is raised here."""
     cores = min(len(os.sched_getaffinity(0)), len(items))
     if cores <= 1:
         return [function(item) for item in items]
-    from concurrent.futures import ProcessPoolExecutor  # multiprocessing: nobody else pays for its import
+    from concurrent.futures import ProcessPoolExecutor  # here, because importing multiprocessing is slow
     with ProcessPoolExecutor(cores) as pool:
         return list(pool.map(function, items))
 
 
 def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> list[int]:
-    """TERM to all, KILL to those left after `grace_s`; waits until the kernel has ended them. Returns killed pids.
+    """Send TERM to all processes, KILL to those left after `grace_s`, and wait until they have ended. Returns the PIDs
+    that were killed.
 
-    Descendants that appear while this runs are ended too.
+    Descendants that appear in the meantime are ended too.
     """
     own = os.getpid()
     targets = {process for process in processes if process.pid != own}
@@ -158,10 +159,10 @@ def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> list[i
 
 
 def still_running(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait until all have ended, at most `timeout_s`; returns those that have not.
+    """Wait at most `timeout_s` until all have ended. Returns those that have not.
 
-    Waits on pidfds, which does not reap: `psutil.wait_procs` would take the exit status of our own children away from
-    their `Popen`, which then reports 0.
+    Waits on pidfds, which does not reap: `psutil.wait_procs` would take the exit status of our own children from their
+    `Popen`, which would then report 0.
     """
     poller, waiting = select.poll(), {}
     try:
@@ -188,11 +189,11 @@ def still_running(processes: Iterable[psutil.Process], timeout_s: float) -> list
 
 
 def marked(job: str, node: str | None = None) -> list[psutil.Process]:
-    """Every live process of a job, by the mark in the environment it was started with: finds what has left the tree
-    or the session of its parent (Ray's and vLLM's daemons do). This process and its ancestors are not counted.
+    """Every live process of a job, found by the mark in its initial environment. This includes processes that have left
+    their parent's tree or session, as Ray's and vLLM's daemons do, but not this process and its ancestors.
 
     Args:
-        node: only those of this node of the job: simulated nodes share a host, and a node ends what is its own.
+        node: only processes of this node of the job. Simulated nodes share a host, and each ends only its own.
     """
     skip = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     found = []
@@ -204,7 +205,7 @@ def marked(job: str, node: str | None = None) -> list[psutil.Process]:
             if (variables.get(envvars.JOB_MARK) == job and node in (None, variables.get(envvars.NODE))
                     and process.status() != psutil.STATUS_ZOMBIE):
                 found.append(process)
-        except psutil.Error:  # it has ended, or belongs to another user: not ours
+        except psutil.Error:  # the process has ended, or belongs to another user
             continue
     return found
 
@@ -218,7 +219,7 @@ def describe(process: psutil.Process) -> str:
 
 
 def _tree(pid: int) -> set[psutil.Process]:
-    """The process, its descendants, and the members of its session, which may have lost their parent."""
+    """The process, its descendants, and the members of its session, which may have lost their parents."""
     tree: set[psutil.Process] = set()
     try:
         leader = psutil.Process(pid)
@@ -230,7 +231,7 @@ def _tree(pid: int) -> set[psutil.Process]:
         try:
             if os.getsid(process.pid) == pid:
                 tree |= {process, *_children(process)}
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended in the meantime
             continue
     return tree
 
@@ -246,4 +247,4 @@ def _send(process: psutil.Process, number: signal.Signals) -> None:
     try:
         process.send_signal(number)
     except psutil.NoSuchProcess:
-        pass  # it has ended, which is what was asked
+        pass  # it has already ended

@@ -1,1 +1,1 @@
-"""Calibrated coefficients of the planner's models, one file a model: see `base`."""
+"""Calibrated coefficients of the planner's models, one file per model. See `base`."""

@@ -1,5 +1,5 @@
-"""A coefficient: a number that no formula gives. Each has a unit, a meaning, a source and a range, and a cluster file
-may replace any of them by what was measured there."""
+"""A coefficient is a number that no formula gives. Each has a unit, a meaning, a source and a valid range. A cluster
+file may replace any of them with a value measured on that cluster."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class Range:
-    """Between which a coefficient makes sense, ends included. Beyond it stands a slip, such as a share in per cent, and
-    the models would divide by nothing or overflow."""
+    """Valid range of a coefficient, ends included. A value outside it is a mistake, such as a share given in per cent,
+    and would make the models divide by zero or overflow."""
 
     least: float
     most: float
@@ -23,23 +23,22 @@ class Range:
 
 
 SHARE = Range(1e-3, 1)
-"""Of a rate or a limit: it is divided by."""
+"""Share of a rate or a limit. It is used as a divisor, so it is not zero."""
 PART = Range(0, 1)
-"""Of a time or a size, which may be nothing."""
+"""Share of a time or a size. It may be zero."""
 FACTOR = Range(1e-6, 100)
-"""What a site's runs make of a predicted rate or time: tiny models on fast machines keep little of it, and where the
-prediction is rough, more than all."""
+"""Measured over predicted at a site: small for tiny models on fast machines, above 1 where the prediction is rough."""
 OF_UNIT = {"s": Range(0, 1e5), "bytes": Range(1, 1e12), "bytes/s": Range(1e3, 1e18), "h": Range(1e-3, 1e9)}
-"""By the first word of a unit."""
+"""Default range, by the first word of the unit."""
 ENDS = ("_low", "_high")
-"""What a coefficient's name and those of the ends of its uncertainty differ by."""
+"""Suffixes of the names of a coefficient's lower and upper bounds."""
 
 
 def coefficient(value: float, unit: str, meaning: str, source: str, allowed: Range | None = None) -> Any:
     """A field of a `Coefficients` class.
 
     Args:
-        allowed: what a cluster file may put in its place; default: by the unit, a share where it has none.
+        allowed: values that a cluster file may set. Default: the range of the unit, or `SHARE` without a unit.
     """
     allowed = allowed or (OF_UNIT[unit.split()[0]] if unit else SHARE)
     return field(default=value, metadata={"unit": unit, "meaning": meaning, "source": source, "allowed": allowed})
@@ -47,8 +46,8 @@ def coefficient(value: float, unit: str, meaning: str, source: str, allowed: Ran
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Base of the coefficient classes, one for each model. `PREFIX.name` is a coefficient's key in the book and in a
-    cluster file."""
+    """Base of the coefficient classes, one per model. `PREFIX.name` is a coefficient's key in the book and in a cluster
+    file."""
 
     PREFIX = ""
 

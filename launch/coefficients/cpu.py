@@ -1,8 +1,8 @@
-"""Coefficients of a CPU's cores, for a run on a machine that no cluster file describes: those of H100 clusters, which
-every other module here has, are ten times too slow for models and batches of this size.
+"""Coefficients of CPU cores, for a run on a machine that no cluster file describes. The H100 values of the other
+modules are ten times too slow for models and batches of this size.
 
-`megatron-rl plan calibrate` wrote them into configs/clusters/local-cpu.yaml (docs/calibration.md). A package cannot
-read the repository's configurations, so that they stand here again; a test compares the two.
+`megatron-rl plan calibrate` wrote them into configs/clusters/local-cpu.yaml (docs/calibration.md). They are repeated
+here because a package cannot read the repository's configurations. A test compares the two.
 """
 
 from __future__ import annotations

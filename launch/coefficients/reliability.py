@@ -19,5 +19,5 @@ class ReliabilityCoefficients(Coefficients):
         2e9, "bytes/s a training node", "rate at which a node writes a checkpoint to the shared file system",
         "assumption: a fifth of a 100 Gb/s storage network; measure yours")
     restart_s: float = coefficient(
-        600.0, "s", "from a failure to the first step after it: noticing, requeue, start-up, loading",
+        600.0, "s", "from a failure to the first step after it: detection, requeue, start-up, loading",
         "assumption: preflight, start of Ray, Megatron and vLLM, and a checkpoint read")

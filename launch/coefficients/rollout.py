@@ -13,7 +13,7 @@ _NETWORK = CollectiveCoefficients()
 
 @dataclass(frozen=True)
 class RolloutCoefficients(Coefficients):
-    """What an inference engine keeps of a datasheet's rates, and what it adds beside them."""
+    """Share of the datasheet rates that an inference engine reaches, and the time that it adds."""
 
     PREFIX = "coefficients.rollout"
 
@@ -21,7 +21,7 @@ class RolloutCoefficients(Coefficients):
     gemm: float = coefficient(
         0.608, "", "rate of the matrix products over the datasheet's: prefill, and decode in BF16", _FIT)
     decode_gemm_fp8: float = coefficient(
-        0.356, "", "rate of FP8 products of a decode step over the FP8 rate, activations quantised on the way", _FIT)
+        0.356, "", "rate of FP8 products of a decode step over the FP8 rate, activations quantised on the fly", _FIT)
     nvlink: float = coefficient(0.687, "", "bus bandwidth of the TP all-reduces over the NVLink bandwidth", _FIT)
     allreduce_s: float = coefficient(8.02e-06, "s", "latency of one TP all-reduce in a node", _FIT)
     node_hop_s: float = coefficient(
@@ -30,7 +30,7 @@ class RolloutCoefficients(Coefficients):
     nic_share: float = coefficient(
         _NETWORK.nic_share, "", "bus bandwidth across nodes over that of the NICs",
         "as coefficients.collectives.nic_share")
-    layer_s: float = coefficient(4.54e-05, "s", "time of a layer's small kernels and the gaps between kernels", _FIT)
+    layer_s: float = coefficient(4.54e-05, "s", "time of a layer's small kernels and of the gaps between kernels", _FIT)
     vllm_step_s: float = coefficient(0.000814, "s", "engine class vllm: host time of a step", _FIT)
     vllm_sequence_s: float = coefficient(
         4.51e-05, "s", "engine class vllm: time of a step for each running sequence (sampling, output)", _FIT)

@@ -1,4 +1,4 @@
-"""All coefficients of a plan: the calibrated defaults, with what the cluster file measured in their place."""
+"""All coefficients of a plan: the calibrated defaults, replaced by measurements from the cluster file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from launch.coefficients.training import TrainingCoefficients
 
 @dataclass(frozen=True)
 class SiteCoefficients:
-    """One member a model."""
+    """The coefficients of all models."""
 
     training: TrainingCoefficients = TrainingCoefficients()
     collectives: CollectiveCoefficients = CollectiveCoefficients()
@@ -29,8 +29,8 @@ class SiteCoefficients:
 
     @staticmethod
     def of(measured: Mapping[str, float]) -> SiteCoefficients:
-        """The defaults with `measured` (key in the book -> value) in place; unknown keys were refused by the cluster
-        file's reader."""
+        """The defaults with `measured` (key in the book -> value) applied. The cluster file's reader has already
+        refused unknown keys."""
         defaults = SiteCoefficients()
         changed = {}
         for member in fields(defaults):
@@ -42,5 +42,5 @@ class SiteCoefficients:
 
     @property
     def groups(self) -> tuple[Coefficients, ...]:
-        """All members."""
+        """The coefficients of all models."""
         return tuple(getattr(self, member.name) for member in fields(self))

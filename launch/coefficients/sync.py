@@ -1,8 +1,8 @@
-"""Coefficients of weight sync: what of a NIC's rate a transfer gets, what a chunk costs, what stands around it.
+"""Coefficients of weight sync: the share of a NIC's rate that a transfer gets, the cost of a chunk, the fixed parts.
 
 The second class describes published systems by engine class, to check bounds and orders of magnitude against their
-measurements (`launch.validate.weight_sync`); the planner's own predictions use the first class only. The two
-share the NIC's efficiency.
+measurements (`launch.validate.weight_sync`). The planner's own predictions use only the first class. Both share the
+NIC efficiency.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FIT = "fitted to benchmarks/measured/weight_sync.yaml (`launch.validate.weight_
 
 @dataclass(frozen=True)
 class SyncCoefficients(Coefficients):
-    """Of `launch.fabric`."""
+    """Coefficients of `launch.fabric`."""
 
     PREFIX = "coefficients.sync"
 
@@ -28,24 +28,24 @@ class SyncCoefficients(Coefficients):
         0.8, "", "share of a GPU's NVLink rate that a copy to another GPU of the node gets",
         "360 of 450 GB/s: bus bandwidth of large collectives inside an H100 node")
     chunk_latency_s: float = coefficient(
-        1e-4, "s", "cost of a chunk at a NIC beside its bytes: launch, wire latency, hand-over to the next hop",
+        1e-4, "s", "cost of a chunk at a NIC besides its bytes: launch, wire latency, hand-over to the next hop",
         f"between 20 us (wire) and 1 ms (hand-over in Python); {_DESIGN}")
     copy_rate: float = coefficient(
-        1.4e12, "bytes/s", "packing on the sender, unpacking on the receiver, of one GPU",
+        1.4e12, "bytes/s", "packing on the sender and unpacking on the receiver, per GPU",
         f"reads and writes HBM once each on an H100; {_DESIGN}")
     digest_rate: float = coefficient(
-        1.2e12, "bytes/s", "position-dependent digest of live weights, of one GPU", _DESIGN)
+        1.2e12, "bytes/s", "position-dependent digest of live weights, per GPU", _DESIGN)
     quantise_rate: float = coefficient(
-        5e11, "bytes/s", "requantising bf16 weights in the engine (FP8 rollout), of one GPU", _DESIGN)
+        5e11, "bytes/s", "requantising bf16 weights in the engine (FP8 rollout), per GPU", _DESIGN)
     pause_s: float = coefficient(
         0.125, "s", "pausing and resuming the engines", f"middle of 50 to 200 ms; {_DESIGN}")
     communicator_nic_bytes: float = coefficient(
-        64 * 2**20, "bytes", "of a GPU for each communicator over its NIC, beside torch's and the engine's pools",
+        64 * 2**20, "bytes", "per GPU and communicator over its NIC, besides torch's and the engine's pools",
         "a pool of channels x 16 steps x 128 KiB (NCCL src/transport/net.cc, NCCL_P2P_NET_CHUNKSIZE) for each "
-        "direction, at most 8 channels, and as much again for the communicator itself; no multi-GPU run has "
-        "measured it")
+        "direction, at most 8 channels, and the same again for the communicator itself; not measured on a multi-GPU "
+        "run")
     communicator_nvlink_bytes: float = coefficient(
-        320 * 2**20, "bytes", "of a GPU for each communicator over NVLink, beside torch's and the engine's pools",
+        320 * 2**20, "bytes", "per GPU and communicator over NVLink, besides torch's and the engine's pools",
         "32 channels x 10 MiB on the receiving side, 2 MiB on the sending one: allocations seen on an H100 (nccl#1685)")
     barrier_s: float = coefficient(
         0.035, "s", "the protocol's barriers (prepare, verify, commit)", f"middle of 20 to 50 ms; {_DESIGN}")
@@ -56,14 +56,14 @@ DEFAULT = SyncCoefficients()
 
 @dataclass(frozen=True)
 class PublishedSyncCoefficients(Coefficients):
-    """Of published systems, by engine class: seconds = fixed + bytes/rate + tensors x cost of a tensor."""
+    """Coefficients of published systems, by engine class: seconds = fixed + bytes/rate + tensors x cost per tensor."""
 
     PREFIX = "coefficients.published_sync"
 
     nic_efficiency: float = coefficient(
         DEFAULT.nic_efficiency, "", "share of a NIC's line rate", "as coefficients.sync.nic_efficiency")
     tensor_s: float = coefficient(
-        4.01e-4, "s", "gather_broadcast: one collective or call for a tensor", _FIT)
+        4.01e-4, "s", "gather_broadcast: one collective or call per tensor", _FIT)
     gather_fixed_s: float = coefficient(
         3.55, "s", "gather_broadcast: pausing, gathering, waking", _FIT)
     gather_share: float = coefficient(
@@ -73,7 +73,7 @@ class PublishedSyncCoefficients(Coefficients):
     reshard_fixed_s: float = coefficient(
         0.184, "s", "reshard: around the transfer", _FIT)
     reshard_tensor_s: float = coefficient(
-        0.000171, "s", "reshard: packing and loading of a tensor", _FIT)
+        0.000171, "s", "reshard: packing and loading, per tensor", _FIT)
     send_plan_rate: float = coefficient(
         3.26e10, "bytes/s", "send_plan: payload over a plan of small sends", _FIT)
     host_fixed_s: float = coefficient(
@@ -83,7 +83,7 @@ class PublishedSyncCoefficients(Coefficients):
     handover_fixed_s: float = coefficient(
         3.93, "s", "handover on shared GPUs: waking and offloading", _FIT)
     handover_rate: float = coefficient(
-        1.27e10, "bytes/s", "handover: payload gathered and passed on in the device", _FIT)
+        1.27e10, "bytes/s", "handover: payload gathered and passed on within the device", _FIT)
     delta_rate: float = coefficient(
         2.86e8, "bytes/s", "delta: encoded bytes, from encoding to applying", _FIT)
 

@@ -11,7 +11,7 @@ _FIT = "calibrated: launch/validate/training.py on benchmarks/measured/training.
 
 @dataclass(frozen=True)
 class TrainingCoefficients(Coefficients):
-    """What of a datasheet's rates training keeps, before the effects that the formulas count."""
+    """Share of the datasheet rates that training reaches, before the effects that the formulas count."""
 
     PREFIX = "coefficients.training"
 
@@ -20,14 +20,14 @@ class TrainingCoefficients(Coefficients):
     gemm_memory: float = coefficient(
         0.444, "", "share of the HBM time of a product's operands that its arithmetic does not hide", _FIT, PART)
     attention: float = coefficient(
-        0.412, "", "rate of fused attention, its backward recomputation counted, over the sustained bf16 rate", _FIT)
+        0.412, "", "rate of fused attention, including backward recomputation, over the sustained bf16 rate", _FIT)
     hbm: float = coefficient(0.706, "", "bandwidth of element-wise kernels over the HBM's", _FIT)
     tp_exposed: float = coefficient(
         0.6, "", "share of the TP collectives' time that no matrix product hides", _FIT, PART)
     overlap_cost: float = coefficient(
-        0.152, "", "what a hidden second of DP, FSDP or pipeline traffic takes of the compute's time", _FIT, PART)
+        0.152, "", "share of a hidden second of DP, FSDP or pipeline traffic that slows the computation", _FIT, PART)
     layer_s: float = coefficient(
-        0.000109, "s", "gaps between the kernels of a layer, for one pass of a micro-batch", _FIT)
+        0.000109, "s", "gaps between the kernels of a layer, per pass of a micro-batch", _FIT)
     step_s: float = coefficient(0.0319, "s", "fixed part of an optimizer step: data, gradient norm, logging", _FIT)
     fsdp_rate: float = coefficient(0.872, "", "engine class fsdp: speed of its compute over Megatron's", _FIT,
                                     Range(1e-3, 2))

@@ -1,4 +1,4 @@
-"""An exclusive lock on a file that is waited for with a deadline, and that says who holds it."""
+"""An exclusive file lock with a deadline. It reports who holds it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from launch.errors import UserError
 
 @contextmanager
 def held(path: Path, within_s: float) -> Iterator[None]:
-    """Hold the lock of `path`, a file that is nothing but a lock; its text names the holder.
+    """Hold the lock of `path`, a file that serves only as a lock. Its text names the holder.
 
     Raises:
-        UserError: not within `within_s`, with the holder if it is known.
-        OSError: the file cannot be made, or its file system has no locks.
+        UserError: the lock was not free within `within_s`; the message names the holder if it is known.
+        OSError: the file cannot be created, or its file system has no locks.
     """
     taking = _Taking(path)
     taking.start()
@@ -27,11 +27,11 @@ def held(path: Path, within_s: float) -> Iterator[None]:
     if file is None:
         holder = _text(path)
         raise UserError(f"the lock was not free within {within_s:.0f} s: " + (f"{holder} holds it" if holder else
-                        "nobody is known to hold it"), where=str(path.absolute()),
-                        fix="end that process if it hangs; if there is none, the lock service of the file system hangs "
-                            "(NFS: rpc.statd, lockd)")
+                        "its holder is not known"), where=str(path.absolute()),
+                        fix="end that process if it hangs; if it does not exist, the lock service of the file system "
+                            "hangs (NFS: rpc.statd, lockd)")
     try:
-        with suppress(OSError):     # only for people
+        with suppress(OSError):     # the text is for people only
             os.ftruncate(file, 0)
             os.pwrite(file, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield
@@ -42,8 +42,8 @@ def held(path: Path, within_s: float) -> Iterator[None]:
 
 
 class _Taking(threading.Thread):
-    """Waits for the lock. In a thread: where a lock service hangs the call never returns, not even with LOCK_NB, and
-    nothing but the end of the process ends it."""
+    """Waits for the lock, in a thread of its own: with a hung lock service the call never returns, not even with
+    LOCK_NB, and only the end of the process stops it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(name=f"lock {path.name}", daemon=True)
@@ -54,7 +54,7 @@ class _Taking(threading.Thread):
 
     def run(self) -> None:
         try:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)   # NFS locks only what is open for writing
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)   # NFS locks only files open for writing
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError:
@@ -69,7 +69,7 @@ class _Taking(threading.Thread):
                 os.close(file)
 
     def result(self, within_s: float) -> int | None:
-        """The locked file; None past the deadline: whatever is locked later is given back at once."""
+        """The locked file, or None past the deadline. A lock obtained later is released at once."""
         self.join(within_s)
         with self._guard:
             self._given_up = self._file is None

@@ -1,8 +1,8 @@
-"""Reading files that other nodes write, on a shared file system: it shows a new name late, and for a moment answers
-with an error about a file that has just been replaced.
+"""Reading files that other nodes write on a shared file system. Such a file system shows a new name late, and briefly
+answers with an error for a file that has just been replaced.
 
-NFS keeps the answer "no such file" for up to a minute, and asks its server again when the folder is opened
-(close-to-open consistency): whoever waits for a name opens the folder first.
+NFS caches the answer "no such file" for up to a minute, and asks its server again when the folder is opened
+(close-to-open consistency). A process that waits for a name therefore opens the folder first.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 PASSING = frozenset({errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ESHUTDOWN, errno.ENOTCONN})
-"""What NFS and Lustre say of a file that was replaced, or while a server is taken over by another."""
+"""Errors of NFS and Lustre for a file that was replaced, or during the failover of a server."""
 RETRY_S = 5.0
 PAUSE_S = 0.1
 
 
 def patiently(action: Callable[[], Result], for_s: float = RETRY_S) -> Result:
-    """The result of an action that is tried again, for some seconds, after an error that may pass: one of `PASSING`,
-    or a text that does not parse."""
+    """The result of an action. For `for_s` seconds it is retried after an error that may pass: one of `PASSING`, or a
+    text that does not parse."""
     deadline = time.monotonic() + for_s
     while True:
         try:
@@ -32,17 +32,17 @@ def patiently(action: Callable[[], Result], for_s: float = RETRY_S) -> Result:
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno not in PASSING or time.monotonic() >= deadline:
                 raise
-        time.sleep(PAUSE_S)     # a file system tells nobody when it has recovered
+        time.sleep(PAUSE_S)     # a file system does not report its recovery
 
 
 def read_shared(path: Path, parse: Callable[[str], Any] = json.loads) -> Any | None:
-    """What `parse` makes of the file's text; None while there is no such file.
+    """The file's text, parsed by `parse`; None while the file does not exist.
 
     Args:
-        parse: raises ValueError for a text that is not whole.
+        parse: raises ValueError for an incomplete text.
 
     Raises:
-        OSError, ValueError: the file could not be read, or parsed, for `RETRY_S`.
+        OSError, ValueError: the file could not be read or parsed for `RETRY_S`.
     """
     def read() -> Any | None:
         try:
@@ -57,8 +57,8 @@ def read_shared(path: Path, parse: Callable[[str], Any] = json.loads) -> Any | N
 
 
 def seen(path: Path) -> bool:
-    """Whether the name is there, as its server has it now. False where that cannot be said at the moment: who waits
-    asks again. A folder that is not there is asked for in the same way, in the one above."""
+    """Whether the name exists on the server now. False while the server cannot tell: the caller asks again. A missing
+    folder is looked up in the same way in its parent."""
     try:
         try:
             os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
@@ -76,8 +76,8 @@ def seen(path: Path) -> bool:
 
 
 def names_in(folder: Path, suffix: str = "") -> list[str]:
-    """Names of a folder that end in `suffix`, sorted, without those of files that are still being written (they begin
-    with a dot); [] while there is no such folder."""
+    """Names in a folder that end in `suffix`, sorted, without files still being written (their names begin with a dot);
+    [] while the folder does not exist."""
     try:
         found = patiently(lambda: os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -86,7 +86,7 @@ def names_in(folder: Path, suffix: str = "") -> list[str]:
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o644, *, durable: bool = False) -> None:
-    """A reader sees the old file or the whole new one; with `durable` also after a crash of this machine."""
+    """Readers see the old file or the whole new one; with `durable`, also after a crash of this machine."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
 
     def write() -> None:

@@ -1,4 +1,4 @@
-"""Waiting for others: with a deadline, and saying every half minute who is missing."""
+"""Waiting with a deadline. Every half minute a line reports what is missing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ NAMES_SHOWN = 8
 
 def wait_for(missing: Callable[[], Sequence[str]], what: str, deadline_s: float, *,
              say: Callable[[str], None], check: Callable[[], None] = lambda: None) -> list[str]:
-    """Wait until nobody is missing; returns who still is at the deadline ([]: all have come).
+    """Wait until nothing is missing. Returns what is still missing at the deadline ([] if all have arrived).
 
     Args:
-        missing: who has not come yet. What is waited for comes through files of a shared file system: it is polled.
-        what: `to greet`, for the lines that say who is missing.
-        say: gets those lines.
-        check: called between two looks; what it raises ends the wait.
+        missing: names what has not arrived. It is polled, because it comes through files of a shared file system.
+        what: `to greet`, for the lines that report what is missing.
+        say: receives those lines.
+        check: called between two polls. An exception that it raises ends the wait.
     """
     began = told = time.monotonic()
     while True:
@@ -32,7 +32,7 @@ def wait_for(missing: Callable[[], Sequence[str]], what: str, deadline_s: float,
         if now - told >= SAY_EVERY_S:
             told = now
             say(f"waiting for {listed(left)} {what} ({now - began:.0f} of at most {deadline_s:.0f} s)")
-        time.sleep(LOOK_EVERY_S)  # between two looks at a shared file system, which tells nobody of changes
+        time.sleep(LOOK_EVERY_S)  # between two polls of a shared file system, which does not report changes
 
 
 def wait_until(condition: Callable[[], bool], what: str, deadline_s: float, *, say: Callable[[str], None],
@@ -40,10 +40,10 @@ def wait_until(condition: Callable[[], bool], what: str, deadline_s: float, *, s
     """Wait until a condition holds.
 
     Raises:
-        UserError: it does not within `deadline_s`.
+        UserError: it does not hold within `deadline_s`.
     """
     if wait_for(lambda: [] if condition() else [what], "", deadline_s, say=say, check=check):
-        raise UserError(f"waited {deadline_s:.0f} s in vain for {what}", where="run.deadline_s",
+        raise UserError(f"waited {deadline_s:.0f} s for {what}, which did not happen", where="run.deadline_s",
                         fix="see the logs; raise run.deadline_s if this machine is only slow")
 
 

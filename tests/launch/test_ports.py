@@ -49,7 +49,7 @@ def test_names_of_the_table():
     for name in ("lanes", "nonsense"):
         with pytest.raises(AttributeError, match=name):
             getattr(block, name)
-    with pytest.raises(UserError, match="number 128 is past the 128 training ranks"):
+    with pytest.raises(UserError, match="rank 128 exceeds the 128 training ranks"):
         block.lane(128)
 
 

@@ -152,9 +152,9 @@ def test_unknown_is_said_and_shows_the_first_error_and_where_to_look(tmp_path):
 
 
 def test_nothing_is_wrong(tmp_path):
-    assert "nothing is wrong" in doctor_text(of(Made(tmp_path, "grpo").ended("finished", 500)))
+    assert "no problem found" in doctor_text(of(Made(tmp_path, "grpo").ended("finished", 500)))
     record = job_records("JobId=7 JobName=x JobState=RUNNING Reason=None ExitCode=0:0 NumNodes=1")[0]
-    assert "nothing is wrong" in doctor_text(diagnose(Found("7", None, None, "7"), record))
+    assert "no problem found" in doctor_text(diagnose(Found("7", None, None, "7"), record))
 
 
 @pytest.mark.parametrize("line, meaning", [

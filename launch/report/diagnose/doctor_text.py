@@ -6,7 +6,7 @@ from launch.report.diagnose.doctor import Diagnosis, Finding
 from launch.report.lines import WIDTH, field
 
 MOST = 3
-"""Causes that are shown whole."""
+"""Causes that are shown in full."""
 
 
 def doctor_text(diagnosis: Diagnosis) -> str:
@@ -20,7 +20,7 @@ def doctor_text(diagnosis: Diagnosis) -> str:
     if diagnosis.outcome:
         lines.append(field("outcome", _first_lines(diagnosis.outcome, 3)))
     if not diagnosis.findings and diagnosis.first is None and _well(diagnosis):
-        lines.append(field("cause", "nothing is wrong as far as can be seen"))
+        lines.append(field("cause", "no problem found"))
         return "\n".join(lines)
     if diagnosis.causes:
         for number, finding in enumerate(diagnosis.causes[:MOST]):
@@ -29,7 +29,7 @@ def doctor_text(diagnosis: Diagnosis) -> str:
     if others:
         lines += ["", field("also seen", ", ".join(each.code for each in others))]
     if not diagnosis.known:
-        unknown = "beyond that unknown: nothing more" if diagnosis.causes else "unknown: nothing"
+        unknown = "unknown beyond that: no other entry" if diagnosis.causes else "unknown: no entry"
         lines += ["", field("cause", f"{unknown} in the table of known failures explains this")]
     if diagnosis.first is not None and (not diagnosis.known or _tells_more(diagnosis)):
         lines.append(field("first error", f"{diagnosis.first.who}: {_first_lines(diagnosis.first.summary, 2)}"))

@@ -1,4 +1,4 @@
-"""Known failures of a job, as Slurm sees it, and how attempts end: a row for each exit code."""
+"""Known failures of a job as Slurm sees it, and the ways an attempt can end: one row per exit code."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ ENDS: tuple[Symptom, ...] = (
             "increase run.max_attempts.",
             outcome=r"has had its \d+ attempts",
             weight=2),
-    Symptom("unfinished", "stopped in order before the last step",
-            "The run stopped in order with a checkpoint. Another job continues it, or none does. The exit code "
+    Symptom("unfinished", "stopped cleanly before the last step",
+            "The run stopped cleanly with a checkpoint. Another job continues it, or none does. The exit code "
             "keeps dependent jobs (afterok) from starting.",
             "`megatron-rl status RUN` says what follows. If no job continues, submit again.",
             slurm=r"exit=94:0"),

@@ -9,18 +9,18 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Symptom:
-    """One row."""
+    """One known failure: how to recognise it, its cause and its remedy."""
 
     code: str
     see: str
-    """What people see first, as it is printed; part of a recorded sample (tests/report/samples)."""
+    """The first sign of the failure, as printed. It is part of a recorded sample (tests/report/samples)."""
     cause: str
     remedy: str
     logs: str = ""
     slurm: str = ""
     outcome: str = ""
     weight: int = 1
-    """0: explains whatever else is found; 1: a cause; 2: only follows from one, or is the least specific."""
+    """0: explains every other finding; 1: a cause; 2: a consequence; 3: the least specific."""
 
     @cached_property
     def in_logs(self) -> re.Pattern | None:
