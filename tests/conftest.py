@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import fast
+from tests.launch.conftest import cli, run_yaml  # noqa: F401 (fixtures, for every folder)
 from tests.patience import measure, patience, patient
 
 NO_GPU = "needs an NVIDIA GPU, and torch sees none"

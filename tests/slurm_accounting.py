@@ -32,7 +32,8 @@ class Accounting:
 
     @property
     def settings(self) -> str:
-        """Lines for slurm.conf. To slurmdbd the controller authenticates by a munge of its own: AccountingStoragePass."""
+        """Lines for slurm.conf. To slurmdbd the controller authenticates by a munge of its own:
+        AccountingStoragePass."""
         return (f"AccountingStorageType=accounting_storage/slurmdbd\nAccountingStorageHost=127.0.0.1\n"
                 f"AccountingStoragePort={self.port}\nAccountingStoragePass={self.folder}/munge/socket\n")
 

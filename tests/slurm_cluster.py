@@ -197,7 +197,8 @@ class SlurmCluster:
             if wrong_end or time.monotonic() > deadline:
                 raise AssertionError(
                     f"job {job} is {found['JobState']} ({found['Reason']}, exit {found['ExitCode']}, restarts "
-                    f"{found['Restarts']}), not {' or '.join(states)} within {patient(timeout_s):.0f} s; its output ends:\n"
+                    f"{found['Restarts']}), not {' or '.join(states)} within {patient(timeout_s):.0f} s; its output "
+                    f"ends:\n"
                     f"{self.output(job)[-4000:]}")
             time.sleep(0.1)  # between two looks at the condition
 

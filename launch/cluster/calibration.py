@@ -29,8 +29,8 @@ def with_coefficients(path: str | os.PathLike[str], values: Mapping[str, float],
         The cluster as the new file describes it.
 
     Raises:
-        UserError: the file does not load, a key is unknown, a value is out of range, or the layout leaves no place for the
-            section; the file is then as it was.
+        UserError: the file does not load, a key is unknown, a value is out of range, or the layout leaves no place for
+            the section; the file is then as it was.
     """
     file = os.fspath(path)
     old = read_text(file)

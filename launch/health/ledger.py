@@ -167,7 +167,8 @@ class Ledger:
 
     def _add(self, found: Sequence[Seen], job: str, at: float) -> list[LedgerEntry]:
         """Two jobs do not lose each other's entries. The lock is a file of its own: the ledger itself is replaced."""
-        new = [LedgerEntry(node, reason, str(evidence), job, at, at + self.expiry_s) for node, reason, evidence in found]
+        new = [LedgerEntry(node, reason, str(evidence), job, at, at + self.expiry_s)
+               for node, reason, evidence in found]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with held(self.path.with_name(f".{self.path.name}.lock"), self.lock_s):
             entries = {(entry.node, entry.kind, entry.job): entry for entry in (*self.entries(at), *new)}

@@ -1,4 +1,5 @@
-"""The network tier (`--tier fabric`): an all-reduce over all members and the bandwidth of every pair of nodes, against the plan's.
+"""The network tier (`--tier fabric`): an all-reduce over all members and the bandwidth of every pair of nodes, against
+the plan's.
 
 The measurement needs torch and is a program of its own (`megatron_rl.network_check`), one process a member, started by
 the node's supervisor; here are its task, its result, and the judgement.

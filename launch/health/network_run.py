@@ -44,7 +44,8 @@ def measure(folder: Path, reports: Mapping[str, Sequence[Check]], hellos: Mappin
     task = network.Task(members, "nccl" if on_gpus else "gloo", Ports(hellos[nodes[0]].ports).rendezvous,
                        dict(nics), timeout_s=LEAST_S + NODE_S * len(nodes), **({} if on_gpus else SMALL))
     task.write(folder)
-    return result(folder, task, nodes, network.expected_bytes_per_s(cluster) if cluster and on_gpus else None, say, check)
+    return result(folder, task, nodes, network.expected_bytes_per_s(cluster) if cluster and on_gpus else None, say,
+                  check)
 
 
 def result(folder: Path, task: network.Task, nodes: Sequence[str], speed: float | None, say: Callable[[str], None],
@@ -52,7 +53,8 @@ def result(folder: Path, task: network.Task, nodes: Sequence[str], speed: float 
     """Wait for the measurement; without a result in time every node's check says so."""
     say(f"network: {len(task.members)} processes on {len(nodes)} nodes, {task.backend}")
     try:
-        wait_until(lambda: network.Result.read(folder) is not None, "the measurement of the network", task.timeout_s + GRACE_S,
+        wait_until(lambda: network.Result.read(folder) is not None, "the measurement of the network",
+                   task.timeout_s + GRACE_S,
                    say=say, check=check)
     except UserError as error:
         return network.judge_network(network.Result(0, 0.0, errors=dict.fromkeys(nodes, error.what)), nodes)

@@ -29,7 +29,8 @@ from launch.slurm.refusals import SlurmError, names
 from launch.slurm.same_job import options_like
 
 BLAMED = ("node_failure", "hardware_fault")
-HARDWARE = ("gpu.count", "gpu.lost", "gpu.ecc", "gpu.rows", "gpu.nvlink", "gpu.pcie", "nic.count", "nic.state", "nic.rate")
+HARDWARE = ("gpu.count", "gpu.lost", "gpu.ecc", "gpu.rows", "gpu.nvlink", "gpu.pcie", "nic.count", "nic.state",
+            "nic.rate")
 """Checks that show a node's fault after a crash. Others find what the crash itself, the user or another's job did: full
 disks, missing files, processes that still hold memory."""
 
@@ -259,8 +260,8 @@ class Aftermath:
         self.ledger.record([(node, reason, self._evidence(node)) for node in nodes], self.facts.job_id, self.say)
 
     def _found(self) -> dict[str, Check]:
-        """What is broken in each node's hardware after the failure, judged as the preflight judges: a check that the user
-        skips, or that half of the nodes fail, is nobody's fault."""
+        """What is broken in each node's hardware after the failure, judged as the preflight judges: a check that the
+        user skips, or that half of the nodes fail, is nobody's fault."""
         reports = {}
         for files in all_nodes(self.attempt):
             try:

@@ -1,8 +1,8 @@
 """A Slurm job (`megatron-rl job CONFIG`): the process that the batch shell becomes on the first node.
 
 It reads the history of the run first, then leads one attempt (`launch.runtime.leader`): one supervisor a node with one
-`srun`, their checks, the placement on the nodes accepted, watching, and what follows (`launch.runtime.decide`). It talks
-to the supervisors through files only, and asks Slurm one question at the start.
+`srun`, their checks, the placement on the nodes accepted, watching, and what follows (`launch.runtime.decide`). It
+talks to the supervisors through files only, and asks Slurm one question at the start.
 """
 
 from __future__ import annotations

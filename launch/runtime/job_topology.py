@@ -1,4 +1,5 @@
-"""Where the nodes of a job hang in the switch tree: as they say themselves, else as Slurm says when it is asked, once."""
+"""Where the nodes of a job hang in the switch tree: as they say themselves, else as Slurm says when it is asked,
+once."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def switches_of_job(hellos: Mapping[str, Hello], nodes: Sequence[str], slurm: Sl
         found, why = (), error.what
     if not why:
         return found
-    told = f"{silent[0]} says {hellos[silent[0]].topology!r}" if hellos[silent[0]].topology else f"{silent[0]} says nothing"
-    say(f"warning topology.unknown: of its switches (SLURM_TOPOLOGY_ADDR) {told}, and of `scontrol show topology`: {why}. The job is placed without regard to "
-        "switches; see TopologyPlugin and TopologyParam of slurm.conf")
+    topology = hellos[silent[0]].topology
+    told = f"{silent[0]} says {repr(topology) if topology else 'nothing'}"
+    say(f"warning topology.unknown: of its switches (SLURM_TOPOLOGY_ADDR) {told}, and of `scontrol show topology`: "
+        f"{why}. The job is placed without regard to switches; see TopologyPlugin and TopologyParam of slurm.conf")
     return ()

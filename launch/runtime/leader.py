@@ -248,7 +248,8 @@ class Leader:
 
     def _place(self, made: JobPlan, hellos: dict[str, Hello], verdict: Verdict) -> tuple[JobPlan, Placement]:
         switches = switches_of_job(hellos, verdict.accepted, self.slurm, say)
-        made, placement, smaller = place_job(made, verdict.accepted, verdict.avoid, hellos, self.attempt.number, switches)
+        made, placement, smaller = place_job(made, verdict.accepted, verdict.avoid, hellos, self.attempt.number,
+                                             switches)
         made = with_start_deadline(made, self.profile)
         if smaller:
             say(f"too few fit nodes for the whole plan: going on with {smaller}")

@@ -21,14 +21,15 @@ COLLECTIVE = re.compile(r"(?i)nccl|gloo|collective|timed? ?out")
 
 
 def wanted(config: RunConfig, before: Sequence[PastAttempt]) -> str:
-    """Why it is measured; "" if it is not. A hang, or a collective that timed out, with no node to blame may be a link that
-    no node sees by itself."""
+    """Why it is measured; "" if it is not. A hang, or a collective that timed out, with no node to blame may be a link
+    that no node sees by itself."""
     if config.run.preflight == "fabric":
         return "run.preflight = fabric"
     last = before[-1] if before and trains(config) else None
     if last is None:
         return ""
-    # Of a crash, `nodes` says where the component ran that failed first; who waits longest for a bad link is no culprit.
+    # Of a crash, `nodes` says where the component ran that failed first; who waits longest for a bad link is no
+    # culprit.
     if last.status == "hang" and not last.nodes or last.status == "crash" and COLLECTIVE.search(last.message):
         return f"attempt {last.attempt} ended with a {last.status} and no node to blame"
     return ""

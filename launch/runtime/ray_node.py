@@ -44,8 +44,8 @@ FOR_MANY_NODES = {
     "RAY_gcs_server_rpc_server_thread_num": "64", "RAY_gcs_rpc_server_connect_timeout_s": "120",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "120", "RAY_gcs_server_request_timeout_seconds": "120",
     "RAY_worker_register_timeout_seconds": "120"}
-"""From `MANY_NODES` on: dozens to hundreds of actors register at once, and Ray's defaults (a quarter of the head's cores,
-5 s to connect, 60 s to register) lose some of them, which shows as a hang in NCCL later (NeMo-RL#3089)."""
+"""From `MANY_NODES` on: dozens to hundreds of actors register at once, and Ray's defaults (a quarter of the head's
+cores, 5 s to connect, 60 s to register) lose some of them, which shows as a hang in NCCL later (NeMo-RL#3089)."""
 REGISTERED = "Ray runtime started."
 """`ray start` says so when the control store lists its node (`Node.__init__` asks until it does)."""
 

@@ -215,11 +215,13 @@ def _rails(plan: Plan, wanted: Mapping[str, PlacedProcess], said: Mapping[str, R
     return Comparison("rails aligned", len(aligned), tuple(findings))
 
 
-def _across(seats: Mapping[str, PlacedProcess | RankReport], members: Sequence[str] | Mapping[str, Any]) -> set[int | None]:
+def _across(seats: Mapping[str, PlacedProcess | RankReport],
+            members: Sequence[str] | Mapping[str, Any]) -> set[int | None]:
     return {seats[name].gpu for name in members}
 
 
-def _environment(pairs: Sequence[tuple[PlacedProcess, RankReport]], given: Mapping[str, Mapping[str, str]]) -> Comparison:
+def _environment(pairs: Sequence[tuple[PlacedProcess, RankReport]],
+                 given: Mapping[str, Mapping[str, str]]) -> Comparison:
     """Each process has the variables that the launcher sets, with its values. The GPUs have a check of their own."""
     findings = []
     for place, report in pairs:

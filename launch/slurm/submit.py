@@ -21,8 +21,8 @@ from launch.slurm.render import Flags, Places, render
 
 Say = Callable[[str], None]
 TIME = re.compile(r"(?:(?P<days>\d{1,6})-)?(?P<rest>\d{1,8}(?::\d{1,8}){0,2})?", re.ASCII)
-"""What sbatch takes for --time: minutes, minutes:seconds, hours:minutes:seconds, days-[hours[:minutes[:seconds]]]; numbers
-need no leading zeros. Zero is no limit."""
+"""What sbatch takes for --time: minutes, minutes:seconds, hours:minutes:seconds, days-[hours[:minutes[:seconds]]];
+numbers need no leading zeros. Zero is no limit."""
 NO_LIMIT = ("unlimited", "infinite", "-1")
 
 

@@ -68,8 +68,9 @@ class SweepTask:
 
 
 def attempts_before(run_folder: Path) -> int:
-    """The number of the newest attempt there is; 0 without any. Attempts are told apart by number, not by time: the same
-    sweep may be submitted again in the second in which its last attempt ended, and file systems have clocks of their own."""
+    """The number of the newest attempt there is; 0 without any. Attempts are told apart by number, not by time: the
+    same sweep may be submitted again in the second in which its last attempt ended, and file systems have clocks of
+    their own."""
     attempts = attempts_of(run_folder)
     return int(attempts[-1].name) if attempts else 0
 

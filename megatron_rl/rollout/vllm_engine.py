@@ -158,6 +158,6 @@ def _output_to(path: Path | None) -> Iterator[None]:
     try:
         yield
     finally:
-        for descriptor, original in zip((1, 2), saved):
+        for descriptor, original in zip((1, 2), saved, strict=True):
             os.dup2(original, descriptor)
             os.close(original)

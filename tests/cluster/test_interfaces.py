@@ -8,7 +8,8 @@ import pytest
 from launch.cluster.interfaces import LOOPBACK_OF_A_NODE, JobAddress, choose, job_address
 from launch.errors import UserError
 
-ADDRESSES = {"lo": "127.0.0.1", "eth0": "10.1.0.7", "ib0": "10.2.0.7", "ib1": "10.2.1.7", "docker0": "172.17.0.1", "tap": ""}
+ADDRESSES = {"lo": "127.0.0.1", "eth0": "10.1.0.7", "ib0": "10.2.0.7", "ib1": "10.2.1.7", "docker0": "172.17.0.1",
+             "tap": ""}
 UP = {"lo", "eth0", "ib0", "docker0", "tap"}
 
 

@@ -12,7 +12,6 @@ from launch.health.check import Check
 from launch.health.expected import Expected
 from launch.health.node import CheckContext, check_node
 from launch.health.simulated import load
-from tests.launch.conftest import cli, run_yaml  # noqa: F401 (fixtures)
 
 H100X8 = Expected(gpus=8, gpu_kind="H100-SXM-80GB", nics=8, nic_gbit_per_s=400, nvlink=True, cpus=96)
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}

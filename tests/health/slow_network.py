@@ -1,5 +1,5 @@
-"""All members of a measurement of the network on this machine: `python -m tests.health.slow_network FOLDER`. The kernel sends
-slowly on some of their connections, as a link does that trained down.
+"""All members of a measurement of the network on this machine: `python -m tests.health.slow_network FOLDER`. The kernel
+sends slowly on some of their connections, as a link does that trained down.
 
 They fork from one process, so that torch is loaded once.
 """

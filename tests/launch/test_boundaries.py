@@ -1,5 +1,5 @@
-"""House rules: `launch/` is light; one module runs processes, one reads the environment, one asks each of Slurm, NVML and
-sysfs."""
+"""House rules: `launch/` is light; one module runs processes, one reads the environment, one asks each of Slurm, NVML
+and sysfs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ print(len(names))
 
 
 def test_launch_imports_nothing_heavy():
-    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=ROOT, capture_output=True, text=True, timeout=patient(120))
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=ROOT, capture_output=True, text=True,
+                          timeout=patient(120))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 25
 

@@ -25,7 +25,8 @@ def test_a_valid_configuration(run_yaml, cli):
     assert f"{of_file(RUN_YAML)} of the file, 1 override, " in out
     assert "4 layers" in out and "8 training ranks, 1 engine of TP 1" in out      # tp 2 x pp 2 x dp 2
     warned = [line.split()[1] for line in out.splitlines() if line.startswith("warning")]
-    assert "model:" in warned and "data:" not in warned                           # no tokenizer there
+    # no tokenizer in the folder, data there
+    assert "model:" in warned and "data:" not in warned
 
 
 def test_it_warns_of_what_the_plan_warns(cli, monkeypatch):

@@ -27,7 +27,8 @@ def ended_at(made: Made, at: float) -> Made:
 
 @pytest.fixture
 def runs(tmp_path):
-    """Finished, crashed at its second attempt, going on, not heard of any more, in the queue."""
+    """Five runs: finished, crashed at its second attempt, one that goes on, one that nobody hears of, one in the
+    queue."""
     folder = tmp_path / "runs"
     ended_at(Made(folder, "done").ended("finished", 500), NOW - 3600)
     Made(folder, "bad").on_nodes(NODES, job="7").ended("stopped", 12)

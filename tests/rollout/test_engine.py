@@ -86,8 +86,8 @@ def _content(groups) -> list:
 
 
 def test_rollouts_repeat_bit_for_bit(served, config, folder, sources, tmp_path):
-    """After other work, in another order of prompts, in a fresh engine that loads the weights from disk. Another step or
-    sample is another draw."""
+    """After other work, in another order of prompts, in a fresh engine that loads the weights from disk. Another step
+    or sample is another draw."""
     runner, engine, _ = served
     first = runner.run(engine.generate(PROMPTS, SAMPLED, 3))
     runner.run(engine.generate(make_prompts(5, length=30), Sampling(3, 1.0, 20), 9))

@@ -1,5 +1,5 @@
-"""What the leader does after an attempt, against a Slurm that answers as it is told: what a real one cannot be made to say
-at a given moment. What it can is in tests/slurm."""
+"""What the leader does after an attempt, against a Slurm that answers as it is told: what a real one cannot be made to
+say at a given moment. What it can is in tests/slurm."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def case(tmp_path, monkeypatch) -> Case:
     return Case(tmp_path)
 
 
-# ---- jobs that wait ---------------------------------------------------------------------------------------------------
+# ---- jobs that wait --------------------------------------------------------------------------------------------------
 
 def test_a_chain_of_the_same_command_is_cancelled_when_the_run_is_finished(case):
     case.another("9")
@@ -170,7 +170,7 @@ def test_a_rehearsal_cancels_nothing(case):
     assert case.slurm.done == []
 
 
-# ---- nodes left out -----------------------------------------------------------------------------------------------------
+# ---- nodes left out --------------------------------------------------------------------------------------------------
 
 def test_a_bad_node_is_left_out_and_what_the_user_excluded_stays_out(case):
     case.facts = case.facts.model_copy(update={"excluded": ("n008",)})
@@ -189,7 +189,8 @@ def test_what_an_earlier_job_left_out_is_not_left_out_for_ever(case):
     assert case.slurm.options["exclude"] == "n008,n003"
 
 
-@pytest.mark.parametrize(("partition", "failed", "most"), [(64, 20, 16), (64, 3, 3), (32, 20, 8), (40, 6, 6), (40, 12, 8)])
+@pytest.mark.parametrize(("partition", "failed", "most"), [(64, 20, 16), (64, 3, 3), (32, 20, 8),
+                                                            (40, 6, 6), (40, 12, 8)])
 def test_no_more_than_a_share_of_the_partition_is_left_out(case, partition, failed, most):
     names = tuple(f"n{number:03d}" for number in range(1, partition + 1))
     case.slurm.nodes = dict.fromkeys(names, True)
@@ -240,7 +241,7 @@ def test_the_whole_number_refused_fewer_are_asked_for(case):
     assert case.slurm.options["nodes"] == "3-4" and case.past.successor == "8"
 
 
-# ---- what cannot be done as decided -----------------------------------------------------------------------------------
+# ---- what cannot be done as decided ----------------------------------------------------------------------------------
 
 def test_without_a_fresh_job_this_one_is_requeued(case):
     case.slurm.refusals["submit"] = [REFUSED]
@@ -347,7 +348,7 @@ def test_an_unreadable_check_after_the_failure_is_said(case):
     assert case.past.status == "crash"
 
 
-# ---- what Slurm knows better --------------------------------------------------------------------------------------------
+# ---- what Slurm knows better -----------------------------------------------------------------------------------------
 
 def test_a_cancelled_job_does_not_come_back(case):
     case.slurm.record = replace(case.slurm.record, state="COMPLETING")

@@ -35,7 +35,8 @@ LIMIT = past("stopped", stop_reason="time-limit", **NO_FURTHER)
     (past("stopped", stop_reason="time-limit", **NO_FURTHER), [LIMIT], "stop", 93),
     (past("stopped", stop_reason="time-limit", **NO_FURTHER), [past("stopped", stop_reason="preemption", **NO_FURTHER)],
      "requeue", 0),
-    (past("stopped", stop_reason="preemption", **NO_FURTHER), [past("stopped", stop_reason="preemption", **NO_FURTHER)] * 5,
+    (past("stopped", stop_reason="preemption", **NO_FURTHER),
+     [past("stopped", stop_reason="preemption", **NO_FURTHER)] * 5,
      "requeue", 0),
     (past("stopped", stop_reason="signal", **NO_FURTHER), [LIMIT], "requeue", 0),
     (past("hardware_fault", nodes=("n3",)), [], "fresh", 76),
@@ -151,12 +152,13 @@ def test_nothing_goes_on_for_ever(ended, before):
     again = ended.model_copy(update={"step_before": ended.step})
     outside = (ended.status in ("stopped", "interrupted") and ended.stop_reason in ("preemption", "signal")
                or ended.status == "died" and not ended.nodes)
-    for number in range(cap if outside else FAULTS_WITHOUT_PROGRESS + CRASHES_IN_A_ROW + 1):
+    most = cap if outside else FAULTS_WITHOUT_PROGRESS + CRASHES_IN_A_ROW + 1
+    for _ in range(most):
         decision = decide(again, history, max_attempts=cap)
         if decision.ends_the_run:
             return
         history.append(again)
-    assert False, f"{ended.status} was restarted {number + 1} times without a step"
+    pytest.fail(f"{ended.status} was restarted {most} times without a step")
 
 
 def test_caps_count_what_happened_without_a_person():

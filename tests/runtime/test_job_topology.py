@@ -52,7 +52,8 @@ def test_nobody_is_asked_where_the_nodes_know(addresses, pattern):
     asked, said = Asked(), []
     found = switches_of_job(hellos(addresses, pattern), NODES, asked, said.append)
     assert asked.times == 0 and said == []
-    assert {switch.nodes for switch in found if switch.nodes} == (set() if pattern == "node" else {NODES[:2], NODES[2:]})
+    expected = set() if pattern == "node" else {NODES[:2], NODES[2:]}
+    assert {switch.nodes for switch in found if switch.nodes} == expected
 
 
 @pytest.mark.parametrize("missing", [NODES, ("n3",)])

@@ -17,7 +17,6 @@ from launch.run.attempts import Attempt
 from launch.run.node_files import Hello
 from launch.runtime.network_tier import wanted, with_network
 from launch.slurm.profiles import Profile
-from tests.launch.conftest import run_yaml  # noqa: F401 (fixture)
 
 
 def past(status: str, message: str = "", nodes: tuple[str, ...] = ()) -> PastAttempt:
@@ -29,7 +28,8 @@ def past(status: str, message: str = "", nodes: tuple[str, ...] = ()) -> PastAtt
     (None, ""), (past("hang"), "attempt 3 ended with a hang"), (past("hang", nodes=("n1",)), ""),
     (past("crash", "trainer-3: DistBackendError: NCCL watchdog"), "ended with a crash"),
     (past("crash", "trainer-3: DistBackendError: NCCL watchdog", nodes=("n1",)), "ended with a crash"),   # where it ran
-    (past("crash", "rollout-0: KeyError: 'x'", nodes=("n1",)), ""), (past("crash", "Timed out waiting for rank 3"), "a crash"),
+    (past("crash", "rollout-0: KeyError: 'x'", nodes=("n1",)), ""),
+    (past("crash", "Timed out waiting for rank 3"), "a crash"),
     (past("stopped"), ""), (past("node_failure", nodes=("n2",)), "")])
 def test_it_follows_a_hang_that_no_node_explains(run_yaml, last, why):
     found = wanted(load_config(run_yaml).config, [past("hang"), last] if last else [])

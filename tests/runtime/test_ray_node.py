@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import stat
 import subprocess
@@ -24,7 +25,6 @@ from launch.runtime.ray_node import (
     raylet_command,
     sweep,
 )
-from tests.launch.conftest import run_yaml  # noqa: F401 (fixture)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_further_node_joins_the_head_with_the_same_token_and_ports_of_its_own(
     assert second.token.read_text() == first.token.read_text() and second.folder != first.folder
     head = head_command(first, Ports(20000), node="a", address="10.0.0.1")
     command = raylet_command(second, Ports(21024), node="b", address="10.0.0.1", head="10.0.0.1:20001")
-    options = dict(zip(command, command[1:]))
+    options = dict(itertools.pairwise(command))
     assert options["--address"] == "10.0.0.1:20001" and options["--node-name"] == "b"
     assert not {"--head", "--port", "--include-dashboard"} & set(command)      # `ray start` takes these of a head only
     numbers = {name: int(value) for name, value in options.items() if name.endswith("-port")}
@@ -129,5 +129,5 @@ def test_few_workers_start_at_a_time_and_the_object_store_holds_a_step(scratch, 
     assert object_store_bytes(config, 2 ** 30) == 2 ** 29, "half of what is free"
     assert object_store_bytes(load_config(run_yaml).config, 2 ** 40) == 256 << 20
     command = head_command(RaySession(object_store_bytes=2 ** 30), Ports(20000), node="n", address="127.0.0.1")
-    options = dict(zip(command, command[1:]))
+    options = dict(itertools.pairwise(command))
     assert (options["--num-cpus"], options["--object-store-memory"]) == ("16", str(2 ** 30))

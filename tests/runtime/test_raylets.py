@@ -3,6 +3,7 @@ one after the other; actors where the placement puts them; a death on another no
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -83,7 +84,7 @@ def _raylets_came_one_after_the_other(job: PlayedJob) -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as now:      # creation times are off by up to a second
         skew = time.time() - psutil.Process(now.pid).create_time()
         now.stdin.close()
-    for earlier, later in zip(NODES, NODES[1:]):
+    for earlier, later in itertools.pairwise(NODES):
         started = psutil.Process(json.loads(files[later].read_text())["pid"]).create_time() + skew
         assert started > files[earlier].stat().st_mtime - 0.1, f"{later} did not wait for {earlier}"
 

@@ -13,9 +13,9 @@ from launch.slurm.profiles import Container, Profile
 LARGE = "configs/70b/grpo.yaml"
 
 
-def deadline(*words: str, profile: Profile = Profile()) -> float:
+def deadline(*words: str, profile: Profile | None = None) -> float:
     prepared = prepare(LARGE, words)
-    return start_deadline_s(prepared.loaded, prepared.plan, profile)
+    return start_deadline_s(prepared.loaded, prepared.plan, profile or Profile())
 
 
 def test_a_large_model_has_longer_than_a_tiny_one_and_than_two_of_its_slowest_steps():

@@ -64,7 +64,8 @@ def rehearsed(slurm: SlurmCluster, job: int, folder: Path, *, ends: str = "COMPL
     """The end of a rehearsal, submitted just now, whose run lies in `folder/runs`."""
     began = time.monotonic()
     slurm.run("sdiag", "--reset")
-    slurm.wait_until(lambda: list(folder.glob("runs/*/attempts/*/outcome.json")), f"the outcome of job {job}", timeout_s)
+    slurm.wait_until(lambda: list(folder.glob("runs/*/attempts/*/outcome.json")), f"the outcome of job {job}",
+                     timeout_s)
     asked = _asked(slurm)
     state = slurm.wait_for(job, ends, timeout_s=timeout_s)
     attempts = sorted(folder.glob("runs/*/attempts/*"))

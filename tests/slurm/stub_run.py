@@ -115,7 +115,8 @@ class StubRun:
             self.slurm.wait_until(done, "the run to end", timeout_s)
         except AssertionError as error:
             queue = self.slurm.run("squeue", "--noheader", "--format=%A %j %T %r %S %N", check=False).stdout
-            raise AssertionError(f"{error}\n{self.history()}\n{self.state}\nin the queue:\n{queue}{self.text()}") from error
+            raise AssertionError(f"{error}\n{self.history()}\n{self.state}\nin the queue:\n{queue}"
+                                 f"{self.text()}") from error
         assert self.left_running() == []
         return self.history()
 

@@ -18,7 +18,8 @@ SIZES = ("trainer.tp=2", "trainer.pp=1", "trainer.dp=1", "trainer.vpp=1", "train
 def test_a_plan_is_measured_over_the_nodes_of_an_allocation(slurm: SlurmCluster, tmp_path):
     """Every edge goes from node to node, with its bytes and its residual."""
     (tmp_path / "two.yaml").write_text(CLUSTER.replace("count: 4", "count: 2").replace("-004]", "-002]"))
-    command = [sys.executable, "-m", "launch", "sync", "bench", "configs/tiny/grpo.yaml", "--on", "slurm", "--device", "cpu",
+    command = [sys.executable, "-m", "launch", "sync", "bench", "configs/tiny/grpo.yaml", "--on", "slurm", "--device",
+               "cpu",
                "--repeats", "1", "--json", f"cluster={tmp_path}/two.yaml", *SIZES]
     job = slurm.submit("--nodes=2", "--ntasks-per-node=1", "--exclusive", f"--output={tmp_path}/out",
                        f"--error={tmp_path}/err", "--wrap", f"exec {' '.join(command)}",

@@ -1,5 +1,5 @@
-"""A controller that does not answer for a while: slurmctld is stopped and goes on later, as one that is overloaded does.
-What was sent to it meanwhile, it still does."""
+"""A controller that does not answer for a while: slurmctld is stopped and goes on later, as one that is overloaded
+does. What was sent to it meanwhile, it still does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ MESSAGE_S = 1
 def hurried(slurm: SlurmCluster, tmp_path) -> Slurm:
     """A client whose commands do not wait long for the controller."""
     conf = tmp_path / "slurm.conf"
-    conf.write_text(Path(slurm.environment["SLURM_CONF"]).read_text(encoding="utf-8") + f"\nMessageTimeout={MESSAGE_S}\n")
+    usual = Path(slurm.environment["SLURM_CONF"]).read_text(encoding="utf-8")
+    conf.write_text(f"{usual}\nMessageTimeout={MESSAGE_S}\n")
     return Slurm({**slurm.environment, "SLURM_CONF": str(conf)})
 
 

@@ -16,8 +16,11 @@ WORDS = ("algorithm.asynchronous=false", "run.steps=3", "trainer.optimizer.warmu
 def chain(slurm, tmp_path_factory):
     """A rehearsal, the run, the run again, another run: job ids, when all have ended; and the folder of the runs."""
     folder = tmp_path_factory.mktemp("chain")
-    submit = lambda *words: slurm.submit("--time=20", f"--output={folder}/%x-%j.log", SCRIPT_7B, f"run.dir={folder}",
-                                         *WORDS, *words, variables=VARIABLES)
+
+    def submit(*words: str):
+        return slurm.submit("--time=20", f"--output={folder}/%x-%j.log", SCRIPT_7B, f"run.dir={folder}", *WORDS, *words,
+                            variables=VARIABLES)
+
     jobs = {"rehearsal": submit("run.name=a", "run.rehearse=true"), "a": submit("run.name=a"),
             "again": submit("run.name=a"), "b": submit("run.name=b")}
     slurm.wait_until(lambda: not set(jobs.values()) & set(slurm.jobs()), "all four jobs to end", 180)

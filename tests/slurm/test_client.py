@@ -160,7 +160,8 @@ def test_refusals_of_a_real_slurm(slurm: SlurmCluster, tmp_path):
         assert row in names(error.value) and error.value.exit_code == ExitCode.SLURM, error.value
     for call, row in ((lambda: client.show_job("999999"), "job id"), (lambda: client.requeue("999999"), "job id"),
                       (lambda: client.cancel("999999", signal="USR1"), "job id"),
-                      (lambda: client.batch_script("999999"), "job id"), (lambda: client.account("1"), "accounting off")):
+                      (lambda: client.batch_script("999999"), "job id"),
+                      (lambda: client.account("1"), "accounting off")):
         with pytest.raises(UserError) as error:
             call()
         assert row in names(error.value), error.value

@@ -3,6 +3,7 @@ does (`tests.slurm.fake_containers`)."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -16,7 +17,6 @@ from launch.config.load import load_config
 from launch.slurm.container import folders_of, inside, mounts, without_the_host
 from launch.slurm.profiles import Profile, parse_profile
 from launch.slurm.step import REPOSITORY, step
-from tests.launch.conftest import run_yaml  # noqa: F401 (fixture)
 from tests.slurm.fake_containers import install
 from tests.slurm.rehearsing import SCRIPT_7B, rehearse
 
@@ -67,7 +67,7 @@ def test_pyxis(host, tmp_path):
 
 def test_enroot_is_told_every_name_and_no_value(host):
     words, environment = step(COMMAND, nodes=["n1"], cpus=8, profile=profile_of("enroot"))
-    named = [value for option, value in zip(words, words[1:]) if option == "--env"]
+    named = [value for option, value in itertools.pairwise(words) if option == "--env"]
     assert {"SLURMD_NODENAME", "SLURM_PROCID", "SLURM_JOB_ID", "PYTHONPATH", "NCCL_DEBUG"} <= set(named)
     assert not {"PATH", "HOME", "LD_LIBRARY_PATH", "TMPDIR", "TWO_LINES", "CUDA_VISIBLE_DEVICES"} & set(named)
     assert not any("=" in name for name in named) and environment["NCCL_DEBUG"] == "WARN"

@@ -82,7 +82,8 @@ def test_nodes_that_do_not_know_their_switches(tmp_path):
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(text.replace("count: 2", "count: 4").replace("[001-002]", "[001-004]"))
     with running([Group("h100", 4)], tree, settings=f"TaskProlog={prolog}") as slurm:
-        found = rehearse(slurm, tmp_path, SCRIPT_7B, f"cluster={cluster}", "trainer.tp=4", "trainer.pp=1", "trainer.cp=1",
+        found = rehearse(slurm, tmp_path, SCRIPT_7B, f"cluster={cluster}", "trainer.tp=4", "trainer.pp=1",
+                         "trainer.cp=1",
                          "trainer.dp=4", "rollout.tp=4", "rollout.replicas=4", options=("--nodes=4",))
     assert not any(said["switches"] for said in found.said), "no process knows"
     assert json.loads((found.attempt.folder / "slurm-calls.json").read_text()).count("scontrol show topology") == 1

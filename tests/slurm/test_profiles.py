@@ -74,7 +74,8 @@ def test_a_step_is_one_task_a_node_with_all_its_cpus():
 def test_the_steps_environment(monkeypatch):
     """What `sbatch --export=NONE` and a parent step leave behind would break or bend the step."""
     options = {"SLURM_EXPORT_ENV", "SRUN_CPUS_PER_TASK", "SLURM_CPU_BIND", "SLURM_HOSTFILE", "SLURM_HINT",
-               "SLURM_EXACT", "SLURM_OVERCOMMIT", "SLURM_THREADS_PER_CORE", "SLURM_CORE_SPEC", "SLURM_SPREAD_JOB", "SLURM_MPI_TYPE",
+               "SLURM_EXACT", "SLURM_OVERCOMMIT", "SLURM_THREADS_PER_CORE", "SLURM_CORE_SPEC", "SLURM_SPREAD_JOB",
+               "SLURM_MPI_TYPE",
                "SLURM_NTASKS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_DISTRIBUTION", "SLURM_EXCLUSIVE", "SLURM_NETWORK"}
     for name in options:
         monkeypatch.setenv(name, "x")

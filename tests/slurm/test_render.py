@@ -178,7 +178,8 @@ def run_script(script: str, folder: Path, *words: str, **variables: str) -> subp
     fake.chmod(0o755)
     file = folder / "slurm_script"
     file.write_text(script)
-    return subprocess.run(["/bin/bash", str(file), *words], capture_output=True, text=True, timeout=patient(20), cwd="/",
+    return subprocess.run(["/bin/bash", str(file), *words], capture_output=True, text=True, timeout=patient(20),
+                          cwd="/",
                           env={"PATH": f"{fake.parent}:/usr/bin:/bin", **variables})
 
 

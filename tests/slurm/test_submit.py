@@ -133,7 +133,8 @@ def test_a_shipped_script_as_a_user_submits_it(slurm: SlurmCluster, tmp_path):
     Slurm(slurm.environment).cancel(str(job_id), signal="USR1", batch=True)
     slurm.wait_for(job_id, "COMPLETED")
     first, second = log.read_text().splitlines()
-    assert first == f"{tmp_path} job {CONFIG} algorithm.asynchronous=false run.steps=500 trainer.tp=8" and second == "got SIGUSR1 alone"
+    assert first == f"{tmp_path} job {CONFIG} algorithm.asynchronous=false run.steps=500 trainer.tp=8"
+    assert second == "got SIGUSR1 alone"
 
 
 def test_a_shipped_script_submitted_from_elsewhere(slurm: SlurmCluster, tmp_path):

@@ -46,8 +46,8 @@ def _hca(nics: Sequence[Nic], named: Sequence[Nic], value: str) -> Check:
     if not named or (missing and not value.startswith("^")):
         what = f"names {', '.join(missing)}, which is not here" if missing else "leaves no device"
         return critical("nic.nccl_ib_hca", value, f"NCCL_IB_HCA={value} {what}; devices: {have}",
-                        "correct it in the site profile (interfaces.nccl, environment); NCCL would fall back to TCP without "
-                        "a word")
+                        "correct it in the site profile (interfaces.nccl, environment); NCCL would fall back to TCP "
+                        "without a word")
     return ok("nic.nccl_ib_hca", value, f"NCCL_IB_HCA={value} selects {len(named)} devices")
 
 

@@ -103,13 +103,15 @@ def failures(attempt: Path) -> list[LoggedError]:
         node = records[error.name].node if error.name in records else ""
         file = records[error.name].log if error.name in records else str(attempt / "errors" / f"{error.name}.json")
         last = error.summary.strip().splitlines()[0] if error.user_error else error.summary.strip()
-        found.append(LoggedError(error.time, error.name, node, last, error.traceback.rstrip(), file, 0, error.user_error))
+        found.append(LoggedError(error.time, error.name, node, last, error.traceback.rstrip(), file, 0,
+                                 error.user_error))
     for path in sorted(attempt.glob("nodes/*/lost.json")):
         lost, node = read_json(path), path.parent.name
         name = str(lost.get("component") or "supervisor")
         if not any(each.component == name for each in found):
             message = str(lost.get("message") or "lost").strip()
-            found.append(LoggedError(float(lost.get("time") or path.stat().st_mtime), name, node, message.splitlines()[0],
+            found.append(LoggedError(float(lost.get("time") or path.stat().st_mtime), name, node,
+                                     message.splitlines()[0],
                                  message, str(lost.get("log") or path)))
     recorded = {(each.component, _key(each.summary)) for each in found}
     for source in sources(attempt):

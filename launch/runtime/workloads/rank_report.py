@@ -1,9 +1,9 @@
 """One process of a rehearsal: writes what it finds in itself to standard output, then waits to be ended.
 
 A script run as `python -I -S rank_report.py NAME INDEX`; a node starts one for each of its GPUs. It reads
-/proc/self/environ, which is what it was started with, and knows nothing of plan or placement. It imports next to nothing
-(8 ms of CPU; `json` alone would double that, and 256 of them may share one machine), hence its plain format: fields of
-`key=value` that NUL ends, an empty field, the environment as the kernel gives it, `end`.
+/proc/self/environ, which is what it was started with, and knows nothing of plan or placement. It imports next to
+nothing (8 ms of CPU; `json` alone would double that, and 256 of them may share one machine), hence its plain format:
+fields of `key=value` that NUL ends, an empty field, the environment as the kernel gives it, `end`.
 """
 
 import os

@@ -90,7 +90,7 @@ def start(context: NodeContext, driver: str = DRIVER) -> Started:
         started = Started([ray, drives], session, attempt, node)
     else:
         for other in _before(placement, node):
-            _wait(context, lambda: ray_address(attempt, other) is not None, f"Ray on {other}")
+            _wait(context, lambda other=other: ray_address(attempt, other) is not None, f"Ray on {other}")
         token, listens = attempt.folder / TOKEN_FILE, f"{address}:{context.ports.ray_node_manager}"
         _wait(context, lambda: seen(token), str(token))
         session = _session(context, secret=token.read_text(encoding="ascii"))
