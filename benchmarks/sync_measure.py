@@ -37,13 +37,13 @@ class Measured:
     """With this machine's rates; its route was measured, `floor_s` is the bound."""
     predicted_s: float = 0.0
     """Of the route, chunk by chunk."""
-    manifest: SyncManifest | None = None
-    ours: SyncReport | None = None
+    manifest: SyncManifest = field(init=False)
+    ours: SyncReport = field(init=False)
     nics: tuple[Traffic, ...] = ()
     """What each host's NIC carried in our sync."""
     seconds: dict[str, float] = field(default_factory=dict)
     """ours, gather, tensors, buckets (the last two with the gather)."""
-    verdict: Verdict | None = None
+    verdict: Verdict = field(init=False)
 
     @property
     def bound_s(self) -> float:

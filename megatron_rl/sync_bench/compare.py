@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from launch.coefficients.sync import SyncCoefficients
 from launch.fabric.choose import SyncPrediction
+from launch.fabric.estimate import Kind
 from launch.fabric.routes import Route
 from launch.fabric.seated import EngineRank, Seats
 from megatron_rl.weight_sync.protocol import SyncReport, engine_name, trainer_name
@@ -70,7 +71,7 @@ def edges(route: Route, arrivals: Sequence[float], seats: Seats,
             for pair in (*ran, *(pair for pair in sizes if pair not in ran))]
 
 
-def parts(prediction: SyncPrediction, kind: str, coefficients: SyncCoefficients, report: SyncReport) -> list[Part]:
+def parts(prediction: SyncPrediction, kind: Kind, coefficients: SyncCoefficients, report: SyncReport) -> list[Part]:
     """Of one sync, by the clock of its slowest receiver; what is left is the protocol. Digests overlap the transfer."""
     seconds, cost = report.seconds, prediction.routes[kind]
     held = cost.rollout_nic_in_bytes + cost.nvlink_bytes

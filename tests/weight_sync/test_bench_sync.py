@@ -152,9 +152,10 @@ def test_where_receivers_pass_on_the_trainers_nic_sends_one_copy(simulated_hosts
 
 def _row(setup: Setup, ours: float, *, verify: float = 0.02, spare: float = 0.5, rate: float = 0.95,
          **seconds) -> Measured:
-    report = SyncReport(1, 2, 1, {"total": ours, "receive": ours, "live_digest": verify * ours, "verify": 0.0})
-    return Measured(setup, setup.predicted(SLOW), predicted_s=5.9, ours=report, seconds={"ours": ours, **seconds},
-                    verdict=Verdict(rate, spare))
+    row = Measured(setup, setup.predicted(SLOW), predicted_s=5.9, seconds={"ours": ours, **seconds})
+    row.ours = SyncReport(1, 2, 1, {"total": ours, "receive": ours, "live_digest": verify * ours, "verify": 0.0})
+    row.verdict = Verdict(rate, spare)
+    return row
 
 
 def test_aims_are_met_missed_or_cannot_be_judged(setups):

@@ -43,6 +43,10 @@ if current_platform.is_cpu():
 class WeightSyncWorker:
     """Methods that vLLM adds to its workers (`worker_extension_cls`); called through `collective_rpc`."""
 
+    # Of vLLM's worker. Declared only: vLLM refuses an extension that defines what the worker has.
+    weight_transfer_engine: InPlaceTransferEngine
+    start_weight_update: Callable[[], None]
+
     def sync_layout(self, canonical: list, dtype: str) -> dict:
         """Trace this worker's layout. Returns plain layouts, types and padding, and the names of the parameters that
         are received beside the engine and quantised at COMMIT; or {"error": ...}."""
@@ -59,7 +63,11 @@ class WeightSyncWorker:
 
     def sync_end(self) -> dict:
         """Close the update session, if one is open."""
-        return _never_raise(lambda: end_update(self) or {})
+        def end() -> dict:
+            end_update(self)
+            return {}
+
+        return _never_raise(end)
 
     def sync_leave(self, reason: str) -> dict:
         """Close the update session, if one is open, and all lanes."""

@@ -87,16 +87,17 @@ class WorkerSync:
             SwapError: there is nothing whole to swap in, before anything was written; or the live parameters are now a
                 mixture.
         """
-        report = self._received
+        report, receiver = self._received, self._receiver
         copies = self._shadow or self._quantised
-        if not copies or report is None or self.status()["epoch"] != epoch or self.status()["error"]:
+        status = self.status()
+        if not copies or report is None or receiver is None or status["epoch"] != epoch or status["error"]:
             raise SwapError(f"epoch {epoch} was not received")
         self._received = None
         _wait_for_device(self._live)                    # what was launched before still reads them
         for name, value in self._shadow.items():
             self._live[name].detach().copy_(value)
         self._requantise()
-        found, received = self._receiver.digests({**self._live, **self._quantised}), report.digests
+        found, received = receiver.digests({**self._live, **self._quantised}), report.digests
         wrong = sorted(key[0] for key in received.keys() | found.keys() if received.get(key) != found.get(key))
         if wrong:
             raise SwapError(f"epoch {epoch}: after the swap the live parameters are not what was received from trainer "
