@@ -1,4 +1,4 @@
-"""Text for people, at most 100 columns: a label of 13 columns, and what belongs to it."""
+"""Text for people, at most 100 columns: a label of 13 columns, followed by its text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LABEL = 13
 
 
 def field(label: str, text: str, width: int = WIDTH) -> str:
-    """`label        text ...`, wrapped under itself. A word longer than the line (a path) is not broken."""
+    """`label        text ...`, with continuation lines indented to the text. Words longer than a line stay whole."""
     lines = []
     for part in text.splitlines() or [""]:
         lines += textwrap.wrap(part, width - LABEL, break_long_words=False, break_on_hyphens=False) or [""]
@@ -31,7 +31,7 @@ def duration(seconds: float) -> str:
 
 
 def node_list(names: Sequence[str], most: int = 6) -> str:
-    """`h100-[001-016]` for neighbours of one prefix, by name otherwise."""
+    """`h100-[001-016]` for consecutive names with one prefix, single names otherwise."""
     parts, at = [], 0
     while at < len(names):
         end = at

@@ -1,4 +1,4 @@
-"""Numbers with units as people read them, and exactly. GB is 1e9 bytes, as in datasheets."""
+"""Numbers with units, rounded for people or exact. GB is 1e9 bytes, as in datasheets."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 SCALED = {"bytes": "B", "bytes/s": "B/s", "FLOP": "FLOP", "FLOP/s": "FLOP/s", "FLOP/token": "FLOP/token",
           "bytes/token": "B/token", "bit/s": "bit/s", "W": "W"}
-"""Units that take a decimal prefix, and what stands after it."""
+"""Units that take a decimal prefix, and the symbol after the prefix."""
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """`value` with thousands separators and `digits` significant digits (all of a whole part), in powers of ten only
-    below a millionth and from 1e15."""
+    """`value` with thousands separators and `digits` significant digits, or all digits of a larger whole part.
+    Exponents are used only below 1e-6 and from 1e15 on."""
     if not math.isfinite(value):
         return str(value)
     if value == 0:
@@ -39,7 +39,7 @@ def human(value: float, unit: str = "", digits: int = 3) -> str:
 
 
 def seconds(value: float, digits: int = 3) -> str:
-    """A time with the unit that suits it: `4.2 ms`, `92.2 s`, `31 min`, `212 h`."""
+    """A time in a suitable unit: `4.2 ms`, `92.2 s`, `31 min`, `212 h`."""
     size = abs(value)
     if size == 0 or not math.isfinite(value):
         return f"{significant(value)} s"
@@ -56,18 +56,18 @@ def exact(value: float, unit: str = "") -> str:
 
 
 def both(value: float, unit: str = "") -> str:
-    """Readable, with the exact value behind where that says more."""
+    """The rounded value, followed by the exact one if that says more."""
     short, full = human(value, unit), exact(value, unit)
     return short if short == full else f"{short} ({full})"
 
 
 def gigabytes(value: float) -> str:
-    """`64.7`: gigabytes without the unit, for bars and columns that name it once."""
+    """`64.7`: gigabytes without the unit, for bars and columns that state it once."""
     return f"{value / 1e9:.1f}"
 
 
 def change(before: float, after: float) -> str:
-    """Relative change: `+8.8 %`; "" where there is none to speak of or no base."""
+    """Relative change: `+8.8 %`; "" if there is none or no base."""
     if before == after or not before or not math.isfinite(before) or not math.isfinite(after):
         return ""
     share = (after - before) / abs(before)
@@ -80,5 +80,5 @@ def plural(count: int, word: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Text of a user's file, safe on a terminal: control characters become `?`."""
+    """Text from a user's file, safe on a terminal: control characters become `?`."""
     return "".join(each if each.isprintable() else "?" for each in text)

@@ -1,5 +1,5 @@
-"""A few shapes of SVG as text: enough for the pictures of a plan, without a drawing library. Everything that comes
-from outside is escaped; ink and page colours come from the page's style sheet, so that light and dark both work."""
+"""A few SVG shapes as text: enough for the pictures of a plan without a drawing library. Text from outside is escaped.
+Ink and page colours come from the page's style sheet, so both light and dark mode work."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def picture(width: float, height: float, shapes: Iterable[str], label: str) -> s
 
 
 def number(value: float) -> str:
-    """At most two decimals; never an exponent or NaN."""
+    """At most two decimals, never an exponent or NaN."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if math.isfinite(value) else "0"
 
 
@@ -60,7 +60,7 @@ def line(x1: float, y1: float, x2: float, y2: float, stroke: str = LINE, *, widt
 
 def path(commands: Sequence[str | float], stroke: str, *, width: float = 1.5, opacity: float = 1, title: str = "",
          fill: str = "none", kind: str = "", dash: str = "") -> str:
-    """`commands` is SVG path data, numbers as numbers: `("M", 0, 0, "L", 5, 5)`."""
+    """`commands` is SVG path data with numbers as numbers: `("M", 0, 0, "L", 5, 5)`."""
     data = " ".join(each if isinstance(each, str) else number(each) for each in commands)
     return _shape("path", {"d": data, "fill": fill, "stroke": stroke, "stroke-width": width,
                            "opacity": None if opacity == 1 else opacity, "class": kind or None,
@@ -79,7 +79,7 @@ def text(
     title: str = "",
     halo: bool = False,
 ) -> str:
-    """`halo`: a rim in the colour of the card, for words that lie on lines."""
+    """`halo`: an outline in the colour of the card, for words on top of lines."""
     attributes = {
         "x": x,
         "y": y,
@@ -96,10 +96,10 @@ def text(
 
 def legend(x: float, y: float, entries: Sequence[tuple[str, str]], *, width: float,
            size: float = 12) -> tuple[list[str], float]:
-    """Coloured squares with words, in lines of at most `width`.
+    """Coloured squares with words, in rows of at most `width`.
 
     Returns:
-        The shapes, and the height that they take.
+        The shapes and their height.
     """
     shapes, left, row = [], x, 0
     for colour, words in entries:
@@ -114,12 +114,12 @@ def legend(x: float, y: float, entries: Sequence[tuple[str, str]], *, width: flo
 
 
 def text_width(words: str, size: float = 12) -> float:
-    """Roughly, in a common sans-serif face."""
+    """Approximate width in a common sans-serif font."""
     return sum(0.32 if each in " .,:;'|!iIl()[]fjt" else 0.85 if each in "mwMW%@" else 0.6 for each in words) * size
 
 
 def shortened(words: str, width: float, size: float = 12) -> str:
-    """`words`, cut with an ellipsis where they exceed `width`."""
+    """`words`, cut with an ellipsis if they exceed `width`."""
     if text_width(words, size) <= width:
         return words
     while words and text_width(words + "…", size) > width:
@@ -128,7 +128,7 @@ def shortened(words: str, width: float, size: float = 12) -> str:
 
 
 def ticks(limit: float, count: int = 5) -> list[float]:
-    """Round numbers from 0 to at most `limit`, about `count` of them."""
+    """About `count` round numbers from 0 to at most `limit`."""
     if not math.isfinite(limit) or limit <= 0:
         return [0.0]
     rough = limit / count
@@ -138,7 +138,7 @@ def ticks(limit: float, count: int = 5) -> list[float]:
 
 
 def mixed(colour: str, other: str, share: float) -> str:
-    """`share` of the way from one `#rrggbb` to another."""
+    """The colour at `share` of the way from one `#rrggbb` to another."""
     pairs = [(int(colour[i:i + 2], 16), int(other[i:i + 2], 16)) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
 

@@ -117,7 +117,7 @@ def test_the_end_shows_the_plan_beside_what_was_measured(whole):
     assert tokens == pytest.approx(
         256 * fmean(row["response/length_mean"] + row["prompt/length_mean"] for row in rows))
     assert f"measured in it (median of steps 3 to {STEPS})" in whole.text()
-    assert "Predicted beside measured" in (whole.run_folder / "report.html").read_text(encoding="utf-8")
+    assert "Predicted and measured" in (whole.run_folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_calibrated_with_the_run_the_plan_of_its_configuration_is_what_it_measured(whole, tmp_path):

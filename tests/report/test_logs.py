@@ -91,7 +91,7 @@ class TestMerged:
         assert out.count("trainer-1@n2") == 5 and "trainer-0" not in out
         assert main(["logs", run, "--node", "n2", "-n", "1"]) == 0
         assert capsys.readouterr().out.rstrip().endswith("ValueError: a packed row of 9000 tokens")
-        with pytest.raises(UserError, match="no log fits --role trainer --rank 9") as error:
+        with pytest.raises(UserError, match="no log matches --role trainer --rank 9") as error:
             logs.choose(made.folder, Filter("trainer", 9))
         assert "ranks: 0-3" in error.value.fix and "nodes: n1, n2" in error.value.fix
 
@@ -175,7 +175,7 @@ class TestFirstError:
         made = Made(tmp_path, "grpo").log("trainer-0", FOLLOWS.format(rank=0))
         made.ended("crash", 3, "trainer-1 (pid 7, node n2) died without an error of its own: killed")
         text = text_of(first_error(made.folder), made.folder)
-        assert "only tells that another process was gone" in text and "trainer-1 (pid 7, node n2) died" in text
+        assert "only reports that another process was gone" in text and "trainer-1 (pid 7, node n2) died" in text
 
     def test_a_chain_of_exceptions_is_one_error(self, tmp_path):
         chain = CAUSE + "\nThe above exception was the direct cause of the following exception:\n\n" + CAUSE.replace(

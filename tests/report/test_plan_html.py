@@ -50,7 +50,7 @@ def test_page_holds_the_plans_figures():
     plan = example_plan()
     page = render(plan, example_placement(plan))
     words = re.sub(r"<[^>]+>", " ", page)
-    for each in ("9,996 prompts/h", "8,533 to 11,755; target 10,000: within its uncertainty", "92.2 s a step",
+    for each in ("9,996 prompts/h", "8,533 to 11,755; target 10,000: within its uncertainty", "92.2 s per step",
                  "training: TP4 CP2 DP5 PP4 VPP5", "rollout: 12 engines of TP8", "72.0 of 73.0 GB", "5 versions",
                  "W011", "decoding is bound by HBM bandwidth", "98.1% progress", "0, 4, 1, 5, 2, 6, 3, 7"):
         assert each in words, each
@@ -170,7 +170,7 @@ def test_unwritable_file_and_empty_plan(tmp_path):
     plan = example_plan()
     with pytest.raises(UserError, match="cannot write"):
         write_html(plan, None, tmp_path / "no" / "plan.html")
-    with pytest.raises(UserError, match="predicts nothing"):
+    with pytest.raises(UserError, match="has no forecast"):
         render(plan.model_copy(update={"forecast": None}), None)
     assert "Nodes and GPUs" not in render(plan, None)
 

@@ -50,13 +50,13 @@ def test_every_figure_is_the_plans():
             "activations 27.5, gradients 17.4", "92.2 s predicted (78.4 s to 108 s)",
             "bottleneck: rollout: decoding is bound by HBM bandwidth", "89.8 s (76.3 s to 103 s) 97%",
             "74.1 s (65.2 s to 83 s) 80%", "9,996 prompts/h predicted (●), 8,533 to 11,755; target 10,000 (┃): "
-            "within its uncertainty", "48 ms an output token, 1,020 tokens/s/GPU; 4,369 sequences in flight of 6,380",
+            "within its uncertainty", "48 ms per output token, 1,020 tokens/s/GPU; 4,369 sequences in flight of 6,380",
             "load 68%",
             "at most 5 versions, mean 1.6 (derived: longest completion 403 s over a step of 92.2 s)",
-            "algorithm.max_staleness 8", "141 GB a copy", "> direct at least 390 ms, expected 2.4 s",
+            "algorithm.max_staleness 8", "141 GB per copy", "> direct at least 390 ms, expected 2.4 s",
             "chain at least 410 ms, expected 4.9 s", "tree at least 410 ms, expected 3.1 s",
-            "26.5 GB out, 17.6 GB in", "to disk every 20 steps: 141 GB a version, written and read back in 7.06 s",
-            "0,4,1,5,2,6,3,7: 0 bytes leave their rail, 106 GB in natural order", "one every 61.3 h expected",
+            "26.5 GB out, 17.6 GB in", "to disk every 20 steps: 141 GB per version, written and read back in 7.06 s",
+            "0,4,1,5,2,6,3,7: 0 bytes cross rails (106 GB in natural order)", "one every 61.3 h expected",
             "checkpoint every 20 steps (30.7 min), 14 s each; restart 420 s; 98.1%", "W003 the target", COMMAND):
         assert figure in text, figure
 
@@ -153,9 +153,9 @@ def test_sweep_without_an_answer():
         print_sweep(points, target, Console(file=stream, width=100, highlight=False))
         return stream.getvalue()
 
-    assert ("none of these sizes reaches 30,000 prompts/h: the most is 19,800 prompts/h with 64 nodes"
+    assert ("none of these sizes reaches 30,000 prompts/h: the maximum is 19,800 prompts/h with 64 nodes"
             in text(sweep(), 30000))
-    assert "the most is 19,800" in text(sweep(), None)
-    assert "no plan fits any of these sizes" in text(sweep()[:1], 10000)
+    assert "the maximum is 19,800" in text(sweep(), None)
+    assert "no plan fits on any of these sizes" in text(sweep()[:1], 10000)
     assert capacity_curve(sweep()[:2], 10000) == ""
     assert capacity_curve(sweep(), 10000) == capacity_curve(sweep(), 10000)

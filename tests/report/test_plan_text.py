@@ -70,7 +70,7 @@ def test_an_unknown_key_names_the_nearest():
     with pytest.raises(UserError) as caught:
         explain(example_plan(), "memory.trainig.stage0.weight")
     assert "memory.training.stage0.weights" in str(caught.value)
-    with pytest.raises(UserError, match="predicts nothing"):
+    with pytest.raises(UserError, match="has no forecast"):
         explain(example_plan().model_copy(update={"forecast": None}), "model")
 
 
@@ -83,7 +83,7 @@ def test_a_plan_survives_its_file(tmp_path):
 
 @pytest.mark.parametrize("content, message", [
     ("", "not JSON"), ("{", "not JSON"), ("[]", "not a plan"), ("{}", "no schema_version"), ("3", "not a plan"),
-    ('{"schema_version": 1}', "schema_version 1, this program reads"),
+    ('{"schema_version": 1}', "schema_version 1, this version reads"),
     ('{"schema_version": "2"}', "schema_version '2'"),
     ('{"schema_version": 2}', "not a valid plan: config_hash"),
     ("[" * 100_000, "not JSON"), (b"\xff\xfe", "not JSON")])

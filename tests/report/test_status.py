@@ -61,7 +61,7 @@ class TestStations:
         assert found.left_s == 3600 and found.step == 36 and found.needed_s == pytest.approx(464 * 80)
         assert found.checkpoint.step == 30 and found.checkpoint.age_s == pytest.approx(720)
         text = status_text(found)
-        assert "1:00:00 h until the time limit" in text and "another attempt will go on" in text
+        assert "1:00:00 h until the time limit" in text and "continue from the checkpoint" in text
         assert "step 30, 12:00 min old, 6 steps ago" in text and "step 36: reward 0.250, 80.00 s a step" in text
 
     def test_stopping_says_why(self, made):

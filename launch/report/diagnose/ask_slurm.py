@@ -1,5 +1,5 @@
-"""What Slurm says of a run's job, for those who read the run's files first: one question every 30 s at most, and no
-answer is not an error."""
+"""What Slurm says about a run's job, for commands that read the run's files first. Slurm is asked at most every 30 s,
+and a missing answer is not an error."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from launch.slurm.refusals import SlurmError
 
 @dataclass
 class Hints:
-    """Records of jobs, asked for seldom."""
+    """Records of jobs, cached for `every_s`."""
 
     every_s: float = 30.0
     slurm: Slurm = field(default_factory=Slurm)
     why_not: str = ""
-    """What Slurm said in place of an answer."""
+    """Slurm's error, if it gave no answer."""
     _asked: dict[str, tuple[float, JobRecord | None]] = field(default_factory=dict)
 
     def record(self, job: str) -> JobRecord | None:
-        """The job as Slurm knows it; None where it does not, or does not answer (`why_not`)."""
+        """The job as Slurm knows it. None if Slurm does not know it or does not answer (`why_not`)."""
         asked_at, record = self._asked.get(job, (float("-inf"), None))
         if time.monotonic() - asked_at >= self.every_s:
             try:
@@ -38,7 +38,7 @@ class Hints:
         return record
 
     def accounted(self, job: str) -> str:
-        """A job that the controller has forgotten, from the accounting: `FAILED None exit=1:0 restarts=0`; or ""."""
+        """A job that the controller has forgotten, from accounting: `FAILED None exit=1:0 restarts=0`, or ""."""
         try:
             account = self.slurm.account(job)
         except SlurmError:
@@ -56,10 +56,10 @@ class Hints:
 
 
 def status_of(run: str, folder: str, hints: Hints) -> Status:
-    """The status of a run or a job; Slurm is asked where it can know more than the files.
+    """The status of a run or a job. Slurm is asked only if it can know more than the files.
 
     Raises:
-        UserError: there is no such run, and Slurm knows no job of that name or number.
+        UserError: the run does not exist, and Slurm knows no job of that name or number.
     """
     found, record = locate(run, folder, hints)
     if record is None and found.job is not None and not _final(found):
@@ -70,10 +70,10 @@ def status_of(run: str, folder: str, hints: Hints) -> Status:
 
 
 def diagnosis_of(run: str, folder: str, attempt: int | None = None, hints: Hints | None = None) -> Diagnosis:
-    """What is wrong with a run or job; Slurm's record, or else its accounting, where there is a job.
+    """What is wrong with a run or job. If there is a job, its Slurm record is used, or else its accounting entry.
 
     Raises:
-        UserError: there is no such run, and Slurm knows no such job.
+        UserError: the run does not exist, and Slurm knows no such job.
     """
     hints = hints or Hints()
     found, record = locate(run, folder, hints, attempt)
@@ -87,7 +87,7 @@ def diagnosis_of(run: str, folder: str, attempt: int | None = None, hints: Hints
 
 
 def locate(run: str, folder: str, hints: Hints, attempt: int | None = None) -> tuple[Found, JobRecord | None]:
-    """The run or job; a run without a folder may still wait in Slurm's queue, under its name."""
+    """Find the run or job. A run without a folder may still wait in Slurm's queue under its name."""
     try:
         found = find_run(run, folder, attempt=attempt)
     except UserError:
@@ -96,7 +96,7 @@ def locate(run: str, folder: str, hints: Hints, attempt: int | None = None) -> t
             raise
         return Found(run, None, None, record.job_id), record
     if found.folder is None and found.job and (record := hints.record(found.job)) and record.job_id != found.job:
-        return find_run(record.job_id, folder), record      # 7_1 of an array has a number of its own, which runs know
+        return find_run(record.job_id, folder), record      # array task 7_1 has its own job number, which the run uses
     return found, None
 
 
@@ -107,6 +107,6 @@ def unknown_job(run: str, folder: str, hints: Hints) -> SlurmError:
 
 
 def _final(found: Found) -> bool:
-    """Whether the outcome leaves nothing to ask: an attempt that was stopped may have been requeued."""
+    """Whether the outcome leaves nothing to ask Slurm. A stopped attempt may have been requeued."""
     outcome = read_outcome(found.attempt) if found.attempt else None
     return outcome is not None and outcome.status in ("finished", "user_error")

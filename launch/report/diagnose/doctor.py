@@ -1,5 +1,5 @@
-"""Why a run or job failed, or waits: Slurm's record, the outcome, the logs and the ledger against the table of known
-failures; what is not known is said to be unknown, with the first error and where to look."""
+"""Why a run or job failed or waits. Slurm's record, the outcome, the logs and the ledger are compared with the table of
+known failures. If none fits, the diagnosis says so, and gives the first error and places to look."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TABLE: tuple[Symptom, ...] = tuple(symptom for _, group in GROUPS for symptom in
 BY_CODE = {symptom.code: symptom for symptom in TABLE}
 PAGE = "docs/troubleshooting.md"
 ANY_LOG = re.compile("|".join(f"(?:{symptom.logs})" for symptom in TABLE if symptom.logs))
-"""One search instead of thirty for the lines that match nothing."""
+"""One search instead of thirty for lines that match nothing."""
 
 SCHEMA_VERSION = 1
 PENDING = "PENDING"
@@ -40,20 +40,20 @@ PENDING = "PENDING"
 
 @dataclass(frozen=True)
 class Finding:
-    """A row of the table that fits, and what shows it."""
+    """A row of the table that fits, with its evidence."""
 
     code: str
     cause: str
     remedy: str
     evidence: str
-    """The line that shows it."""
+    """The line that matched."""
     where: str
-    """`file:line`, or who said it."""
+    """`file:line`, or the source of the line."""
     page: str
     weight: int
     time: float = 0.0
     times: int = 1
-    """Lines of logs that show it."""
+    """Number of log lines that matched."""
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,21 @@ class Diagnosis:
     attempt: int | None
     job: str | None
     slurm: str
-    """`FAILED NonZeroExitCode exit=1:0 restarts=0`; "" where Slurm was not asked or does not know the job."""
+    """`FAILED NonZeroExitCode exit=1:0 restarts=0`; "" if Slurm was not asked or does not know the job."""
     why_no_slurm: str
     exit_meaning: str
-    """What the job's exit code means here."""
+    """Meaning of the job's exit code in this project."""
     outcome: str
     findings: tuple[Finding, ...]
     """Most telling first."""
     first: LoggedError | None
     """The first error over all processes."""
     look_at: tuple[str, ...]
-    """Files and commands for what is not in the table."""
+    """Files and commands to look at for failures that are not in the table."""
 
     @property
     def causes(self) -> tuple[Finding, ...]:
-        """Findings that explain something; those that only follow, where nothing explains them."""
+        """Findings that are causes. If there are none, the findings that are consequences."""
         best = min((finding.weight for finding in self.findings), default=0)
         return tuple(finding for finding in self.findings if finding.weight <= max(1, best))
 
@@ -89,11 +89,11 @@ class Diagnosis:
 
 
 def diagnose(found: Found, record: JobRecord | None = None, accounted: str = "", why_no_slurm: str = "") -> Diagnosis:
-    """Put everything that is known of a run's attempt, or of a job that never wrote anything, against the table.
+    """Compare everything known about a run's attempt, or about a job that never wrote anything, with the table.
 
     Args:
         record: Slurm's record of the job, if it has one.
-        accounted: in its place, a line from the accounting in the same form (`FAILED exit=1:0`).
+        accounted: used without a record: a line of the same form from accounting (`FAILED exit=1:0`).
     """
     line = slurm_line(record) if record else accounted
     outcome = read_outcome(found.attempt) if found.attempt else None
@@ -109,13 +109,13 @@ def diagnose(found: Found, record: JobRecord | None = None, accounted: str = "",
 
 
 def slurm_line(record: JobRecord) -> str:
-    """A record in one line, which the table's `slurm` patterns are for."""
+    """A record in one line, the text for the table's `slurm` patterns."""
     reason = record.reason or "None"
     return f"{record.state} {reason} exit={record.exit_code}:{record.signal} restarts={record.restarts}"
 
 
 def exit_meaning(line: str) -> str:
-    """What the job's exit status says in this project (docs/exit-codes.md)."""
+    """Meaning of the job's exit status in this project (docs/exit-codes.md)."""
     if "exit=" not in line or line.startswith((PENDING, "RUNNING")):
         return ""
     status, _, number = line.partition("exit=")[2].split()[0].partition(":")
@@ -145,7 +145,7 @@ def _by_outcome(outcome: Outcome | None, decided: str) -> Iterable[Finding]:
 
 
 def _decided(found: Found) -> str:
-    """Why nothing follows the attempt."""
+    """Why no attempt follows this one."""
     if found.attempt is None or found.folder is None:
         return ""
     attempt = int(found.attempt.name)
@@ -163,7 +163,7 @@ def _by_logs(logs: Iterable[LogFile]) -> Iterable[Finding]:
 
 
 def _by_ledger(found: Found) -> Iterable[Finding]:
-    """Nodes of this attempt that the run's ledger keeps out by now."""
+    """Nodes of this attempt that the run's ledger excludes by now."""
     if found.attempt is None or found.folder is None or not (found.folder / LEDGER).exists():
         return
     ledger = Ledger(found.folder / LEDGER)
@@ -175,7 +175,7 @@ def _by_ledger(found: Found) -> Iterable[Finding]:
 
 
 def _merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """One finding a row: its earliest evidence, and how often it was seen; those that explain most come first."""
+    """One finding per row, with its earliest evidence and the number of matches. The most specific cause is first."""
     by_code: dict[str, list[Finding]] = {}
     for finding in findings:
         by_code.setdefault(finding.code, []).append(finding)

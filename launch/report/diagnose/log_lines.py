@@ -1,8 +1,8 @@
-"""Lines of log files with the time at which they were written, whoever wrote them. Pure but for reading files.
+"""Lines of log files with the time at which they were written, for logs of any origin. Pure except for reading files.
 
-Formats known: Python's logging and Ray's (`2026-11-29 16:41:41,396 driver INFO`), Ray's C++ (`[2026-11-29
+Known formats: Python's logging and Ray's (`2026-11-29 16:41:41,396 driver INFO`), Ray's C++ (`[2026-11-29
 16:41:41,396 E 1 1]`), vLLM (`INFO 11-29 16:41:32 [x.py:1]`), torch's C++ (`[rank3]:[E1129 16:41:17.123456
-ProcessGroupNCCL.cpp:1]`) and Slurm (`CANCELLED AT 2026-11-29T16:41:17`). A line without a time belongs to the one
+ProcessGroupNCCL.cpp:1]`) and Slurm (`CANCELLED AT 2026-11-29T16:41:17`). A line without a time has the time of the line
 before it.
 """
 
@@ -18,11 +18,11 @@ _FULL = re.compile(r"(?<!\d)(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}
 _NO_YEAR = re.compile(r"(?<![\d-])(\d\d)-(\d\d) (\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
 _GLOG = re.compile(r"\[?[IWEF](\d{1,2})(\d\d) (\d\d:\d\d:\d\d)\.(\d{1,9})")
 _HEAD = 120
-"""Times are looked for in the beginning of a line; further in they may be anything."""
+"""Times are searched only at the start of a line. Further on, a date may mean anything."""
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 TAIL_BYTES = 256 << 10
 MOST_BYTES = 64 << 20
-"""Of a log, its end: what is longer than this was written in a loop."""
+"""Only this much of a log's end is read. A longer log was written by a loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class LogFile:
     """`trainer-3`, `driver`, `ray`, `supervisor`, `job`."""
     node: str = ""
     started: float | None = None
-    """When its process started, for lines before the first time."""
+    """Start time of its process, for lines before the first time."""
 
     @property
     def role(self) -> str:
@@ -55,15 +55,15 @@ class Line:
     time: float
     source: LogFile
     number: int
-    """From 1; 0 where only the end of the file was read."""
+    """From 1; 0 if only the end of the file was read."""
     text: str
 
 
 def time_of(text: str, year: int) -> float | None:
-    """The time that a line states, in this machine's zone.
+    """The time stated in a line, in this machine's time zone.
 
     Args:
-        year: for formats that leave it out.
+        year: used for formats without a year.
     """
     head = text[:_HEAD]
     try:
@@ -82,7 +82,7 @@ def read(source: LogFile, *, tail: bool = False) -> Iterator[Line]:
     """The lines of a log in order, colours taken out, times never going back.
 
     Args:
-        tail: only the end of the file, for those who want the last lines.
+        tail: read only the end of the file.
     """
     try:
         status = source.path.stat()
@@ -111,7 +111,7 @@ def stamped(texts: list[str], source: LogFile, year: int, start: float, first: i
 
 
 def first_time(texts: list[str], written: float) -> float:
-    """The first time that any of these lines states, else `written`."""
+    """The first time stated in any of these lines, or else `written`."""
     year = datetime.fromtimestamp(written).year
     return next((time for text in texts if (time := time_of(ANSI.sub("", text), year)) is not None), written)
 

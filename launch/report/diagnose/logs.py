@@ -1,4 +1,4 @@
-"""The logs of an attempt as one, in the order of time: whose lines, which, and what is added while somebody looks."""
+"""The logs of an attempt: merge them by time, filter them by role, rank and node, and follow them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:,\d+)?\s")
 
 @dataclass(frozen=True)
 class Filter:
-    """Whose lines; None is everybody's."""
+    """Selects logs. None matches every value."""
 
     role: str | None = None
     rank: int | None = None
@@ -38,7 +38,7 @@ def sources(attempt: Path, *, ray_too: bool = False) -> list[LogFile]:
     """Every log of an attempt: its components', the supervisors', the batch script's.
 
     Args:
-        ray_too: Ray's own logs as well, which were kept of an attempt that failed (many, and mostly noise).
+        ray_too: include Ray's own logs, which are kept for failed attempts (many, and mostly noise).
     """
     records = {record.name: record for record in components(Attempt(attempt))}
     found = []
@@ -63,7 +63,7 @@ def choose(attempt: Path, wanted: Filter) -> list[LogFile]:
     """The logs that a filter takes.
 
     Raises:
-        UserError: none; says which roles, ranks and nodes there are.
+        UserError: it selects none; the message names the roles, ranks and nodes that exist.
     """
     everything = sources(attempt, ray_too=wanted.role == "ray-logs")
     chosen = [source for source in everything if wanted.takes(source)]
@@ -73,7 +73,7 @@ def choose(attempt: Path, wanted: Filter) -> list[LogFile]:
     ranks = sorted({source.rank for source in everything
                     if source.rank is not None and wanted.role in (None, source.role, source.name)})
     nodes = sorted({source.node for source in everything if source.node})
-    raise UserError("no log fits " + " ".join(f"--{name} {value}" for name, value in vars(wanted).items()
+    raise UserError("no log matches " + " ".join(f"--{name} {value}" for name, value in vars(wanted).items()
                                               if value is not None), where=str(attempt),
                     fix=f"roles: {', '.join(roles) or 'none'}; ranks: {_ranges(ranks)}; "
                         f"nodes: {', '.join(nodes) or 'none'}")
@@ -90,7 +90,7 @@ def last(chosen: Sequence[LogFile], count: int) -> list[Line]:
 
 
 def text_of(line: Line, width: int) -> str:
-    """`16:41:41 trainer-3@h100-007  INFO step 37`: the time and the name once, in front."""
+    """`16:41:41 trainer-3@h100-007  INFO step 37`: the time and the name appear once, at the start."""
     text = _STAMP.sub("", line.text).removeprefix(f"{line.source.name} ")
     return f"{datetime.fromtimestamp(line.time):%H:%M:%S} {line.source.label:<{width}}  {text}"
 
@@ -106,7 +106,7 @@ def label_width(chosen: Iterable[LogFile]) -> int:
 
 @dataclass
 class Follower:
-    """What is added to the logs of an attempt from now on; logs that appear later are read from their beginning."""
+    """Reads what is added to the logs of an attempt. Logs that appear later are read from their beginning."""
 
     attempt: Path
     wanted: Filter
@@ -114,13 +114,13 @@ class Follower:
     _times: dict[Path, float] = field(default_factory=dict)
 
     def start(self) -> None:
-        """Leave out what is there already."""
+        """Skip what has been written so far."""
         for source in self._chosen():
             if source.path.exists():
                 self._offsets[source.path] = source.path.stat().st_size
 
     def poll(self) -> list[Line]:
-        """The lines that were completed since the last call, by time."""
+        """The lines completed since the last call, by time."""
         found: list[Line] = []
         for source in self._chosen():
             try:
@@ -144,14 +144,14 @@ class Follower:
 
 
 def follow(follower: Follower, every_s: float) -> Iterator[Line]:
-    """Lines as they are added, until the attempt has its outcome and its logs are read to their end."""
+    """Yield lines as they are added, until the attempt has its outcome and its logs have been read to the end."""
     while True:
-        ended = (follower.attempt / "outcome.json").exists()      # before reading: what was written by then is read
+        ended = (follower.attempt / "outcome.json").exists()      # checked before reading, so that no line is missed
         lines = follower.poll()
         yield from lines
         if ended and not lines:
             return
-        time.sleep(every_s)  # between two looks at files that others write
+        time.sleep(every_s)  # between two polls of files that others write
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -164,15 +164,15 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def attempt_of(run: str, folder: str, number: int | None = None) -> Path:
-    """The attempt of a run or job.
+    """The folder of an attempt of a run or job.
 
     Raises:
-        UserError: there is no such run, or it has written nothing yet.
+        UserError: the run does not exist, or it has not written anything yet.
     """
     found = find_run(run, folder, attempt=number)
     if found.attempt is None:
-        what = f"job {found.job} has made no attempt in {folder}/" if found.folder is None else (
+        what = f"job {found.job} has no attempt in {folder}/" if found.folder is None else (
             f"run {found.name!r} has no attempt yet")
         raise UserError(what, where=str(Path(folder).absolute()),
-                        fix=f"megatron-rl status {run} says whether it waits; megatron-rl doctor {run} why it failed")
+                        fix=f"megatron-rl status {run} says whether it waits, megatron-rl doctor {run} why it failed")
     return found.attempt

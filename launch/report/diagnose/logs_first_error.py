@@ -1,5 +1,5 @@
-"""The first error of an attempt over all its processes, by time. What comes later mostly only follows from it: the
-others wait for the one that failed until their collectives time out, or find their connections closed."""
+"""The first error of an attempt over all its processes, by time. Later errors are mostly consequences: the other
+processes wait for the one that failed until their collectives time out, or find their connections closed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOLLOWS = re.compile(
     r"ActorDiedError|RayActorError|ActorUnavailableError|WorkerCrashedError|NodeDiedError|EngineDeadError|"
     r"actor (?:died|is dead)|keyboardinterrupt|systemexit|CANCELLED AT|srun: (?:error: .*: task|Job step aborted|"
     r"Terminating)|SIGTERM", re.IGNORECASE)
-"""An error that says that somebody else has gone or did not come."""
+"""Errors that only report that another process died or did not arrive."""
 _TRACEBACK = "Traceback (most recent call last):"
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?[A-Za-z_]\w*"
                         r"(?:Error|Exception|Exit|Interrupt|Warning|Timeout|Killed)\b.*")
@@ -48,17 +48,17 @@ class LoggedError:
     component: str
     node: str
     summary: str
-    """The exception's line."""
+    """The line of the exception."""
     text: str
-    """The traceback, or the line."""
+    """The traceback, or the single line."""
     file: str
     line: int = 0
     users: bool = False
-    """The user can mend it."""
+    """Whether the user can fix it."""
 
     @property
     def follows(self) -> bool:
-        """Only tells of somebody else's end."""
+        """Whether it only reports the end of another process."""
         return not self.users and bool(FOLLOWS.search(self.summary))
 
     @property
@@ -68,7 +68,7 @@ class LoggedError:
 
 @dataclass(frozen=True)
 class FirstError:
-    """The first error, and what came after it."""
+    """The first error and the errors after it."""
 
     first: LoggedError | None
     others: tuple[LoggedError, ...]
@@ -81,12 +81,12 @@ class FirstError:
 
 
 def first_error(attempt: Path, wanted: Filter | None = None) -> FirstError:
-    """Find it: errors that the user can mend first, then by time, those that only follow last. Processes that fail
-    after the outcome was written were being ended: their errors are never the first."""
+    """Find the first error. Errors that the user can fix come first, then the others by time, and consequences last. A
+    process that fails after the outcome was written was being ended, so its error is never the first."""
     found = [each for each in failures(attempt)
              if wanted is None or wanted.takes(LogFile(Path(each.file), each.component, each.node))]
     outcome = read_outcome(attempt)
-    end = (attempt / "outcome.json").stat().st_mtime if outcome else float("inf")   # what comes later was being ended
+    end = (attempt / "outcome.json").stat().st_mtime if outcome else float("inf")   # later errors: the clean-up
     ordered = sorted((each for each in found if each.users or each.time <= end),
                      key=lambda each: (not each.users, each.follows, each.time))
     message = outcome.message if outcome and outcome.status not in ("finished", "stopped") else ""
@@ -149,7 +149,7 @@ def in_log(source: LogFile, lines: Iterable[Line]) -> list[LoggedError]:
 
 
 def text_of(found: FirstError, attempt: Path, *, lines: int = 40) -> str:
-    """The first error for people: who, when, the end of its traceback, and how many followed."""
+    """The first error for people: its process, its time, the end of its traceback, and the number of later errors."""
     if found.first is None:
         parts = ["no error was recorded or logged"]
         if found.outcome:
@@ -161,12 +161,12 @@ def text_of(found: FirstError, attempt: Path, *, lines: int = 40) -> str:
     first = found.first
     at = datetime.fromtimestamp(first.time)
     said = first.text.splitlines()
-    shown = ([f"... {len(said) - lines} lines more in the log"] if len(said) > lines else []) + said[-lines:]
+    shown = ([f"... {len(said) - lines} more lines in the log"] if len(said) > lines else []) + said[-lines:]
     parts = [field("first error", f"{first.who} at {at:%Y-%m-%d %H:%M:%S}"),
              field("", first.summary), field("log", first.file + (f":{first.line}" if first.line else ""))]
     parts += [f"  | {piece}" for line in shown for piece in _cut(line)]
     if first.follows:
-        parts.append(field("caution", "this error only tells that another process was gone or late, and nothing was "
+        parts.append(field("caution", "this error only reports that another process was gone or late, and nothing was "
                                       "logged before it: look for a process that was killed"))
     if found.outcome and found.outcome.splitlines()[0] not in (first.summary, ""):
         parts.append(field("outcome", found.outcome.splitlines()[0]))
@@ -195,7 +195,7 @@ def _failure(source: LogFile, block: list[Line], summary: str, before: LoggedErr
 
 
 def _key(summary: str) -> str:
-    """The same error as an actor records it and as a log prints it: class names with and without their module."""
+    """Key that is equal for an error as an actor records it and as a log prints it, with or without its module."""
     return re.sub(r"^[\w.]*\.", "", summary.strip().splitlines()[-1] if summary.strip() else "")[:120]
 
 

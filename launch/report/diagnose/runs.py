@@ -1,4 +1,4 @@
-"""`megatron-rl runs`: all runs of a folder, a line each. Only files are read: Slurm is not asked."""
+"""`megatron-rl runs`: all runs of a folder, one line each. Only files are read; Slurm is not asked."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from launch.run.progress import read_progress
 SCHEMA_VERSION = 1
 By = Literal["when", "name", "state", "step"]
 UNREADABLE = "UNREADABLE"
-"""State of a run of which a file is broken."""
+"""State of a run with a broken file."""
 
 
 @dataclass(frozen=True)
 class RunLine:
-    """A run as its newest attempt left it."""
+    """A run, described by its newest attempt."""
 
     name: str
     state: str
-    """As `Status.state`, or UNREADABLE."""
+    """As in `Status.state`, or UNREADABLE."""
     step: int
-    """Steps that are done."""
+    """Completed steps."""
     steps: int | None
-    """Of `run.steps`."""
+    """The value of `run.steps`."""
     when: float
-    """Last sign of it, seconds since 1970: its end, or its last progress."""
+    """Time of its end or of its last progress, in seconds since 1970."""
     attempts: int
     job: str | None
-    """The newest attempt's Slurm job."""
+    """Slurm job of the newest attempt."""
     folder: str
 
 
 def list_runs(folder: Path, now: float, by: By = "when") -> list[RunLine]:
-    """The runs of a folder: the newest or the furthest first, or by name or state.
+    """The runs of a folder, sorted by time or step (largest first), or by name or state.
 
     Raises:
-        UserError: there is no such folder.
+        UserError: the folder does not exist.
     """
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}", where=str(folder.absolute()),
@@ -59,7 +59,7 @@ def as_json(lines: Sequence[RunLine]) -> dict:
 
 
 def as_text(lines: Sequence[RunLine], folder: Path) -> str:
-    """A table; a note where there is nothing."""
+    """A table, or a note if there are no runs."""
     if not lines:
         return f"no runs in {folder}"
     rows = [("run", "state", "step", "when", "attempts", "job")]
@@ -86,6 +86,6 @@ def _line(folder: Path, now: float) -> RunLine:
         else:
             status = read_status(Found(folder.name, folder, newest, job), now, brief=True)
             state, step, when = status.state, status.step, progress.at if progress else when
-    except (UserError, OSError, ValueError, LookupError, TypeError):        # a file that is cut short or edited
+    except (UserError, OSError, ValueError, LookupError, TypeError):        # a truncated or edited file
         state, step = UNREADABLE, 0
     return RunLine(folder.name, state, step, steps, when, len(attempts), job, str(folder))

@@ -1,8 +1,8 @@
-"""Where a run is, from what it wrote: stages passed, the current one, checkpoint, time left. Slurm's word is a hint.
+"""State of a run, from its files: stages passed, current stage, checkpoint, time left. Slurm's record is a hint.
 
     QUEUED > PREFLIGHT 16/16 > RAY 14/16 > LOAD > STEP 37/500 train
 
-`read_status` reads files only; the caller asks Slurm (`launch.slurm.client`) and passes its record in.
+`read_status` only reads files. The caller asks Slurm (`launch.slurm.client`) and passes the record in.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ LOCKS = Path("/proc/locks")
 
 SCHEMA_VERSION = 1
 RECENT = 20
-"""Steps that the pace is taken from."""
+"""Number of recent steps that the pace is computed from."""
 SILENT_S = 30.0
-"""A supervisor touches its beat every 2 s; a shared file system may show it late."""
+"""A supervisor touches its beat file every 2 s, which a shared file system may show late."""
 ENDS = {"finished": "FINISHED", "stopped": "STOPPED", "user_error": "ERROR", "crash": "CRASHED", "hang": "HUNG",
         "interrupted": "INTERRUPTED", "hardware_fault": "FAULT", "node_failure": "FAULT", "preflight": "UNFIT",
         "died": "DIED"}
-"""Status of an outcome -> the last station."""
+"""Status of an outcome -> the last stage."""
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One station of a job: `RAY 14/16`."""
+    """One stage of a job: `RAY 14/16`."""
 
     name: str
     done: int | None = None
@@ -60,51 +60,51 @@ class NewestCheckpoint:
 
 @dataclass(frozen=True)
 class Status:
-    """All that `megatron-rl status` shows. Times are seconds."""
+    """Everything that `megatron-rl status` shows. Times are in seconds."""
 
     run: str
     state: str
     """Name of the last stage: QUEUED, PREFLIGHT, RAY, LOAD, STEP, STOPPING, FINISHED, STOPPED, ERROR, CRASHED, HUNG,
-    INTERRUPTED, FAULT (hardware, a node), UNFIT (too few fit nodes), DIED, GONE (no outcome, and nothing lives),
-    ENDED (Slurm says so)."""
+    INTERRUPTED, FAULT (hardware, a node), UNFIT (too few fit nodes), DIED, GONE (no outcome and no live process),
+    ENDED (according to Slurm)."""
     stages: tuple[Stage, ...]
-    """Stations so far; the last is where the job is, or how it ended."""
+    """Stages so far. The last is the current stage, or how the job ended."""
     folder: str | None = None
     attempt: int | None = None
     attempts: int = 0
     job: str | None = None
     job_state: str | None = None
-    """Slurm's word, where it was asked."""
+    """State according to Slurm, if it was asked."""
     restarts: int = 0
     partition: str | None = None
     waiting: str = ""
-    """Why a job that waits is only waiting."""
+    """Why a job is waiting, if it is."""
     missing: tuple[str, ...] = ()
     """Nodes that the current stage waits for."""
     silent: tuple[str, ...] = ()
-    """Nodes whose supervisor has not been heard of lately."""
+    """Nodes whose supervisor has not been heard from lately."""
     nodes: tuple[str, ...] = ()
     spares: tuple[str, ...] = ()
     step: int = 0
-    """Steps that are done."""
+    """Completed steps."""
     steps: int | None = None
     checkpoint: NewestCheckpoint | None = None
     running_s: float | None = None
     left_s: float | None = None
-    """Until the time limit."""
+    """Time until the time limit."""
     needed_s: float | None = None
-    """For the steps that are left, at the pace of the last ones."""
+    """Time for the remaining steps, at the pace of the last ones."""
     since_progress_s: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Last row of metrics.jsonl."""
+    """The last row of metrics.jsonl."""
     outcome: Mapping[str, object] | None = None
     decision: str = ""
-    """What the launcher decided after the attempt: requeue, fresh job, stop."""
+    """Decision of the launcher after the attempt: requeue, fresh job, stop."""
     warnings: tuple[str, ...] = ()
 
     @property
     def over(self) -> bool:
-        """Nothing more will happen by itself."""
+        """Whether nothing more will happen without the user."""
         return not self.waiting and (self.outcome is not None or self.state in ("GONE", "ENDED"))
 
     def as_json(self) -> dict:
@@ -116,8 +116,8 @@ def read_status(found: Found, now: float, record: JobRecord | None = None, *, br
 
     Args:
         now: seconds since 1970.
-        record: what Slurm says of the job, None if it was not asked or does not know it.
-        brief: without metrics, pace, checkpoint and decision, for which files that grow would be read.
+        record: Slurm's record of the job. None if Slurm was not asked or does not know the job.
+        brief: omit metrics, pace, checkpoint and decision, which need files that grow.
     """
     folder, run_folder = found.attempt, found.folder
     if folder is None or run_folder is None:
@@ -142,7 +142,7 @@ def read_status(found: Found, now: float, record: JobRecord | None = None, *, br
         stages.append(Stage("QUEUED"))
     if again:
         stages.append(Stage("PREFLIGHT", detail="starting"))
-        waiting = "requeued, and started again: the next attempt has written nothing yet"
+        waiting = "requeued and started again: the next attempt has not written anything yet"
     done = outcome.step if outcome else steps_done(progress)
     ended = outcome is not None or not alive
     ends = job.get("end_time") or (record.ends if record and record.state == "RUNNING" else None)
@@ -172,7 +172,7 @@ def newest_checkpoint(run_folder: Path, now: float) -> NewestCheckpoint | None:
 
 
 def _only_slurm(found: Found, now: float, record: JobRecord | None) -> Status:
-    """A job before its leader has started, one that never made an attempt, or a run nobody has started."""
+    """A job whose leader has not started, a job that never made an attempt, or a run that was never started."""
     if record is None:
         return Status(run=found.name, folder=str(found.folder) if found.folder else None, job=found.job,
                       state="GONE" if found.job else "QUEUED", stages=(Stage("QUEUED"),),
@@ -191,7 +191,7 @@ def _only_slurm(found: Found, now: float, record: JobRecord | None) -> Status:
 
 def _stages(folder: Path, given: tuple[str, ...], nodes: tuple[str, ...], placed: bool,
             progress: Progress | None) -> tuple[list[Stage], tuple[str, ...]]:
-    """(stations so far, nodes that the last one waits for)."""
+    """(stages so far, nodes that the last one waits for)."""
     stages: list[Stage] = []
     missing: tuple[str, ...] = ()
     if given:
@@ -214,8 +214,8 @@ def _stages(folder: Path, given: tuple[str, ...], nodes: tuple[str, ...], placed
 
 def _alive(run_folder: Path, folder: Path, given: tuple[str, ...], now: float,
            record: JobRecord | None) -> tuple[bool, tuple[str, ...]]:
-    """(whether something of the attempt lives, nodes not heard of lately)."""
-    if not given:                                   # one machine: its launcher holds the run's lock
+    """(whether any process of the attempt is alive, nodes not heard from lately)."""
+    if not given:                                   # one machine: the launcher holds the run's lock
         return lock_is_held(run_folder / ".lock") or bool(record and record.state == "RUNNING"), ()
     beats = {node: newest_beat(folder / "nodes" / node) for node in given}
     silent = tuple(node for node, beat in beats.items() if beat is not None and now - beat > SILENT_S)
@@ -227,37 +227,37 @@ def _alive(run_folder: Path, folder: Path, given: tuple[str, ...], now: float,
 
 
 def _waiting(record: JobRecord, now: float, *, first: bool) -> str:
-    """Why a pending job is no hang."""
+    """Why a pending job is not hanging."""
     if record.reason == "BeginTime" and not first:
         begins = f" in {record.started - now:.0f} s" if record.started and record.started > now else ""
-        return f"requeued; Slurm starts a requeued job about two minutes after its end{begins}: nothing to do"
+        return f"requeued; Slurm starts a requeued job about two minutes after its end{begins}: no action needed"
     known = {"Priority": "jobs of higher priority come first", "Resources": "the nodes are in use",
-             "Dependency": "another job of this name, or one it depends on, has to end first",
+             "Dependency": "another job of this name, or one that it depends on, has to end first",
              "BeginTime": "its begin time has not come"}
     why = known.get(record.reason, f"Slurm's reason: {record.reason or 'none'}")
     return f"waits for its {'first ' if first else ''}start: {why}"
 
 
 def _started_again(folder: Path, record: JobRecord | None) -> bool:
-    """Whether the job runs anew since this attempt's end, and its leader has not made the next attempt yet."""
+    """Whether the job was restarted after this attempt ended, but its leader has not made the next attempt yet."""
     if record is None or record.state not in ("RUNNING", "CONFIGURING"):
         return False
     return (record.started or 0.0) > (folder / "outcome.json").stat().st_mtime
 
 
 def steps_of(folder: Path) -> int | None:
-    """`run.steps` of an attempt; None while it has no configuration."""
+    """The value of `run.steps` of an attempt; None until its configuration is written."""
     return _run_section(folder).get("steps")
 
 
 def _uses_ray(folder: Path) -> bool:
-    """A rehearsal does if it was asked to."""
+    """Whether the attempt uses Ray. A rehearsal does only if asked to."""
     return _run_section(folder).get("rehearse") in (None, False, "ray")
 
 
 def _run_section(folder: Path) -> dict:
-    """`run:` of the attempt's config.yaml. Only its lines are parsed: the whole takes 50 ms, and `runs` reads
-    hundreds."""
+    """`run:` of the attempt's config.yaml. Only that section is parsed: the whole file takes 50 ms, and `runs` reads
+    hundreds of them."""
     path = folder / "config.yaml"
     if not path.exists():
         return {}
@@ -294,8 +294,8 @@ def _warnings(outcome: Outcome | None, rows: list[Row]) -> tuple[str, ...]:
 
 
 def lock_is_held(lock: Path, locks: Path = LOCKS) -> bool:
-    """Whether a process of this machine holds `flock` on a file. Trying to take the lock would answer as well, and
-    could make a launcher that starts at this moment believe that another one works in the run."""
+    """Whether a process of this machine holds `flock` on a file. Trying to take the lock would also answer, but could
+    make a launcher that starts at this moment believe that another one works in the run."""
     try:
         status = lock.stat()
         wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
@@ -307,7 +307,7 @@ def lock_is_held(lock: Path, locks: Path = LOCKS) -> bool:
 
 
 def newest_beat(node_folder: Path) -> float | None:
-    """When the supervisor of a node was last heard of (seconds since 1970): its beat, or else its greeting."""
+    """When a node's supervisor was last heard from (seconds since 1970): its beat, or else its greeting."""
     for name in ("beat", "hello.json"):
         if (node_folder / name).exists():
             return (node_folder / name).stat().st_mtime

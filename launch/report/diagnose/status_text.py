@@ -1,4 +1,4 @@
-"""`megatron-rl status` as text: one line of stations, then what is known, at most 100 columns."""
+"""`megatron-rl status` as text: one line of stages, then the details, at most 100 columns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def status_text(status: Status) -> str:
 
 
 def state_line(status: Status) -> str:
-    """`grpo-70b     QUEUED > PREFLIGHT 16/16 > RAY 14/16`: always one line; where it is long, without the first."""
+    """`grpo-70b     QUEUED > PREFLIGHT 16/16 > RAY 14/16`, always one line. A long line loses its first stages."""
     stages = [str(stage) for stage in status.stages]
     head = f"{status.run:<12} "
     while len(stages) > 2 and len(head + " > ".join(stages)) > WIDTH:
@@ -56,9 +56,9 @@ def _job(status: Status) -> str:
         return ""
     parts = [status.job]
     if status.job_state:
-        parts.append(f"{status.job_state} for Slurm")
+        parts.append(f"{status.job_state} according to Slurm")
     elif status.outcome is None:
-        parts.append("Slurm does not know it, or does not answer")
+        parts.append("Slurm does not know it or does not answer")
     if status.partition:
         parts.append(f"partition {status.partition}")
     if status.restarts:
@@ -71,9 +71,9 @@ def _time_left(status: Status) -> str:
     if status.left_s is not None:
         parts.append(f"{duration(status.left_s)} until the time limit")
     if status.needed_s is not None and status.steps is not None:
-        parts.append(f"{status.steps - status.step} steps need {duration(status.needed_s)} at the pace of the last")
+        parts.append(f"{status.steps - status.step} steps need {duration(status.needed_s)} at the recent pace")
         if status.left_s is not None and status.needed_s > status.left_s:
-            parts.append("another attempt will go on from the checkpoint")
+            parts.append("another attempt will continue from the checkpoint")
     return "; ".join(parts)
 
 
@@ -95,8 +95,8 @@ def _metrics(status: Status) -> str:
 def _outcome(status: Status) -> str:
     if status.outcome is None:
         return "" if status.state != "GONE" else (
-            "none was written, and nothing of the attempt lives here: killed, or its node is gone; a run that was "
-            "launched on another machine shows this too")
+            "none was written, and no process of the attempt runs here: it was killed, its node is gone, or the run "
+            "was launched on another machine")
     lines = str(status.outcome.get("message") or "").strip().splitlines()
     said = lines[0] if lines else f"{status.outcome['status']} after step {status.outcome['step']}"
     return said + (f"; then: {status.decision}" if status.decision else "")
@@ -110,7 +110,7 @@ def _next(status: Status) -> str:
 
 
 def _short(path: str) -> str:
-    """Relative to the working directory where that is shorter."""
+    """The path relative to the working directory, if that is shorter."""
     try:
         return min(str(Path(path).absolute().relative_to(Path.cwd())), path, key=len)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Ask a run to stop, wherever it runs; a job that only waits in Slurm's queue is taken out of it."""
+"""Ask a run to stop, on any machine. A job that still waits in Slurm's queue is cancelled."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from launch.slurm.records import JobRecord
 
 
 def stop(run: str, folder: str, hints: Hints | None = None) -> str:
-    """Stop a run or job; says what was done.
+    """Stop a run or job. Returns a line that says what was done.
 
-    A running attempt gets its stop file and ends with a checkpoint at the next step boundary. A job that waits (its
-    first start, or a requeue) is cancelled: there is nothing to save.
+    A running attempt gets its stop file and ends with a checkpoint at the next step boundary. A waiting job (first
+    start or requeue) is cancelled, as there is nothing to save.
 
     Raises:
-        UserError: there is no such run, it has no attempt yet, or it has ended.
+        UserError: the run does not exist, has no attempt yet, or has ended.
     """
     hints = hints or Hints()
     found, record = locate(run, folder, hints)
@@ -24,7 +24,7 @@ def stop(run: str, folder: str, hints: Hints | None = None) -> str:
         record = hints.record(found.job)
     if record is not None and record.state == "PENDING":
         hints.slurm.cancel(record.job_id)
-        return f"cancelled job {record.job_id}, which waited in Slurm's queue; its checkpoints stay"
+        return f"cancelled job {record.job_id}, which was waiting in Slurm's queue; its checkpoints remain"
     if found.attempt is None:
         raise _nothing_to_stop(run, found, record, hints)
     if found.ended and record is not None and record.state == "RUNNING" and (record.started or 0.0) > (
@@ -49,5 +49,5 @@ def _nothing_to_stop(run: str, found: Found, record: JobRecord | None, hints: Hi
 
 
 def _just_started(record: JobRecord) -> UserError:
-    return UserError(f"job {record.job_id} has just started and written nothing yet", where=record.stdout,
+    return UserError(f"job {record.job_id} has just started and has not written anything yet", where=record.stdout,
                      fix=f"try again in a few seconds, or end it without a checkpoint: scancel {record.job_id}")

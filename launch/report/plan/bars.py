@@ -1,4 +1,4 @@
-"""Bars of text: memory against its limit, phases on a time axis, a throughput with its uncertainty."""
+"""Bars made of text: memory against its limit, phases on a time axis, a throughput with its uncertainty."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Marks:
     full: str
     empty: str
     over: str
-    """Past the limit."""
+    """Beyond the limit."""
     line: str
     between: str
     nominal: str
@@ -26,25 +26,25 @@ ASCII = Marks(full="#", empty=".", over="!", line="-", between="=", nominal="o",
 
 
 def marks(encoding: str) -> Marks:
-    """Blocks where the stream can carry them."""
+    """Block characters if the stream can encode them, ASCII otherwise."""
     return UNICODE if encoding.lower().startswith("utf") else ASCII
 
 
 def against_limit(used: float, limit: float, width: int, style: str, characters: Marks = UNICODE) -> Text:
-    """`used` as a bar of `width` cells whose end is the limit; what exceeds it is marked, the limit then lies
-    inside."""
+    """`used` as a bar of `width` cells that ends at the limit. If `used` exceeds the limit, the limit lies inside the
+    bar and the excess is marked."""
     scale = max(used, limit) or 1
     filled = max(1, round(width * used / scale)) if used > 0 else 0
     end = round(width * limit / scale) if used > limit else width
     if used > limit:
-        end = min(end, width - 1)         # an overrun is never invisible
+        end = min(end, width - 1)         # an overrun is always visible
     inside = min(filled, end)
     return Text.assemble((characters.full * inside, style), (characters.over * max(0, filled - end), "bold red"),
                          (characters.empty * (width - max(inside, filled)), "dim"))
 
 
 def span(start: float, seconds: float, total: float, width: int, style: str, characters: Marks = UNICODE) -> Text:
-    """A phase on a time axis of `total` seconds and `width` cells; never invisible."""
+    """A phase on a time axis of `total` seconds and `width` cells. It takes at least one cell."""
     total = total or 1
     left = min(width - 1, max(0, round(width * start / total)))
     right = min(width, max(left + 1, round(width * (start + seconds) / total)))
@@ -52,7 +52,7 @@ def span(start: float, seconds: float, total: float, width: int, style: str, cha
 
 
 def axis(total: float, width: int, parts: int = 4) -> str:
-    """Labels of a time axis in seconds: 0 at the left end, `total` at the right one."""
+    """Labels of a time axis in seconds, from 0 at the left end to `total` at the right end."""
     line = [" "] * width
     for part in range(parts + 1):
         label = f"{total * part / parts:.{1 if total < 10 else 0}f}" + (" s" if part == parts else "")
@@ -64,7 +64,7 @@ def axis(total: float, width: int, parts: int = 4) -> str:
 
 def with_uncertainty(low: float, nominal: float, high: float, target: float | None, width: int,
                      characters: Marks = UNICODE) -> Text:
-    """From 0 to beyond the largest: a heavy line from `low` to `high`, a dot at `nominal`, a mark at the target."""
+    """From 0 to beyond the largest value: a heavy line from `low` to `high`, a dot at `nominal`, a mark at `target`."""
     scale = 1.06 * max(high, nominal, target or 0) or 1
 
     def cell(value: float) -> int:
@@ -77,7 +77,7 @@ def with_uncertainty(low: float, nominal: float, high: float, target: float | No
     styles = [(cell(low), cell(high) + 1, "cyan")]
     if target is not None:
         mark = cell(target)
-        if mark == cell(nominal):                                 # both stay visible
+        if mark == cell(nominal):                                 # keep both visible
             above = target >= nominal and mark + 1 < width or mark == 0
             mark += 1 if above else -1
         text[mark] = characters.target

@@ -1,4 +1,4 @@
-"""`megatron-rl plan diff A.json B.json`: what differs between two plans, by subject, with relative changes."""
+"""`megatron-rl plan diff A.json B.json`: differences between two plans, by subject, with relative changes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ ABSENT: Value = ("-", "")
 
 
 def diff(a: Plan, b: Plan, names: tuple[str, str] = ("A", "B")) -> str:
-    """What changes from plan `a` to plan `b`.
+    """The changes from plan `a` to plan `b`.
 
     Raises:
-        UserError: plans of different schema versions.
+        UserError: the plans have different schema versions.
     """
     if a.schema_version != b.schema_version:
         raise UserError(
             f"{plain(names[0])} has schema_version {a.schema_version}, {plain(names[1])} {b.schema_version}",
             where="megatron-rl plan diff",
-            fix="write both with the same program: megatron-rl plan CONFIG --out FILE",
+            fix="write both with the same version: megatron-rl plan CONFIG --out FILE",
         )
     if a == b:
         return f"{plain(names[0])} and {plain(names[1])}: the plans are identical ({a.fingerprint()})"
@@ -151,7 +151,7 @@ def _changed(before: Mapping[str, Value], after: Mapping[str, Value]) -> Iterato
 
 def _line(name: str, old: Value, new: Value) -> str:
     shown = [_shown(each, human) for each in (old, new)]
-    if shown[0] == shown[1]:                       # the difference lies in the digits that were rounded away
+    if shown[0] == shown[1]:                       # the difference is in digits that were rounded away
         shown = [_shown(each, exact) for each in (old, new)]
     relative = change(old[0], new[0]) if all(_is_number(each[0]) for each in (old, new)) else ""
     return f"  {plain(name):<34} {shown[0]} -> {shown[1]}" + (f"  ({relative})" if relative else "")
@@ -166,7 +166,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _numbers(a: Forecast | None, b: Forecast | None) -> list[str]:
-    """Lines of the book that changed: what was given first, then what follows from it."""
+    """Lines of the book that changed: given numbers first, then computed ones."""
     before, after = ({each.key: each for each in (forecast.numbers if forecast else ())} for forecast in (a, b))
     keys = [*before, *(key for key in after if key not in before)]
     given: list[str] = []

@@ -1,4 +1,4 @@
-"""`megatron-rl plan explain`: where each number comes from and why each choice was made, as the book has it."""
+"""`megatron-rl plan explain`: where each number comes from and why each choice was made, according to the book."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from launch.report.quantities import both, human, plain, plural
 
 WIDTH = 100
 STEP = 4
-"""Columns that a level of the tree is indented by."""
+"""Columns of indentation per level of the tree."""
 
 
 def explain(plan: Plan, key: str = "") -> str:
-    """Text at most 100 columns wide where keys and formulas allow it.
+    """Text of at most 100 columns, except for long keys and formulas.
 
     Args:
-        key: "" for everything; a number or a choice; or the beginning of several (`memory.training`).
+        key: a number, a choice, or a common prefix of several (`memory.training`); "" for everything.
 
     Raises:
-        UserError: a plan without a forecast, or a key that is none; names the nearest.
+        UserError: the plan has no forecast, or the key is unknown; the message names the nearest keys.
     """
     forecast = plan.forecast
     if forecast is None:
-        raise UserError("this plan predicts nothing, hence there is nothing to explain", where="plan: forecast",
+        raise UserError("this plan has no forecast, so there is nothing to explain", where="plan: forecast",
                         fix="plan for a cluster: megatron-rl plan CONFIG --cluster FILE")
     if not key:
         return "\n\n".join(each for each in (_choices(forecast.choices), _numbers(forecast.numbers)) if each)
@@ -39,12 +39,12 @@ def explain(plan: Plan, key: str = "") -> str:
         blocks = _under(forecast, key)
     if not blocks:
         raise UserError(f"the plan has no number and no choice {plain(key)!r}", where="megatron-rl plan explain",
-                        fix=f"nearest: {', '.join(_nearest(forecast, key))}; without a name all is printed")
+                        fix=f"nearest: {', '.join(_nearest(forecast, key))}; without a name, everything is printed")
     return "\n\n".join(blocks)
 
 
 def _under(forecast: Forecast, key: str) -> list[str]:
-    """What lies under a prefix: whole words first (`memory.training.`), else any beginning."""
+    """Everything under a prefix: whole words first (`memory.training.`), otherwise any prefix."""
     for beginning in (key.rstrip(".") + ".", key):
         choices = [each for each in forecast.choices if each.key.startswith(beginning)]
         numbers = [each for each in forecast.numbers if each.key.startswith(beginning)]
@@ -73,7 +73,7 @@ def _choice(choice: Choice) -> list[str]:
 
 
 def rejected(other: Alternative) -> str:
-    """`24 training + 8 rollout (7,200 prompts/h): why not`; the throughput is left out where the reason names it."""
+    """`24 training + 8 rollout (7,200 prompts/h): why not`; the throughput is omitted if the reason contains it."""
     rate = "" if other.prompts_per_hour is None else f"{other.prompts_per_hour:,.0f} prompts/h"
     return f"{other.value}{f' ({rate})' if rate and rate not in other.rejected_by else ''}: {other.rejected_by}"
 
@@ -106,8 +106,8 @@ def _origin(number: Number) -> str:
 
 
 def _tree(key: str, numbers: dict[str, Number]) -> list[str]:
-    """The number, and indented under it what it is computed from, down to what was given. What was shown already is
-    named only: inputs are shared, and the tree would grow without end."""
+    """The number, with its inputs indented under it, down to given numbers. A number that was already shown is only
+    named: inputs are shared, and the tree would become huge."""
     lines: list[str] = []
     shown: set[str] = set()
     todo = [(key, 0)]

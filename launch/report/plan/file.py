@@ -1,4 +1,4 @@
-"""Reads a plan that `megatron-rl plan --out` wrote."""
+"""Reads a plan written by `megatron-rl plan --out`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def load_plan(path: str | Path) -> Plan:
     """The plan in a JSON file.
 
     Raises:
-        UserError: no such file, not JSON, another schema version, not a plan; names the file and the first field.
+        UserError: the file is missing, not JSON, of another schema version, or not a plan; the message names the file
+            and the first invalid field.
     """
     name = plain(str(path))
     again = "write it again: megatron-rl plan CONFIG --out FILE"
@@ -24,18 +25,18 @@ def load_plan(path: str | Path) -> Plan:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read the plan {name}: {error.strerror}", where=name,
-                        fix="give a file that megatron-rl plan CONFIG --out FILE wrote") from error
+                        fix="give a file written by megatron-rl plan CONFIG --out FILE") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is not JSON: {plain(str(error))}", where=name, fix=again) from error
     version = content.get("schema_version") if isinstance(content, dict) else None
     if version is None:
         raise UserError(f"{name} is not a plan: it has no schema_version", where=name,
-                        fix="give a file that megatron-rl plan CONFIG --out FILE wrote")
+                        fix="give a file written by megatron-rl plan CONFIG --out FILE")
     if version != SCHEMA_VERSION:
         raise UserError(
-            f"{name} has schema_version {plain(repr(version))}, this program reads {SCHEMA_VERSION}",
+            f"{name} has schema_version {plain(repr(version))}, this version reads {SCHEMA_VERSION}",
             where=f"{name}: schema_version",
-            fix=f"{again}, with this program",
+            fix=f"{again}, with this version",
         )
     try:
         return Plan.model_validate(content)

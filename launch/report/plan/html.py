@@ -1,4 +1,4 @@
-"""A plan as one HTML file: no network, no script, readable in the light and in the dark."""
+"""A plan as one HTML file without network access or scripts, for light and dark mode."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ VERDICTS = {"reached": "good", "within its uncertainty": "doubtful", "missed": "
 
 def write_html(plan: Plan, placement: Placement | Seating | None, path: str | Path, *,
                leaves: Sequence[Sequence[str]] = ()) -> Path:
-    """Write the page and return its path. Without a placement the map of nodes and GPUs is left out.
+    """Write the page and return its path. Without a placement, the map of nodes and GPUs is omitted.
 
     Args:
-        leaves: names of the nodes under each leaf switch, for the map; () where one serves all.
+        leaves: names of the nodes under each leaf switch, for the map; () if there is one leaf.
 
     Raises:
-        UserError: a plan without a forecast, or a file that cannot be written.
+        UserError: the plan has no forecast, or the file cannot be written.
     """
     path = Path(path)
     try:
@@ -55,10 +55,10 @@ def write_html(plan: Plan, placement: Placement | Seating | None, path: str | Pa
 
 
 def render(plan: Plan, placement: Placement | Seating | None, leaves: Sequence[Sequence[str]] = ()) -> str:
-    """The whole page as text. The same plan and placement give the same bytes."""
+    """The whole page as text. Equal plans and placements give equal bytes."""
     forecast = plan.forecast
     if forecast is None:
-        raise UserError("this plan predicts nothing, hence there is nothing to draw", where="plan: forecast",
+        raise UserError("this plan has no forecast, so there is nothing to draw", where="plan: forecast",
                         fix="plan for a cluster: megatron-rl plan CONFIG --cluster FILE")
     title = f"Plan {plan.fingerprint()} on {forecast.cluster.name}"
     body = [
@@ -98,13 +98,13 @@ def _facts(plan: Plan) -> str:
     goal = "no target" if rate.target is None else f"target {human(rate.target)}: {rate.verdict}"
     facts = [(f"{rate.nominal:,.0f} prompts/h", f"{rate.low:,.0f} to {rate.high:,.0f}; {goal}",
               VERDICTS[rate.verdict]),
-             (f"{seconds(forecast.step_s)} a step",
+             (f"{seconds(forecast.step_s)} per step",
               f"{seconds(forecast.step_low_s)} to {seconds(forecast.step_high_s)}", "")]
     for role in ("training", "rollout"):
         facts.append((f"{plural(role_nodes(forecast, role), 'node')}, {role_gpus(plan, role):,} GPUs",
                       f"{role}: {layout(plan, role)}", ""))
     if split.spare:
-        facts.append((plural(split.spare, "spare node"), "left out: a reserve, or what the layouts leave over", ""))
+        facts.append((plural(split.spare, "spare node"), "not used: a reserve, or more than the layouts need", ""))
     if heaviest is not None:
         facts.append((f"{gigabytes(heaviest.total)} of {gigabytes(heaviest.limit)} GB",
                       f"fullest GPU: {heaviest.role}, {heaviest.name}; {heaviest.verdict}",
@@ -112,7 +112,7 @@ def _facts(plan: Plan) -> str:
     mean = f"at most; mean {significant(stale.mean, 2)}" if forecast.asynchronous else "the step is synchronous"
     facts += [(plural(stale.versions, "version"), f"staleness, {mean}", ""),
               (f"{seconds(_expected(forecast))} sync",
-               f"{forecast.sync.chosen}, {human(forecast.sync.payload_bytes, 'bytes')} a copy", ""),
+               f"{forecast.sync.chosen}, {human(forecast.sync.payload_bytes, 'bytes')} per copy", ""),
               (f"{it.effective_time_ratio:.1%} progress", f"a failure every {significant(it.job_mtbf_hours)} h; "
                f"checkpoint every {plural(it.checkpoint_every_steps, 'step')}", "")]
     cards = "".join(f'<div class="card fact"><b class="{kind}">{escape(value)}</b><span>{escape(what)}</span></div>'
@@ -137,23 +137,23 @@ def _map(plan: Plan, placement: Placement | Seating | None, leaves: Sequence[Seq
     if placement is None:
         return ""
     cluster = plan.forecast.cluster
-    rails = (f"NIC r of every node hangs on rail r ({cluster.rails} rails)" if cluster.rails > 1
+    rails = (f"NIC r of every node is on rail r ({cluster.rails} rails)" if cluster.rails > 1
              else "all NICs share one fabric")
     return (
         f'<h2>Nodes and GPUs</h2><div class="card">{plan_map.draw(plan, placement, leaves)}'
         '<p class="note">A square is a GPU: '
-        f"its training rank or its engine; hover for coordinates. {escape(rails)}.</p></div>"
+        f"its training rank or its engine. Hover for coordinates. {escape(rails)}.</p></div>"
     )
 
 
 def _step_words(forecast: Forecast) -> str:
-    overlap = ("rollout and training work at the same time, on samples of different versions" if forecast.asynchronous
-               else "one phase waits for the other")
+    overlap = ("rollout and training run at the same time, on samples of different versions" if forecast.asynchronous
+               else "each phase waits for the previous one")
     return f"{overlap}; grey is idle, the thin line spans low to high."
 
 
 def _memory_and_front(forecast: Forecast) -> str:
-    front = f'<div class="card"><h3>Alternatives: what more nodes bring</h3>{plan_svg.pareto(forecast)}</div>'
+    front = f'<div class="card"><h3>Alternatives: the effect of more nodes</h3>{plan_svg.pareto(forecast)}</div>'
     return (f'<h2>Memory and capacity</h2><div class="charts"><div class="card"><h3>Memory of a GPU (the line is the '
             f"limit)</h3>{plan_svg.memory(forecast.memory)}</div>{front}</div>")
 
@@ -172,8 +172,8 @@ def _sync(forecast: Forecast) -> str:
     )
     order = (
         f"GPU order of an engine: {', '.join(map(str, sync.gpu_order))}. "
-        f"{human(sync.cross_rail_bytes, 'bytes')} leave "
-        f"their rail; {human(sync.cross_rail_bytes_natural, 'bytes')} would in natural order."
+        f"{human(sync.cross_rail_bytes, 'bytes')} cross "
+        f"rails ({human(sync.cross_rail_bytes_natural, 'bytes')} in natural order)."
         if sync.gpu_order
         else ""
     )

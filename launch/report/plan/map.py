@@ -1,4 +1,4 @@
-"""The cluster as a picture: leaves, nodes and GPUs, coloured by role, each GPU with its rank's coordinates."""
+"""The cluster as a picture: leaves, nodes and GPUs, coloured by role, with the coordinates of each GPU's rank."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from launch.report.quantities import plural
 
 WIDTH = 1120.0
 TRAINING = ("#1e40af", "#93c5fd")
-"""First and last pipeline stage."""
+"""Colours of the first and the last pipeline stage."""
 ROLLOUT = ("#f59e0b", "#d97706")
-"""Engines in turn."""
+"""Colours of the engines, alternating."""
 DARK = "#111827"
 
 
 @dataclass
 class Slot:
-    """What runs on one GPU (or, on a CPU, as one process of a node)."""
+    """What runs on one GPU, or on a CPU, as one process of a node."""
 
     name: str
     nic: int | None = None
     training: RankCoordinates | None = None
     engine: tuple[int, int] | None = None
-    """Number of the engine, and its rank here."""
+    """Number of the engine and the rank in it."""
 
 
 def draw(plan: Plan, placement: Placement | Seating, leaves: Sequence[Sequence[str]] = ()) -> str:
-    """The picture as `<svg>`; each GPU is one element of class `gpu`, with its coordinates as a tooltip.
+    """The picture as `<svg>`. Each GPU is one element of class `gpu`, with its coordinates as a tooltip.
 
     Args:
-        leaves: names of the nodes under each leaf switch; () where one serves all. The nodes
-            under them that run nothing are drawn too.
+        leaves: names of the nodes under each leaf switch; () if there is one leaf. Nodes under them that run nothing
+            are drawn too.
     """
     groups = _grouped(slots(plan, placement, leaves), leaves)
     nodes = [node for _, members in groups for node in members]
@@ -62,8 +62,8 @@ Nodes = list[tuple[str, list[Slot]]]
 
 
 def slots(plan: Plan, placement: Placement | Seating, leaves: Sequence[Sequence[str]] = ()) -> Nodes:
-    """Nodes, each with its GPUs: those that run something, spares, and what else is under the leaves. Processes
-    without a GPU get a slot each."""
+    """Nodes with their GPUs: nodes that run something, spares, and all other nodes under the leaves. Each process
+    without a GPU gets its own slot."""
     kind = "GPU" if plan.device == "gpu" else "core"
     names, ranks, engines = _seats(plan, placement)
     names += [name for leaf in leaves for name in leaf]
@@ -92,7 +92,7 @@ Where = tuple[str, int | None, int | None]
 
 def _seats(plan: Plan, placement: Placement | Seating) -> tuple[list[str], list[tuple[int, Where]],
                                                                list[tuple[int, list[Where]]]]:
-    """Nodes, and where each rank and each rank of an engine sits."""
+    """Nodes, and the seats of all training ranks and of all ranks of the engines."""
     if isinstance(placement, Seating):
         return ([*placement.training_nodes, *placement.rollout_nodes, *placement.spares],
                 [(rank, (seat.node, seat.gpu, seat.nic)) for rank, seat in enumerate(placement.training)],
@@ -109,7 +109,7 @@ def _seats(plan: Plan, placement: Placement | Seating) -> tuple[list[str], list[
 
 
 def _grouped(nodes: Nodes, leaves: Sequence[Sequence[str]]) -> list[tuple[str, Nodes]]:
-    """(heading, nodes) of each leaf; one group without a heading where there is one leaf."""
+    """(heading, nodes) of each leaf; one group without a heading if there is one leaf."""
     if len(leaves) < 2:
         return [("", nodes)] if nodes else []
     by_name = dict(nodes)
@@ -123,7 +123,7 @@ def _columns(gpus: int) -> int:
 
 
 def _density(nodes: int, gpus: int) -> tuple[int, float]:
-    """Nodes a row, and the side of a GPU in the picture."""
+    """Nodes per row, and the side length of a GPU in the picture."""
     per_row = next((row for limit, row in ((4, 4), (32, 8), (128, 16), (512, 32)) if nodes <= limit), 48)
     return per_row, min(34.0, (WIDTH / per_row - 6 - 10) / _columns(gpus) - 2)
 
@@ -156,7 +156,7 @@ def _node(name: str, gpus: Sequence[Slot], x: float, y: float, width: float, hei
 
 
 def _gpu(slot: Slot, x: float, y: float, cell: float, plan: Plan) -> str:
-    """One GPU; where both roles share it, its two halves."""
+    """One GPU. If both roles share it, each gets half."""
     title = "\n".join([slot.name, *_coordinates(slot)])
     radius = min(4, cell / 5)
     fills = []

@@ -1,5 +1,5 @@
-"""A plan with its forecast on a terminal, at most 100 columns wide: what runs where, does it fit, how long is a step,
-what bounds it, and what to do next."""
+"""A plan with its forecast on a terminal, at most 100 columns wide: placement, memory, step time, bottleneck, and
+commands to run next."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from launch.report.quantities import gigabytes, human, plain, plural, seconds, s
 
 WIDTH = 100
 NARROW = 96
-"""Below this many columns the bars shrink and lines of numbers lose their less important half."""
+"""Below this many columns the bars shrink, and lines of numbers lose their less important half."""
 VERDICT_STYLES = {"fits": "green", "tight": "yellow", "no": "bold red", "reached": "green",
                   "within its uncertainty": "yellow", "missed": "bold red", "no target": ""}
 PHASE_STYLES = {"rollout": "cyan", "reward": "yellow", "logprob": "magenta", "reference": "magenta", "train": "green",
                 "sync": "blue"}
 ROLE_STYLES = {"training": "green", "rollout": "cyan"}
 LABEL = 13
-"""Columns of the labels at the left."""
+"""Width of the labels at the left."""
 NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def terminal() -> Console:
-    """Standard output, never wider than `WIDTH`; a pipe gets the full width."""
+    """Standard output, at most `WIDTH` columns wide. A pipe gets the full width."""
     probe = Console(highlight=False)
     return Console(width=min(WIDTH, probe.width) if probe.is_terminal else WIDTH, highlight=False)
 
 
 def print_overview(plan: Plan, config: str, console: Console, *, commands: Sequence[str] = ()) -> None:
-    """Print a plan that has a forecast. Lines hold no more than the console's width and `WIDTH`, commands excepted.
+    """Print a plan that has a forecast. Lines fit into the console's width and `WIDTH`, except for commands.
 
     Args:
         config: the configuration's path, for the heading.
-        commands: what to run next, a line each.
+        commands: commands to run next, one per line.
     """
     forecast, width = plan.forecast, min(WIDTH, console.width)
     if forecast is None:
@@ -59,11 +59,11 @@ def print_overview(plan: Plan, config: str, console: Console, *, commands: Seque
     if commands:
         console.print(Text("next", "bold"))
         for command in commands:
-            console.print(Text("  " + plain(command)), soft_wrap=True)   # a command is copied: never broken
+            console.print(Text("  " + plain(command)), soft_wrap=True)   # commands are copied, so they are not wrapped
 
 
 def worst(memory: Iterable[MemoryOf]) -> MemoryOf | None:
-    """The row that comes nearest to its limit; None of none."""
+    """The row closest to its limit; None if there are no rows."""
     return max(memory, key=lambda each: each.total / (each.limit or 1), default=None)
 
 
@@ -79,7 +79,7 @@ def layout(plan: Plan, role: str) -> str:
 
 
 def role_nodes(forecast: Forecast, role: str) -> int:
-    """Nodes that a role runs on; colocated and hybrid plans share all theirs."""
+    """Number of nodes that a role runs on. Colocated and hybrid plans share all nodes."""
     split = forecast.split
     if role == "training":
         return split.training
@@ -112,7 +112,7 @@ def _header(plan: Plan, config: str, console: Console) -> None:
 
 
 def _roles(plan: Plan, width: int, marks: plan_bars.Marks) -> Table:
-    """A row a role, with the worst stage and both ends of the pipeline under it."""
+    """One row per role, with the worst stage and both ends of the pipeline under it."""
     forecast, wide = plan.forecast, width >= NARROW
     table = Table(box=None, pad_edge=False, padding=(0, 2 if wide else 1, 0, 0), header_style="bold")
     for title in ("role", "nodes", "GPUs", "parallelism", "GPU of", "memory", "used/limit", "verdict"):
@@ -139,7 +139,7 @@ def _roles(plan: Plan, width: int, marks: plan_bars.Marks) -> Table:
 
 
 def _shown(rows: Sequence[MemoryOf]) -> list[tuple[MemoryOf, str]]:
-    """First stage, last stage and the worst between them, in order, each with its name."""
+    """The first stage, the last stage and the worst one between them, in order, each with its name."""
     if len(rows) <= 1:
         return [(row, plain(row.name)) for row in rows]
     heaviest, last = worst(rows), len(rows) - 1
@@ -148,7 +148,7 @@ def _shown(rows: Sequence[MemoryOf]) -> list[tuple[MemoryOf, str]]:
 
 
 def _components(forecast: Forecast, console: Console) -> None:
-    """What the worst GPU of each role holds."""
+    """Memory components of the worst GPU of each role."""
     for role in ("training", "rollout"):
         row = worst(each for each in forecast.memory if each.role == role)
         if row is not None:
@@ -195,9 +195,9 @@ def _rollout(forecast: Forecast, console: Console) -> None:
     _line(
         console,
         "rollout",
-        f"{seconds(rollout.tpot_s)} an output token, {_rate(rollout.tokens_per_s_per_gpu)} "
+        f"{seconds(rollout.tpot_s)} per output token, {_rate(rollout.tokens_per_s_per_gpu)} "
         f"tokens/s/GPU; {_rate(rollout.in_flight)} sequences in flight of {_rate(rollout.capacity)} that the "
-        f"engines take at once (load {rollout.load:.0%}); longest completion {seconds(rollout.longest_s)}; bound by "
+        f"engines hold at once (load {rollout.load:.0%}); longest completion {seconds(rollout.longest_s)}; bound by "
         f"{plain(rollout.bound_by)}",
     )
     if not forecast.asynchronous:
@@ -213,7 +213,7 @@ def _rollout(forecast: Forecast, console: Console) -> None:
 
 def _sync(forecast: Forecast, console: Console, width: int) -> None:
     sync = forecast.sync
-    _line(console, "weight sync", f"{sync.chosen}: {plain(sync.reason)}; {human(sync.payload_bytes, 'bytes')} a copy")
+    _line(console, "weight sync", f"{sync.chosen}: {plain(sync.reason)}; {human(sync.payload_bytes, 'bytes')} per copy")
     for route in sync.routes:
         chosen = route.route == sync.chosen
         text = (f"{'>' if chosen else ' '} {route.route:<9}at least {seconds(route.lower_bound_s):>8}, expected "
@@ -223,15 +223,16 @@ def _sync(forecast: Forecast, console: Console, width: int) -> None:
                      f"{human(route.busiest_nic_in_bytes, 'bytes')} in")
         _line(console, "", text, body="bold" if chosen else "")
     if sync.pauses:
-        _line(console, "", f"  engines stop {seconds(sync.pauses[sync.staging])} a sync ({sync.staging}); " + "; ".join(
-            f"{staging} {seconds(pause)}" for staging, pause in sync.pauses.items() if staging != sync.staging))
+        _line(console, "", f"  engines stop {seconds(sync.pauses[sync.staging])} per sync ({sync.staging}); "
+              + "; ".join(f"{staging} {seconds(pause)}" for staging, pause in sync.pauses.items()
+                          if staging != sync.staging))
     if sync.disk:
-        _line(console, "", f"  to disk every {plural(sync.disk.every, 'step')}: {human(sync.disk.bytes, 'bytes')} a "
+        _line(console, "", f"  to disk every {plural(sync.disk.every, 'step')}: {human(sync.disk.bytes, 'bytes')} per "
               f"version, written and read back in {seconds(sync.disk.seconds)} while engines generate")
     if sync.gpu_order:
-        _line(console, "", f"  GPU order of an engine {','.join(map(str, sync.gpu_order))}: "
-              f"{human(sync.cross_rail_bytes, 'bytes')} leave their rail, "
-              f"{human(sync.cross_rail_bytes_natural, 'bytes')} in natural order")
+        _line(console, "", f"  engine GPU order {','.join(map(str, sync.gpu_order))}: "
+              f"{human(sync.cross_rail_bytes, 'bytes')} cross rails "
+              f"({human(sync.cross_rail_bytes_natural, 'bytes')} in natural order)")
 
 
 def _reliability(forecast: Forecast, console: Console) -> None:
@@ -251,12 +252,12 @@ def _warnings(forecast: Forecast, console: Console) -> None:
 
 def _line(console: Console, label: str, text: str, style: str = "bold", *, body: str = "",
           words: dict[str, str] | None = None) -> None:
-    """A label and wrapped text beside it; a number is never parted from its unit.
+    """Print a label with wrapped text next to it. A number is never separated from its unit.
 
     Args:
-        style: of the label.
+        style: style of the label.
         body: style of the text.
-        words: phrases of the text that are kept together, with their styles.
+        words: phrases that are not broken, with their styles.
     """
     for phrase in words or {}:
         text = text.replace(phrase, phrase.replace(" ", NO_BREAK))

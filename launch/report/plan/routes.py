@@ -1,4 +1,4 @@
-"""The ways of the weights as pictures: nodes as points, traffic as lines; and the routes' times side by side."""
+"""The weight routes as pictures: nodes as points, traffic as lines, and the routes' times next to each other."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from launch.report.quantities import human, plural, seconds
 
 WIDTH = 1120.0
 MOST_POINTS = 48
-"""Points a row; more nodes than that share points."""
+"""Points per row. With more nodes, several share a point."""
 LEFT = 110.0
 TOP, BETWEEN = 22.0, 104.0
-"""Of the training row, and down to the rollout row."""
+"""Top of the training row, and distance from it to the rollout row."""
 HOP_COLOURS = ("#3b82f6", "#a855f7", "#ec4899", "#f97316", "#14b8a6")
 
 
 def times(sync: SyncForecast) -> str:
-    """A bar a route: solid up to what the network needs at least, lighter up to what is expected."""
+    """One bar per route: solid up to the lower bound of the network, lighter up to the expected time."""
     left, right, pitch = 110.0, 330.0, 34.0
     scale = (WIDTH - left - right) / max([1e-9, *(route.expected_s for route in sync.routes)])
     shapes = []
@@ -38,7 +38,7 @@ def times(sync: SyncForecast) -> str:
 
 
 def route(forecast: Forecast, which: SyncRoute) -> str:
-    """Senders above, receivers below; a line for each pair of nodes that exchange weights, wider for more bytes."""
+    """Senders above, receivers below, and a line for each pair of nodes that exchange weights, wider for more bytes."""
     training = _count(which.edges, "training", forecast.split.training)
     rollout = max(_count(which.edges, "rollout", forecast.split.rollout),
                   *(each.target + 1 for each in which.edges), 0)
@@ -76,7 +76,7 @@ def route(forecast: Forecast, which: SyncRoute) -> str:
         shapes += [
             svg.text(0, y, partition, bold=True),
             svg.text(
-                0, y + 13, plural(count, "node") + (f", {size} a point" if size > 1 else ""), size=10.5, fill=svg.SOFT
+                0, y + 13, plural(count, "node") + (f", {size} per point" if size > 1 else ""), size=10.5, fill=svg.SOFT
             ),
         ]
         every = -(-len(points[partition]) // 24)

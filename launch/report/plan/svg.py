@@ -1,4 +1,4 @@
-"""Pictures of a forecast: memory of a GPU, the step, and the front of the alternatives."""
+"""Pictures of a forecast: memory of a GPU, the step, and the Pareto front of the alternatives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_BARS = 16
 
 
 def memory(rows: Sequence[MemoryOf]) -> str:
-    """A bar for each kind of GPU, in components, against its limit. Of many stages both ends and the worst."""
+    """One bar per kind of GPU, split into components, against its limit. With many stages: both ends and the worst."""
     rows = _few(rows)
     names = list(dict.fromkeys(name for row in rows for name in row.components))
     colours = {name: svg.PALETTE[index % len(svg.PALETTE)] for index, name in enumerate(names)}
@@ -56,7 +56,7 @@ def _few(rows: Sequence[MemoryOf]) -> list[MemoryOf]:
 
 
 def step(forecast: Forecast) -> str:
-    """Two steps of the steady state as a Gantt chart, a lane a partition; light is idle time."""
+    """Two steps of the steady state as a Gantt chart with one lane per partition. Light areas are idle time."""
     spans = phases(forecast, STEPS)
     by_name: dict[str, Phase] = {each.name: each for each in forecast.phases}
     left, bar, pitch = 130.0, 30.0, 36.0
@@ -105,7 +105,7 @@ def _phase(span, phase: Phase, x: float, y: float, scale: float, bar: float) -> 
     words = f"{span.name} {seconds(span.seconds)}"
     if svg.text_width(words) + 14 < width:
         shapes.append(svg.text(x + 8, y + 14, words, fill="#111827" if span.step == 0 else svg.INK))
-        if span.step == 0:                                   # the whisker of what the prediction may be off by
+        if span.step == 0:                                   # whisker: the uncertainty of the prediction
             low, high, end = x + phase.low * scale, x + phase.high * scale, x + width
             for left, right, ink in ((low, min(high, end), "#111827"), (max(low, end), high, svg.INK)):
                 if left < right:                             # dark on the bar, the page's ink beyond it
@@ -120,7 +120,7 @@ def _described(phase: Phase) -> str:
 
 
 def pareto(forecast: Forecast) -> str:
-    """Prompts an hour over nodes: the front, the chosen plan with its uncertainty, the target."""
+    """Prompts per hour over nodes: the front, the chosen plan with its uncertainty, the target."""
     rate, split = forecast.throughput, forecast.split
     used = split.training + split.rollout
     points = sorted(forecast.pareto, key=lambda each: (each.nodes, each.prompts_per_hour))
@@ -150,7 +150,7 @@ def pareto(forecast: Forecast) -> str:
                    svg.text(left + 6, y - 5, f"target {human(rate.target)}", size=11, fill="#ef4444")]
     if points:
         commands: list[str | float] = []
-        for index, each in enumerate(points):         # a staircase: nothing lies between two plans
+        for index, each in enumerate(points):         # a staircase: there is nothing between two plans
             x, y = at(each.nodes, each.prompts_per_hour)
             commands += ["M", x, y] if index == 0 else ["H", x, "V", y]
         shapes.append(svg.path(commands, svg.PALETTE[0], opacity=0.6))
@@ -177,4 +177,4 @@ def pareto(forecast: Forecast) -> str:
             halo=True,
         )
     )
-    return svg.picture(HALF, top + height + 28, shapes, "prompts an hour over nodes")
+    return svg.picture(HALF, top + height + 28, shapes, "prompts per hour over nodes")

@@ -1,4 +1,4 @@
-"""The capacity curve of `megatron-rl plan sweep nodes=8..64`: prompts an hour over nodes, and what they cost."""
+"""The capacity curve of `megatron-rl plan sweep nodes=8..64`: prompts per hour over nodes, and their cost."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from launch.report.svg import ticks
 
 def print_sweep(points: Sequence[SweepPoint], target: float | None, console: Console | None = None, *,
                 remarks: Sequence[str] = ()) -> None:
-    """A row a cluster size, the smallest that reaches the target marked, and the curve under it.
+    """One row per cluster size, with the smallest that reaches the target marked, and the curve below.
 
     Args:
-        points: in the order of nodes.
-        target: prompts an hour, or None.
-        remarks: the last lines.
+        points: sorted by nodes.
+        target: prompts per hour, or None.
+        remarks: printed last.
     """
     console = console or terminal()
     smallest = smallest_that_reaches(points, target)
@@ -46,11 +46,11 @@ def print_sweep(points: Sequence[SweepPoint], target: float | None, console: Con
 
 
 def capacity_curve(points: Sequence[SweepPoint], target: float | None, *, width: int = 72, height: int = 16) -> str:
-    """Prompts an hour over nodes with the target as a line; "" for fewer than two points."""
+    """Prompts per hour over nodes, with the target as a line; "" for fewer than two points."""
     drawn = [(each.nodes, each.prompts_per_hour) for each in points if each.prompts_per_hour is not None]
     if len(drawn) < 2:
         return ""
-    import plotext  # draws into one module-wide figure, hence loaded here and cleared before and after
+    import plotext  # draws into one module-wide figure, so it is loaded here and cleared before and after
 
     nodes, rates = [float(each[0]) for each in drawn], [float(each[1]) for each in drawn]
     figure = plotext.figure
@@ -75,12 +75,12 @@ def capacity_curve(points: Sequence[SweepPoint], target: float | None, *, width:
 def _answer(points: Sequence[SweepPoint], target: float | None, smallest: SweepPoint | None) -> str:
     rated = [(each.prompts_per_hour, each.nodes) for each in points if each.prompts_per_hour is not None]
     if not rated:
-        return "no plan fits any of these sizes"
+        return "no plan fits on any of these sizes"
     if smallest is not None:
         return (f"smallest cluster that reaches {target:,.0f} prompts/h: {smallest.nodes} nodes "
                 f"({smallest.prompts_per_hour:,.0f} prompts/h predicted)")
     rate, nodes = max(rated, key=lambda pair: pair[0])
-    most = f"the most is {rate:,.0f} prompts/h with {nodes} nodes (predicted)"
+    most = f"the maximum is {rate:,.0f} prompts/h with {nodes} nodes (predicted)"
     return most if target is None else f"none of these sizes reaches {target:,.0f} prompts/h: {most}"
 
 

@@ -1,4 +1,4 @@
-"""The routes of a weight sync as text and as JSON: the three beside each other, and who passes what on to whom."""
+"""The routes of a weight sync as text and as JSON: a table that compares the three, and who forwards what to whom."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from launch.fabric.simulate import arrivals
 from launch.report.quantities import human, plural, seconds
 
 MOST_LINES = 32
-"""Of a route's drawing, unless all are asked for."""
+"""Lines of a route's drawing, unless all are asked for."""
 FEW = 4
-"""Receivers that are drawn one by one although they get the same."""
+"""Number of equal receivers that are still drawn one by one."""
 
 
 class Drawn(NamedTuple):
@@ -30,12 +30,12 @@ class Drawn(NamedTuple):
 
 
 class Names(NamedTuple):
-    """Names of the nodes, in the plan's order; () where the plan has no seats (this machine)."""
+    """Names of the nodes in the plan's order; () if the plan has no seats (this machine)."""
 
     training: Sequence[str]
     rollout: Sequence[str]
     training_nodes: int
-    """Nodes that the fabric counts as training nodes: rollout nodes come after them."""
+    """Number of training nodes in the fabric's numbering. Rollout nodes come after them."""
 
     def of(self, node: int) -> str:
         """`training 3 (h100-004)`."""
@@ -45,7 +45,7 @@ class Names(NamedTuple):
 
 
 def simulated(sync: SyncPrediction, coefficients: SyncCoefficients, kinds: Sequence[Kind] = KINDS) -> list[Drawn]:
-    """Each route's trees, with the time at which each node has what it gets."""
+    """The trees of each route, with the time at which each node has received its part."""
     drawn = []
     for kind in kinds:
         route = sync.build(kind)
@@ -57,10 +57,10 @@ def simulated(sync: SyncPrediction, coefficients: SyncCoefficients, kinds: Seque
 
 def as_text(sync: SyncPrediction, drawn: Sequence[Drawn], names: Names, needed: Mapping[Kind, Communicators], *,
             every_line: bool = False) -> str:
-    """The routes beside each other, the choice with its reason, then each route's drawing. `needed`: on GPUs."""
+    """A table of the routes, the choice with its reason, and each route's drawing. `needed`: communicators on GPUs."""
     lines = [*_table(sync, needed), "", f"{sync.chosen}: {sync.reason}"]
-    lines += [f"a copy of the weights: {human(sync.replica_bytes, 'bytes')} in {sync.wire_precision}; no route can be "
-              f"faster than {seconds(sync.floor_s)} ({sync.floor_by})", *sync.notes]
+    lines += [f"one copy of the weights: {human(sync.replica_bytes, 'bytes')} in {sync.wire_precision}; no route can "
+              f"be faster than {seconds(sync.floor_s)} ({sync.floor_by})", *sync.notes]
     for each in drawn:
         chosen = " (chosen)" if each.kind == sync.chosen else ""
         lines += ["", f"{each.kind}{chosen}: the last byte arrives after {seconds(each.wire_s)}; route "
@@ -74,8 +74,8 @@ def as_text(sync: SyncPrediction, drawn: Sequence[Drawn], names: Names, needed: 
 
 
 def _table(sync: SyncPrediction, needed: Mapping[Kind, Communicators]) -> Iterator[str]:
-    """All of it predicted; a route's row is complete without its drawing. Communicators: the most that a training GPU
-    and a rollout GPU have, and the most memory that they take of a GPU."""
+    """One row per route, all predicted and readable without the drawing. Communicators: the largest number on a
+    training GPU and on a rollout GPU, and the most memory that they take on one GPU."""
     yield (f"  {'route':<8}{'whole sync':>12}{'wire':>10}{'at least':>10}{'hops':>6}{'chunk':>10}"
            f"{'trainer NIC out':>18}{'rollout NIC in':>17}{'forwards':>11}"
            + (f"{'communicators a GPU':>22}" if needed else ""))
@@ -90,7 +90,7 @@ def _table(sync: SyncPrediction, needed: Mapping[Kind, Communicators]) -> Iterat
 
 
 def _needs(needed: Communicators) -> str:
-    """`16 + 22, 2.0 GB`: on a training GPU, on a rollout GPU, and their memory."""
+    """`16 + 22, 2.0 GB`: number on a training GPU, number on a rollout GPU, and their memory."""
     size = human(max(needed.training_bytes, needed.rollout_bytes), "bytes")
     return f"{needed.training} + {needed.rollout}, {size}"
 
@@ -103,7 +103,7 @@ def _draw(branch: Branch, names: Names, indent: str = "", joint: str = "") -> It
         indent += {"├─ ": "│  ", "└─ ": "   "}.get(joint, "")
     groups = _folded(branch.children)
     for group in groups:
-        # A chain goes straight down: it may have as many links as there are nodes.
+        # A chain is drawn straight down, because it may have as many links as there are nodes.
         link = "↓ " if len(groups) == 1 and branch.via is not None else "└─ " if group is groups[-1] else "├─ "
         if len(group) == 1:
             yield from _draw(group[0], names, indent, link)
@@ -112,7 +112,7 @@ def _draw(branch: Branch, names: Names, indent: str = "", joint: str = "") -> It
 
 
 def _folded(branches: Sequence[Branch]) -> list[list[Branch]]:
-    """Neighbours that take the same and pass nothing on, together where they are many; everything else alone."""
+    """Group neighbours that receive the same and forward nothing, if there are many. All others stay alone."""
     groups: list[list[Branch]] = []
     for each in branches:
         last = groups[-1] if groups else None

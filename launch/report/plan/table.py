@@ -15,11 +15,10 @@ from launch.report.plan.overview import WIDTH, print_overview, terminal
 
 
 def print_plan(prepared: Prepared, console: Console | None = None, *, commands: Sequence[str] = ()) -> None:
-    """Print a plan: what is predicted and why where it was planned for a cluster, else its partitions, batch and
-    pipeline stages.
+    """Print a plan: its forecast and the reasons for a cluster, otherwise its partitions, batch and pipeline stages.
 
     Args:
-        commands: what to run next, a line each (plans with a forecast only).
+        commands: commands to run next, one per line (only for plans with a forecast).
     """
     plan, architecture = prepared.plan, prepared.architecture
     if plan.forecast is not None:
@@ -32,13 +31,13 @@ def print_plan(prepared: Prepared, console: Console | None = None, *, commands: 
     console.print(_stages(plan))
     batch = plan.batch
     padding = f", sequences padded to multiples of {batch.sequence_multiple}" if batch.sequence_multiple > 1 else ""
-    sharing = ", a prompt once for its completions" if batch.share_prompts else ""
+    sharing = ", each prompt computed once for all its completions" if batch.share_prompts else ""
     updates = f"{batch.updates_per_batch} update{'s' if batch.updates_per_batch > 1 else ''}"
     console.print(f"step: {batch.prompts_per_step} prompts x {batch.group_size} completions = "
                   f"{batch.samples_per_step} sequences, {updates}; micro-batches of at most {batch.token_budget} "
                   f"tokens{padding}{sharing}")
     if plan.no_forecast:
-        console.print(f"nothing is predicted: {plan.no_forecast}", markup=False)
+        console.print(f"no forecast: {plan.no_forecast}", markup=False)
 
 
 def _partitions(plan: Plan) -> Table:

@@ -14,7 +14,7 @@ PARTITIONS: tuple[Partition, ...] = ("training", "rollout")
 
 @dataclass(frozen=True)
 class Span:
-    """Something that takes time. Spans of one (partition, row) never overlap."""
+    """Something with a duration. Spans of one (partition, row) never overlap."""
 
     name: str
     partition: Partition
@@ -26,8 +26,8 @@ class Span:
 
 
 def phases(forecast: Forecast, steps: int) -> list[Span]:
-    """Phases of `steps` consecutive steps; step k begins k times the step's length after the first. What overlaps
-    inside a partition goes to further rows. Nodes that both roles share are one partition, `training`."""
+    """Phases of `steps` consecutive steps; step k begins k step times after the first. Phases that overlap within a
+    partition go to separate rows. Nodes that both roles share are one partition, `training`."""
     shared = forecast.split.mode != "disaggregated"
     found: list[Span] = []
     for partition in PARTITIONS[:1] if shared else PARTITIONS:
@@ -57,13 +57,13 @@ class MicroBatch:
 
 
 def one_f_one_b(stages: int, chunks: int, micro_batches: int, seconds: float) -> list[list[MicroBatch]]:
-    """1F1B, interleaved for `chunks` > 1 (Narayanan et al., arXiv 2104.04473), scaled to take `seconds` in all.
+    """1F1B, interleaved for `chunks` > 1 (Narayanan et al., arXiv 2104.04473), scaled to take `seconds` in total.
 
-    A backward pass takes twice as long as a forward one. The interleaved schedule needs micro-batches that divide by
-    the stages, as in Megatron; otherwise the chunks run as one.
+    A backward pass takes twice as long as a forward one. The interleaved schedule needs a multiple of the number of
+    stages as micro-batches, as in Megatron. Otherwise the chunks run as one.
 
     Returns:
-        For each stage its passes in order.
+        The passes of each stage, in order.
     """
     if chunks > 1 and micro_batches % stages:
         chunks = 1
@@ -95,7 +95,7 @@ Pass = tuple[Literal["forward", "backward"], int, int]
 
 
 def _order(stage: int, stages: int, chunks: int, micro_batches: int) -> Sequence[Pass]:
-    """Passes of a stage in Megatron's order: warm-up forwards, one forward and one backward in turn, the rest."""
+    """Passes of a stage in Megatron's order: warm-up forwards, then forward and backward alternating, then the rest."""
     total = micro_batches * chunks
     if chunks == 1:
         warmup = min(total, stages - stage - 1)
@@ -113,7 +113,7 @@ def _order(stage: int, stages: int, chunks: int, micro_batches: int) -> Sequence
 
 def _needed(kind: str, micro_batch: int, chunk: int, stage: int, stages: int,
             chunks: int) -> tuple[str, int, int, int] | None:
-    """The pass that must have ended before; None of the very first."""
+    """The pass that must end first; None for the very first pass."""
     if kind == "forward":
         if stage > 0:
             return "forward", micro_batch, chunk, stage - 1

@@ -13,24 +13,24 @@ from launch.report.plan.timeline import one_f_one_b, phases
 STEPS = 2
 PROCESSES = {"training": 1, "rollout": 2, "pipeline": 3, "sync": 4}
 MICRO_BATCHES = "work.micro_batches"
-"""Key in the book: micro-batches of a DP rank and update."""
+"""Key in the book: micro-batches of one DP rank in one update."""
 AFTER_PIPELINE = (("gradients", "training.dp_s"), ("optimizer", "training.optimizer_s"))
-"""What an update does after its last backward pass, and the key in the book of its exposed seconds."""
+"""Work of an update after its last backward pass, and the key in the book of its exposed seconds."""
 WHOLE = "training.total_s"
-"""Key in the book: seconds of an update before the site's efficiency, which the phase includes."""
+"""Key in the book: seconds of an update before the site's efficiency is applied. The phase includes it."""
 
 Event = dict[str, Any]
 
 
 def trace(plan: Plan) -> dict[str, Any]:
-    """The JSON object of the trace-event format; times in microseconds.
+    """The JSON object of the trace-event format, with times in microseconds.
 
     Raises:
-        UserError: a plan without a forecast.
+        UserError: the plan has no forecast.
     """
     forecast = plan.forecast
     if forecast is None:
-        raise UserError("this plan predicts nothing, hence there is no timeline", where="plan: forecast",
+        raise UserError("this plan has no forecast, so there is no timeline", where="plan: forecast",
                         fix="plan for a cluster: megatron-rl plan CONFIG --cluster FILE")
     events = _phases(forecast) + _pipeline(plan) + _sync(forecast)
     return {"traceEvents": _apart(events), "displayTimeUnit": "ms",
@@ -56,7 +56,7 @@ def _phases(forecast: Forecast) -> list[Event]:
 
 
 def _pipeline(plan: Plan) -> list[Event]:
-    """Micro-batches of the first update on the first and the last stage, inside the first step's training phase."""
+    """Micro-batches of the first update on the first and the last stage, within the first step's training phase."""
     forecast, training = plan.forecast, plan.training
     train = next((each for each in forecast.phases if each.name == "train"), None)
     book = {each.key: each.value for each in forecast.numbers}
@@ -96,7 +96,7 @@ def _pipeline(plan: Plan) -> list[Event]:
 
 
 def _sync(forecast: Forecast) -> list[Event]:
-    """Each route in the slot that the step gives the sync: what the network needs at least, and what comes on top."""
+    """Each route in the slot that the step gives the sync: the network's lower bound, and the time beyond it."""
     slot = next((each for each in forecast.phases if each.name == "sync"), None)
     if slot is None or not forecast.sync.routes:
         return []
@@ -108,7 +108,7 @@ def _sync(forecast: Forecast) -> list[Event]:
         details = {"hops": route.hops, "busiest_nic_out_bytes": route.busiest_nic_out_bytes,
                    "busiest_nic_in_bytes": route.busiest_nic_in_bytes}
         floor = min(route.lower_bound_s, route.expected_s)
-        free = 0.0                     # a route slower than a whole step is drawn once, not over itself
+        free = 0.0                     # a route slower than a whole step is drawn once, not on top of itself
         for step in range(STEPS):
             start = step * forecast.step_s + slot.starts
             if start >= free:
@@ -120,7 +120,7 @@ def _sync(forecast: Forecast) -> list[Event]:
 
 
 def _apart(events: list[Event]) -> list[Event]:
-    """Rounding to microseconds can let an event begin one before its predecessor on the thread ends: move it."""
+    """Rounding to microseconds can let an event begin before its predecessor on the thread ends: move it."""
     ends: dict[tuple[int, int], int] = {}
     for event in sorted((each for each in events if each["ph"] == "X"), key=lambda each: each["ts"]):
         thread, end = (event["pid"], event["tid"]), event["ts"] + event["dur"]
@@ -131,7 +131,7 @@ def _apart(events: list[Event]) -> list[Event]:
 
 
 def _complete(name: str, pid: int, tid: int, start: float, seconds: float, details: dict[str, Any]) -> Event:
-    """Both ends are rounded, not the length: neighbours stay neighbours."""
+    """Round both ends, not the length, so that neighbours stay neighbours."""
     begin, end = round(start * 1e6), round((start + seconds) * 1e6)
     return {"name": name, "cat": "predicted", "ph": "X", "ts": begin, "dur": end - begin, "pid": pid, "tid": tid,
             "args": details}

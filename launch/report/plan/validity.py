@@ -1,4 +1,4 @@
-"""`megatron-rl validate`: is a configuration valid, and what was checked."""
+"""`megatron-rl validate`: whether a configuration is valid, and what was checked."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from launch.report.quantities import plural
 SCHEMA_VERSION = 1
 WIDTH = 100
 LABEL = 11
-"""Columns of the first word of a line."""
+"""Width of the first word of a line."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One thing that was looked at and is right."""
+    """One thing that was checked and found right."""
 
     subject: str
     evidence: str
@@ -46,7 +46,7 @@ class Caution:
 
 @dataclass(frozen=True)
 class Validity:
-    """A configuration that is valid."""
+    """A valid configuration, with the checks made and the warnings."""
 
     config: str
     checked: tuple[Checked, ...]
@@ -57,7 +57,7 @@ class Validity:
                 "checked": list(map(asdict, self.checked)), "warnings": list(map(asdict, self.warnings))}
 
     def as_text(self) -> str:
-        """At most 100 columns wide where paths allow it."""
+        """At most 100 columns wide, except for long paths."""
         lines = [line for each in self.checked for line in _field(each.subject, each.evidence)]
         for warning in self.warnings:
             lines += _field("warning", f"{warning.subject}: {warning.what}")
@@ -68,14 +68,14 @@ class Validity:
 
 
 def refused(config: str, error: UserError) -> dict[str, Any]:
-    """The document of a configuration that is not valid."""
+    """The JSON document of a configuration that is not valid."""
     return {"schema_version": SCHEMA_VERSION, "config": config, "valid": False,
             "error": {"what": error.what, "where": error.where, "fix": error.fix, "exit_code": int(error.exit_code)},
             "checked": [], "warnings": []}
 
 
 def validate(config: str, overrides: Sequence[str] = (), device: Literal["auto", "cpu", "gpu"] = "auto") -> Validity:
-    """Load, check and plan a configuration, without what only a run needs.
+    """Load, check and plan a configuration, except for what only a run needs.
 
     Raises:
         UserError: it is not valid (`USER_ERROR`), or no plan fits its cluster (`NO_FEASIBLE_PLAN`).
@@ -87,7 +87,7 @@ def validate(config: str, overrides: Sequence[str] = (), device: Literal["auto",
 
 def _checked(loaded: LoadedConfig, prepared: Prepared) -> Iterator[Checked]:
     sources = Counter(source.kind for source in loaded.sources.values())
-    yield Checked("keys", f"{sum(sources.values())} values have the right type and range: {sources['file']} of the "
+    yield Checked("keys", f"{sum(sources.values())} values have the right type and range: {sources['file']} from the "
                           f"file, {plural(sources['override'], 'override')}, "
                           f"{sources['default'] + sources['auto']} defaults")
     architecture = prepared.architecture
@@ -112,13 +112,13 @@ def _warnings(loaded: LoadedConfig, prepared: Prepared) -> Iterator[Caution]:
     if not loaded.config.run.rehearse:
         yield from _files(loaded)
     if prepared.plan.no_forecast:
-        yield Caution("plan", f"nothing is predicted: {prepared.plan.no_forecast}")
+        yield Caution("plan", f"no forecast: {prepared.plan.no_forecast}")
     if prepared.plan.forecast is not None:
         yield from (Caution(each.code, each.message) for each in prepared.plan.forecast.warnings)
 
 
 def _files(loaded: LoadedConfig) -> Iterator[Caution]:
-    """What a run reads and a plan does not."""
+    """Check what a run reads but a plan does not."""
     config = loaded.config
     if not Path(config.model.path).is_dir() and known(config.model.path):
         yield Caution("model", f"{config.model.path} is a built-in architecture, which can be planned; a run needs a "

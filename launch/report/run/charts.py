@@ -1,5 +1,5 @@
 """Charts of a run as inline SVG, drawn by matplotlib. Loaded only when a report is written: the launcher's light
-install comes without matplotlib, and then says so."""
+install has no matplotlib, and then reports that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launch.errors import UserError
 from launch.run.metrics import SPLIT, Row, series, smoothed
 
 INK = "#010203"
-"""Stands for the page's text colour: replaced by `currentColor`, so that a chart follows light and dark pages."""
+"""Placeholder for the page's text colour. `currentColor` replaces it, so charts follow light and dark pages."""
 BLUE, ORANGE, GREEN, RED, PURPLE = "#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#a855f7"
 SPLIT_COLOURS = {"rollout": "#06b6d4", "reward": "#eab308", "log-prob": "#d946ef", "train": "#22c55e",
                  "sync": "#3b82f6", "other": "#9ca3af"}
@@ -25,13 +25,13 @@ STYLE = {
 }
 SMOOTHING = 10
 Drawing = Callable[[Any, Sequence[Row]], bool]
-"""Draws a history on an Axes; False when the history holds nothing of it."""
+"""Draws a history on an Axes; False if the history has no data for it."""
 
 
 def svg_charts(history: Sequence[Row]) -> dict[str, str]:
     """Chart name -> `<svg>` element; charts without data are absent.
 
-    Raises UserError when matplotlib is not installed."""
+    Raises UserError if matplotlib is not installed."""
     charts: dict[str, Drawing] = {
         "reward": draw_reward, "lengths": draw_lengths, "split": draw_split, "mismatch": draw_mismatch, "kl": draw_kl,
         "entropy": draw_entropy, "grad_norm": draw_grad_norm, "throughput": draw_throughput}
@@ -68,7 +68,7 @@ def draw_lengths(axes, history: Sequence[Row]) -> bool:
 
 
 def draw_mismatch(axes, history: Sequence[Row]) -> bool:
-    """On a logarithmic axis: fp32 lies near 1e-7, bf16 near 1e-3, a sync that does not arrive near 1."""
+    """On a logarithmic axis: fp32 is near 1e-7, bf16 near 1e-3, and a sync that does not arrive near 1."""
     drawn = [_curve(axes, history, name, colour, label, positive=True) for name, colour, label in (
         ("mismatch/abs_max", RED, "largest |difference| of a token"),
         ("mismatch/abs_mean", ORANGE, "mean |difference|"), ("mismatch/kl", BLUE, "KL(engine || trainer)"))]
@@ -88,7 +88,7 @@ def draw_kl(axes, history: Sequence[Row]) -> bool:
 def draw_entropy(axes, history: Sequence[Row]) -> bool:
     if not _curve(axes, history, "train/entropy", GREEN, "entropy (nats)"):
         return False
-    _curve(axes, history, "group/zero_variance", ORANGE, "groups without spread (share)")
+    _curve(axes, history, "group/zero_variance", ORANGE, "groups with equal rewards (share)")
     axes.set_ylim(bottom=0)
     axes.set_title("Entropy, and groups whose rewards are all equal")
     axes.legend(loc="best")
@@ -101,7 +101,7 @@ def draw_grad_norm(axes, history: Sequence[Row]) -> bool:
 
 
 def draw_throughput(axes, history: Sequence[Row]) -> bool:
-    axes.set_title("Tokens trained on a second")
+    axes.set_title("Trained tokens per second")
     drawn = _curve(axes, history, "throughput/tokens_per_s", GREEN, "", smooth=True)
     axes.set_ylim(bottom=0)
     return drawn
@@ -126,7 +126,7 @@ def draw_split(axes, history: Sequence[Row]) -> bool:
 
 def _curve(axes, history: Sequence[Row], name: str, colour: str, label: str, *, smooth: bool = False,
            positive: bool = False, alpha: float = 1.0) -> bool:
-    """Draw one metric over steps; with `smooth` the values are faint and their running mean carries the label."""
+    """Draw one metric over steps. With `smooth`, the values are faint and their running mean has the label."""
     steps, values = series(history, name)
     pairs = [(step, value) for step, value in zip(steps, values, strict=True) if not positive or value > 0]
     if not pairs:
@@ -163,7 +163,7 @@ def _svg(name: str, draw: Drawing, history: Sequence[Row]) -> str | None:
 
 
 def _inline(document: str, name: str) -> str:
-    """The bare `<svg>` element: scalable, in the page's colours, with ids that no other chart on the page has."""
+    """The bare `<svg>` element: scalable, in the page's colours, with ids that are unique on the page."""
     svg = document[document.index("<svg"):]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)

@@ -1,6 +1,6 @@
-"""Live progress of a run: a panel on a terminal, one plain line a step elsewhere, nothing with `--quiet`.
+"""Live progress of a run: a panel on a terminal, one plain line per step elsewhere, nothing with `--quiet`.
 
-Fed with the rows of metrics.jsonl, by the loop itself or by a process that follows the file.
+It receives the rows of metrics.jsonl, from the loop itself or from a process that follows the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from launch.run.metrics import SPLIT
 COLOURS = {"rollout": "cyan", "reward": "yellow", "log-prob": "magenta", "train": "green", "sync": "blue",
            "other": "bright_black"}
 RECENT = 20
-"""Steps that the time left and the sparkline look back on."""
+"""Number of recent steps that the remaining time and the sparkline use."""
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -31,13 +31,13 @@ class Display(Protocol):
     def __exit__(self, *exception) -> None: ...
 
     def phase(self, text: str) -> None:
-        """What is happening now, such as `starting 1 vLLM engine`."""
+        """Show the current phase, such as `starting 1 vLLM engine`."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step has ended."""
+        """Show a completed step."""
 
     def message(self, text: str) -> None:
-        """A line that stays, such as a warning."""
+        """Show a line that stays, such as a warning."""
 
 
 def make_display(name: str, steps: int, *, console: Console | None = None, quiet: bool = False) -> Display:
@@ -156,7 +156,7 @@ class LiveDisplay:
 
 
 class Pace:
-    """Time left, from the median of the last steps: one slow step (compilation, checkpoint) does not move it."""
+    """Remaining time, from the median of the last steps: one slow step (compilation, checkpoint) does not move it."""
 
     def __init__(self, steps: int) -> None:
         self._steps, self._step = steps, 0
@@ -181,7 +181,7 @@ def duration(seconds: float) -> str:
 
 
 def shares(metrics: Mapping[str, float]) -> list[tuple[str, float, float]]:
-    """(word, seconds, share of the step) of each part that took at least a thousandth of it."""
+    """(word, seconds, share of the step) of each part that takes at least a thousandth of the step."""
     parts = [(word, max(0.0, metrics.get(name, 0.0))) for name, word in SPLIT]
     total = metrics.get("time/step") or sum(seconds for _, seconds in parts)
     if total <= 0:
@@ -197,7 +197,7 @@ def split_text(metrics: Mapping[str, float]) -> str:
 
 
 def split_bar(metrics: Mapping[str, float], width: int = 60) -> Text:
-    """The step as one bar of `width` cells; rounding goes by cumulated ends, so the parts always fill it."""
+    """The step as one bar of `width` cells. Cumulative ends are rounded, so the parts always fill the bar."""
     text, drawn, end = Text(), 0, 0.0
     parts = shares(metrics)
     total = sum(share for _, _, share in parts) or 1.0

@@ -1,4 +1,4 @@
-"""The HTML report of a run: one file, no network, no script."""
+"""The HTML report of a run: one file, without network access or scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launch.run.metrics import Row, attempt_dirs, first_and_last, metric_history
 
 DOCUMENTS = ("config.yaml", "config.json", "plan.json", "placement.json", FILE, "versions.json",
              "environment.json")
-"""Files of an attempt (or of the run) that the report shows in full, those that exist."""
+"""Files of an attempt or of the run that the report shows in full, if they exist."""
 SAMPLES = 12
 CSS = """
 :root { color-scheme: light dark; --ink: #1f2937; --soft: #6b7280; --line: #e5e7eb; --card: #fff; --page: #f8fafc; }
@@ -45,7 +45,7 @@ details { margin-bottom: 8px; } summary { cursor: pointer; font-weight: 600; }
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Write the report of all attempts of `run_dir` to `out` (default: `report.html` in it) and return its path.
 
-    Raises UserError when the folder is not a run's or matplotlib is missing."""
+    Raises UserError if the folder is not a run's folder or matplotlib is missing."""
     attempts = attempt_dirs(run_dir)
     history = metric_history(attempts)
     out = out or run_dir / "report.html"
@@ -62,7 +62,7 @@ def render(name: str, history: Sequence[Row], *, warnings: Sequence[dict], sampl
     """The whole page as text.
 
     Args:
-        compared: the section on plan against measured.
+        compared: the section that compares the plan with measurements.
     """
     body = [_head(name, history, attempts), _facts(history), _warnings(warnings)]
     if history:

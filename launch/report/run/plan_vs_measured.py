@@ -1,4 +1,4 @@
-"""Plan against measured: the table at a run's end and in its report; and what a calibration changed."""
+"""Plan against measurements, for the end of a run and its report; and the changes made by a calibration."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from launch.run.metrics import metric_rows
 FILE = "plan-vs-measured.json"
 WIDTH = 100
 LABEL = 13
-"""Width of the words at the left of a run's last lines."""
+"""Width of the labels in the last lines of a run."""
 
 
 def of_attempt(attempt: Path) -> PlanVsMeasured | None:
-    """The comparison of an attempt from what lies in its folder; None where no plan lies that this program reads."""
+    """The comparison of an attempt, from its folder; None if the folder has no plan that this version can read."""
     try:
         plan = Plan.model_validate_json((attempt / "plan.json").read_text(encoding="utf-8"))
     except (OSError, ValidationError):
@@ -34,7 +34,7 @@ def comparison_text(found: PlanVsMeasured) -> str:
     """A few lines for the end of a run."""
     label = "plan".ljust(LABEL)
     if found.steps is None:
-        return "\n".join(_wrapped(f"not compared with what was measured: {found.nothing}", label))
+        return "\n".join(_wrapped(f"not compared with measurements: {found.nothing}", label))
     measured = f"median of steps {found.steps.first} to {found.steps.last}"
     lines = [f"{label}predicted before the run, measured in it ({measured})",
              f"{'':{LABEL}}{'':10}{'predicted':>12}{'range':>22}{'measured':>12}{'measured/predicted':>21}"]
@@ -43,7 +43,7 @@ def comparison_text(found: PlanVsMeasured) -> str:
         lines.append(f"{'':{LABEL}}{each.name:10}{seconds(each.predicted.seconds):>12}{ends:>22}"
                      f"{seconds(each.measured.median):>12}{significant(each.ratio):>10}"
                      f"{'' if each.in_range else ', not in range'}")
-    lines += [f"{'':{LABEL}}{f'tokens of a {each.name}':22}{significant(each.assumed, 4)} assumed, "
+    lines += [f"{'':{LABEL}}{f'tokens per {each.name}':22}{significant(each.assumed, 4)} assumed, "
               f"{significant(each.measured, 4)} measured" for each in found.lengths]
     return "\n".join([*lines, *(line for note in found.notes for line in _wrapped(note))])
 
@@ -53,10 +53,10 @@ def _wrapped(text: str, label: str = " " * LABEL) -> list[str]:
 
 
 def comparison_html(found: PlanVsMeasured | None) -> str:
-    """The section of a run's report."""
+    """The section in a run's report."""
     if found is None:
         return ""
-    head = "<h2>Predicted beside measured</h2>"
+    head = "<h2>Predicted and measured</h2>"
     if found.steps is None:
         return f'{head}<p class="soft">Not compared: {escape(found.nothing or "")}.</p>'
     rows = "".join(
@@ -67,7 +67,7 @@ def comparison_html(found: PlanVsMeasured | None) -> str:
         f'<td class="n">{significant(each.ratio)}</td><td>{"yes" if each.in_range else "no"}</td></tr>'
         for each in found.phases)
     lengths = "".join(
-        f'<tr><td>tokens of a {escape(each.name)}</td><td class="n">{significant(each.assumed, 4)}</td>'
+        f'<tr><td>tokens per {escape(each.name)}</td><td class="n">{significant(each.assumed, 4)}</td>'
         f'<td class="n">{significant(each.measured, 4)}</td><td class="n">{significant(each.ratio)}</td></tr>'
         for each in found.lengths)
     notes = "".join(f"<p>{escape(note)}</p>" for note in found.notes)
@@ -81,7 +81,7 @@ def comparison_html(found: PlanVsMeasured | None) -> str:
 
 
 def print_calibration(found: Calibration) -> None:
-    """What was measured, what the plan of the same runs said before and says now, and what changed for it."""
+    """Print the measurements, the predictions for the same runs before and after, and the changed coefficients."""
     for run in found.runs:
         click.echo(f"{run.name}: {run.steps} steps, prompts of {significant(run.prompt_tokens, 4)} and responses of "
                    f"{significant(run.response_tokens, 4)} tokens (measured, and used in the predictions below)")
@@ -103,4 +103,4 @@ def print_calibration(found: Calibration) -> None:
     for phase in found.phases:
         if phase.note:
             click.echo("\n".join(textwrap.wrap(f"{phase.phase}: {phase.note}", WIDTH, subsequent_indent="  ")))
-    click.echo(f"written to {found.cluster_file}" if keys else f"{found.cluster_file} is as it was")
+    click.echo(f"written to {found.cluster_file}" if keys else f"{found.cluster_file} is unchanged")

@@ -12,7 +12,7 @@ SHOWN = 8
 
 
 def text(document: Mapping[str, Any]) -> str:
-    """`rehearsal.json` for people: a line a node, then what was checked, then every difference."""
+    """`rehearsal.json` for people: one line per node, then the checks, then every difference."""
     nodes = document["nodes"]
     lines = [f"rehearsal of attempt {document['attempt']}: {document['processes']} processes on {len(nodes)} nodes, "
              f"plan {document['plan_fingerprint']}", ""]
@@ -43,7 +43,7 @@ def text(document: Mapping[str, Any]) -> str:
 
 
 def _processes(members: Sequence[Mapping[str, Any]]) -> str:
-    """`ranks 0-3 on GPUs 0-3; engines 0, 1 on GPUs 4-5 | 6-7`: GPUs in the order of the ranks that sit on them."""
+    """`ranks 0-3 on GPUs 0-3; engines 0, 1 on GPUs 4-5 | 6-7`, with GPUs in the order of their ranks."""
     ranks = sorted((int(each["process"].partition("-")[2]), each) for each in members if each["role"] == "trainer")
     parts = [f"ranks {_ranges([rank for rank, _ in ranks])}{_where([[each for _, each in ranks]])}"] if ranks else []
     engines: dict[int, list[Mapping[str, Any]]] = {}
@@ -58,13 +58,13 @@ def _processes(members: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _number(process: str) -> tuple[int, int]:
-    """(engine, rank of it) of `rollout-3.1`."""
+    """(engine, rank in it) of `rollout-3.1`."""
     engine, _, rank = process.partition("-")[2].partition(".")
     return int(engine), int(rank)
 
 
 def _where(groups: Sequence[Sequence[Mapping[str, Any]]]) -> str:
-    """` on GPUs 0-3 | 4-7`, and the NICs where their numbers differ from the GPUs'."""
+    """` on GPUs 0-3 | 4-7`, and the NICs if their numbers differ from those of the GPUs."""
     gpus, nics = ([[each[key] for each in group] for group in groups] for key in ("gpu", "nic"))
     if any(None in group for group in gpus):
         return ""
@@ -75,7 +75,7 @@ def _where(groups: Sequence[Sequence[Mapping[str, Any]]]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """`0-3,8-11`, in the order given: a GPU order other than the natural one shows."""
+    """`0-3,8-11`, in the given order, so that a GPU order other than the natural one is visible."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -86,13 +86,13 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _leaves(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Which leaf switches each partition is on, and which both share."""
+    """The leaf switches of each partition, and those that both share."""
     of: dict[str, dict[str, int]] = {"trainer": {}, "rollout": {}}
     for node in document["nodes"].values():
         for role in {each["role"] for each in node["processes"]} & set(of):
             of[role][node["leaf"]] = of[role].get(node["leaf"], 0) + 1
     if not any(leaf for leaves in of.values() for leaf in leaves):
-        return [("leaves", "Slurm tells no topology (no topology plug-in): nodes were taken in order")]
+        return [("leaves", "Slurm reports no topology (no topology plug-in): nodes were taken in order")]
     rows = [(label, "nodes: " + ", ".join(f"{count} on {leaf}" for leaf, count in of[role].items()))
             for label, role in (("training", "trainer"), ("rollout", "rollout")) if of[role]]
     shared = [leaf for leaf in of["trainer"] if leaf in of["rollout"]]

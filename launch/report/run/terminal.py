@@ -1,4 +1,4 @@
-"""The end of a run on a terminal: the reward curve and where everything lies."""
+"""The end of a run on a terminal: the reward curve and the places of all files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def reward_curve(history: Sequence[Row], *, width: int = 72, height: int = 14) -
     steps, rewards = series(history, "reward/mean")
     if len(steps) < 2:
         return ""
-    import plotext  # draws into one module-wide figure, hence loaded here and cleared before and after
+    import plotext  # draws into one module-wide figure, so it is loaded here and cleared before and after
 
     figure = plotext.figure
     figure.clear()
@@ -33,7 +33,7 @@ def reward_curve(history: Sequence[Row], *, width: int = 72, height: int = 14) -
 
 
 def mean_split(history: Sequence[Row]) -> Row:
-    """Mean seconds of each part of a step, the first two steps (warm-up) left out when there are enough."""
+    """Mean seconds of each part of a step, without the first two steps (warm-up) if there are enough."""
     rows = [row for row in history if "time/step" in row]
     rows = rows[2:] if len(rows) > 4 else rows
     names = {name for row in rows for name in row if name.startswith("time/")}
@@ -42,7 +42,7 @@ def mean_split(history: Sequence[Row]) -> Row:
 
 def closing_summary(run_dir: Path, history: Sequence[Row], report: Path | None = None, *,
                     width: int = 72) -> str:
-    """What a run prints last: curve, first and last reward, split of the step, places, the TensorBoard command."""
+    """The last output of a run: curve, first and last reward, split of the step, paths, the TensorBoard command."""
     lines = [reward_curve(history, width=width), ""]
     _, rewards = series(history, "reward/mean")
     if rewards:
