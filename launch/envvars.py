@@ -115,8 +115,12 @@ def environment(role: Role, device: Device, config: RunConfig | None, *, job: st
 
 @overload
 def get(name: str) -> str | None: ...
+
+
 @overload
 def get(name: str, default: str) -> str: ...
+
+
 def get(name: str, default: str | None = None) -> str | None:
     """One variable of this process."""
     return os.environ.get(name, default)

@@ -84,7 +84,7 @@ def edited(text: str, values: Mapping[str, float], run: str) -> str:
 
 def _section(text: str) -> yaml.MappingNode | None:
     root = yaml.compose(text, Loader=CoreLoader)
-    return next((value for key, value in root.value if key.value == "coefficients"), None)
+    return next((value for key, value in root.value if key.value == "coefficients"), None) if root else None
 
 
 def _end(node: yaml.Node) -> int:

@@ -57,6 +57,7 @@ class _Builder:
         switches = self._switches(nodes)
         coefficients = self._coefficients()
         self.problems.raise_if_any()
+        assert gpu is not None      # else there is a problem
         spec = ClusterSpec(
             name=content.name or Path(self.file).stem, nodes=nodes, gpus_per_node=content.gpus.per_node, gpu=gpu,
             nics_per_node=network.nics_per_node, nic_bandwidth=network.nic_gbit_per_s * GBIT, rails=network.rails,

@@ -40,8 +40,9 @@ def known_coefficients() -> Mapping[str, Known]:
     found: dict[str, Known] = {}
     for kind in sorted(Coefficients.__subclasses__(), key=lambda each: each.PREFIX):
         if kind.__module__.startswith(package.__name__):
-            found |= {f"{kind.PREFIX}.{each.name}":
-                      Known(each.default, each.metadata["unit"], each.metadata["allowed"]) for each in fields(kind)}
+            shipped = kind()
+            found |= {f"{kind.PREFIX}.{each.name}": Known(getattr(shipped, each.name), each.metadata["unit"],
+                                                          each.metadata["allowed"]) for each in fields(kind)}
     return found
 
 

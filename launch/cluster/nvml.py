@@ -1,7 +1,7 @@
 """What the NVIDIA driver says about this machine's GPUs, as plain values: the one place that talks to NVML.
 
-Read only: no setting is changed and no CUDA context is made. `cards` is for whoever plans or starts processes, and
-fails if the driver does not answer; `read_gpus` is for the preflight, which judges faults
+Read only: no setting is changed and no CUDA context is made. `cards` is for those who plan or start processes, and
+fails if the driver does not answer. `read_gpus` is for the preflight, which judges what is wrong
 (`launch.health.checks.gpus`).
 """
 

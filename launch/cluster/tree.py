@@ -71,7 +71,7 @@ def topology(switches: Sequence[Switch], nodes: Iterable[str]) -> Topology:
     leaves: list[tuple[str, ...]] = []
     paths: list[tuple[str, ...]] = []
     seen: set[str] = set()
-    todo = [(name,) for name in reversed(natural_order(set(by_name) - below))]
+    todo: list[tuple[str, ...]] = [(name,) for name in reversed(natural_order(set(by_name) - below))]
     while todo:
         path = todo.pop()
         if path[-1] in seen or path[-1] not in by_name:
@@ -151,7 +151,7 @@ def _shape(by_name: dict[str, Switch]) -> list[tuple[str, str, str]]:
     for switch in by_name.values():
         for child in switch.switches:
             group[root(child)] = root(switch.name)
-    islands = {root(name): [] for name in tops}
+    islands: dict[str, list[str]] = {root(name): [] for name in tops}
     for name in tops:
         islands[root(name)].append(name)
     if len(islands) > 1:

@@ -151,8 +151,8 @@ def _over(nodes: Sequence[str], folder: Path, expected: Expected, profile: Profi
 
 def _members(folder: Path, node: str, interface: str) -> None:
     """Start this node's processes of the network's task and wait for them."""
-    children = network_run.start(folder, node, interface)
-    deadline = time.monotonic() + network.Task.read(folder).timeout_s
+    children, task = network_run.start(folder, node, interface), network.Task.read(folder)
+    deadline = time.monotonic() + (task.timeout_s if task else 0.0)
     for child in children:
         if child.wait(max(0.0, deadline - time.monotonic())) is None:
             child.end()
@@ -164,7 +164,7 @@ def _network_here(node: str, device: str, folder: Path, say: Say) -> list[Check]
     ports = allocate(address="127.0.0.1")
     try:
         members = tuple(network.Member(node, gpu, "127.0.0.1") for gpu in gpus or (None,) * CPU_MEMBERS)
-        task = network.Task(members, "nccl" if gpus else "gloo", ports.rendezvous,
+        task = network.Task(members, "nccl" if gpus else "gloo", ports.rendezvous, {},
                            **({} if gpus else {"allreduce_bytes": 16 * network.MIB}))
         task.write(folder)
         _members(folder, node, "lo")

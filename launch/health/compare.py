@@ -76,8 +76,8 @@ def disagreements(nodes: Nodes) -> tuple[dict[str, list[Check]], list[Check]]:
                     of_node.setdefault(node, []).append(Check(
                         name, rule.severity, json.loads(value), f"{label} is {_short(value)}, on {most} of "
                         f"{len(values)} nodes {_short(common)}", rule.remedy))
-    for rule in OUTLIERS:
-        _outliers(rule, values_of(nodes, rule.name), of_node)
+    for outlier in OUTLIERS:
+        _outliers(outlier, values_of(nodes, outlier.name), of_node)
     _loopback(nodes, of_node)
     return of_node, of_job
 

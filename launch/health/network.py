@@ -119,9 +119,9 @@ def command(attempt_folder: Path, rank: int) -> list[str]:
 
 def variables(task: Task, member: Member, interface: str, mark: str) -> dict[str, str]:
     """What the member's process is started with, beside what it inherits: what a training rank would be."""
-    on_gpu = member.gpu is not None
-    return {**envvars.environment("trainer", "gpu" if on_gpu else "cpu", None, job=mark,
-                                  gpus=(member.gpu,) if on_gpu else (), interface=interface, address=member.address,
+    gpus = () if member.gpu is None else (member.gpu,)
+    return {**envvars.environment("trainer", "gpu" if gpus else "cpu", None, job=mark,
+                                  gpus=gpus, interface=interface, address=member.address,
                                   nics=task.nics.get(member.node, ())),
             envvars.NODE: member.node}
 

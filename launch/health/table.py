@@ -55,20 +55,20 @@ def _matrix(verdict: Verdict) -> Table:
         flawed = place != "fit" or own_findings(node, verdict.findings)
         rows.setdefault((*cells, place, node if flawed else ""), []).append(node)
     ordered = sorted(rows.items(), key=lambda row: max(RANK.get(cell, 0) for cell in row[0][:-2]))
-    for (*cells, place, _), nodes in ordered[-MAX_ROWS:]:
+    for (*shown, place, _), nodes in ordered[-MAX_ROWS:]:
         names = compress(nodes)
-        table.add_row(names if len(names) <= NAMES_WIDTH else f"{len(nodes)} nodes", *[_text(cell) for cell in cells],
+        table.add_row(names if len(names) <= NAMES_WIDTH else f"{len(nodes)} nodes", *[_text(cell) for cell in shown],
                       Text(place, "bold red" if place == "excluded" else ""))
     if len(ordered) > MAX_ROWS:
         table.caption = f"{len(ordered) - MAX_ROWS} rows with less to tell are left out: see --json"
     return table
 
 
-def _cell(checks: Sequence[Check]) -> str:
-    return worst(checks) if checks else ""
+def _cell(checks: Sequence[Check]) -> Severity | None:
+    return worst(checks) if checks else None
 
 
-def _text(cell: str) -> Text:
+def _text(cell: Severity | None) -> Text:
     return Text(*WORDS[cell]) if cell else Text("-", "dim")
 
 

@@ -105,35 +105,27 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.folder / ".lock").open("w", encoding="utf-8")
+            lock = self._lock = (self.folder / ".lock").open("w", encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write the run's folder {self.folder.absolute()}: {error.strerror}",
                             where="run.dir, run.name", fix="choose a run.dir that you may write") from error
         try:
-            held = wait_for(lambda: [] if self._locked() else [f"the lock of {self.folder}"], "to be free",
+            held = wait_for(lambda: [] if _locked(lock) else [f"the lock of {self.folder}"], "to be free",
                             self._wait_s, say=self._say)
         except OSError as error:
-            self._lock.close()
+            lock.close()
             raise UserError(f"the file system of {self.folder.absolute()} takes no lock: {error.strerror}",
                             where="run.dir", fix="use a run.dir on a file system with flock (Lustre: mounted with -o "
                                                  "flock; NFS: with its lock service)") from error
         if held:
-            self._lock.close()
+            lock.close()
             raise UserError(f"another job is working in {self.folder}", where="run.name",
                             fix="wait for it, stop it with `megatron-rl stop`, or use another run.name")
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._lock.close()
-
-    def _locked(self) -> bool:
-        try:
-            patiently(lambda: fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB))
-        except OSError as error:
-            if error.errno in HELD:
-                return False
-            raise       # ENOSYS, ENOLCK, EOPNOTSUPP: nobody will ever have it
-        return True
+        if self._lock is not None:
+            self._lock.close()
 
     def new_attempt(self) -> Attempt:
         """Make the next attempt's folder and point `latest` at it."""
@@ -148,6 +140,17 @@ class RunFolder:
         link.symlink_to(Path("attempts") / folder.name)
         os.replace(link, self.folder / "latest")
         return Attempt(folder)
+
+
+def _locked(file: IO[str]) -> bool:
+    """Take the lock; False where somebody else has it."""
+    try:
+        patiently(lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno in HELD:
+            return False
+        raise       # ENOSYS, ENOLCK, EOPNOTSUPP: nobody will ever have it
+    return True
 
 
 def fresh_name(run: Run) -> str:

@@ -114,11 +114,11 @@ class Aftermath:
             code = way(past, going)
             if code is not None:
                 return int(code)
-        code = past.exit_code or int(ExitCode.UNFINISHED)
+        exit_code = past.exit_code or int(ExitCode.UNFINISHED)
         self.say("the run can go on, and nothing does it: submit the job again")
-        self._note(past.model_copy(update={"exit_code": code, "why": f"{past.why}; neither requeued nor submitted: see "
-                                                                     "the job's output"}))
-        return code
+        why = f"{past.why}; neither requeued nor submitted: see the job's output"
+        self._note(past.model_copy(update={"exit_code": exit_code, "why": why}))
+        return exit_code
 
     def _requeue(self, past: PastAttempt, going: Going) -> ExitCode | None:
         """This job again. None if Slurm does not do it."""

@@ -12,7 +12,7 @@ from launch.run.attempts import Attempt
 from launch.run.components import Failure
 from launch.run.outcome import Outcome, Status, read_outcome
 from launch.runtime import hang
-from launch.slurm.srun_log import LOST, failed_nodes, refused
+from launch.slurm.step import LOST, failed_nodes, refused
 
 MOST_AT_FAULT = 0.5
 """Where more than this share of at least three nodes fails alike, it is not the nodes' fault."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launch.cluster.file import load_cluster
 from launch.cluster.spec import ClusterSpec, Switch
-from launch.cluster.tree import natural_order
+from launch.cluster.tree import FLAT, faults, natural_order, path_of, restrict, switches_of
 from launch.config.load import LoadedConfig
 from launch.errors import UserError
 from launch.fabric.lanes import leaf_of_nodes
@@ -18,6 +18,7 @@ from launch.planner.seats.local import place_cpu
 from launch.ports import Ports
 from launch.run.node_files import Hello
 from launch.runtime.replan import for_fewer, layouts
+from launch.slurm.client import Slurm
 from launch.slurm.job_facts import JobFacts
 from launch.slurm.render import plan_hash_of
 
@@ -90,7 +91,7 @@ def place_job(made: JobPlan, accepted: Sequence[str], avoid: Collection[str], he
         accepted: fit nodes, in any order; more than needed leaves spares.
         avoid: those to leave among the spares if possible.
         hellos: of every accepted node: address, ports.
-        switches: above them (`launch.runtime.job_topology`); () where that is not known.
+        switches: above them (`switches_of_job`); () where that is not known.
 
     Returns:
         (the plan that is run, its placement, what was made smaller: "" if nothing).
@@ -122,3 +123,28 @@ def place_job(made: JobPlan, accepted: Sequence[str], avoid: Collection[str], he
                     tp_across_nodes=config.placement.tp_across_nodes)
     bound = bind(seating, plan.fingerprint(), attempt, addresses, ports, interfaces)
     return replace(made, cluster=cluster), bound.model_copy(update={"leaves": leaf_of_nodes(cluster)}), smaller
+
+
+def switches_of_job(hellos: Mapping[str, Hello], nodes: Sequence[str], slurm: Slurm,
+                    say: Callable[[str], None] = lambda line: None) -> tuple[Switch, ...]:
+    """The switch tree over these nodes: as they say themselves, else as Slurm says when it is asked, once. () where
+    Slurm knows none, or what it says is no tree over them: then a warning."""
+    paths = {node: path_of(hellos[node].topology, hellos[node].topology_pattern) for node in nodes}
+    if tree := switches_of(paths):
+        return tree
+    silent = [node for node in nodes if not paths[node] and hellos[node].topology_pattern != FLAT]
+    if not silent or len(nodes) == 1:
+        return ()       # Slurm has no topology plug-in, and all nodes say so
+    try:
+        found = restrict(slurm.topology(blocks=True), set(nodes))
+        misfits = [what for _, what, _ in faults(found, list(nodes))]
+        why = misfits[0] if misfits else "" if found else "Slurm knows no switches"
+    except UserError as error:
+        found, why = (), error.what
+    if not why:
+        return found
+    address = hellos[silent[0]].topology
+    say(f"warning topology.unknown: of its switches (SLURM_TOPOLOGY_ADDR) {silent[0]} says "
+        f"{repr(address) if address else 'nothing'}, and of `scontrol show topology`: {why}. The job is placed without "
+        "regard to switches; see TopologyPlugin and TopologyParam of slurm.conf")
+    return ()

@@ -23,6 +23,7 @@ from launch.health.check import Check, critical
 from launch.health.expected import expected_of
 from launch.health.gather import gather_reports
 from launch.health.ledger import Ledger
+from launch.health.network_run import with_network
 from launch.health.verdict import Verdict, judge, record
 from launch.plan.plan import Placement
 from launch.processes import Child, start
@@ -33,13 +34,11 @@ from launch.run.attempts import Attempt
 from launch.run.components import record_error
 from launch.run.faults import trains
 from launch.run.node_files import Beat, Hello, NodeFiles
-from launch.run.outcome import Outcome, write_outcome
+from launch.run.outcome import Outcome, Status, write_outcome
 from launch.run.stop import stop_requested
 from launch.runtime import endings
 from launch.runtime.aftermath import Aftermath
-from launch.runtime.job_plan import JobPlan, place_job, plan_job
-from launch.runtime.job_topology import switches_of_job
-from launch.runtime.network_tier import with_network
+from launch.runtime.job_plan import JobPlan, place_job, plan_job, switches_of_job
 from launch.runtime.start_deadline import greeting_s, with_start_deadline
 from launch.runtime.stop_clock import JobIsOver, Signals, StopClock
 from launch.runtime.summary import print_end
@@ -128,7 +127,7 @@ class Leader:
         except JobIsOver as reason:
             return self._over(str(reason)), None
         except UserError as error:
-            status = "preflight" if error.exit_code == ExitCode.PREFLIGHT else "user_error"
+            status: Status = "preflight" if error.exit_code == ExitCode.PREFLIGHT else "user_error"
             return endings.ended(self.attempt, status, str(error), nodes=self._unfit()), error.exit_code
 
     def _over(self, reason: str) -> Outcome:
@@ -160,7 +159,7 @@ class Leader:
         cluster = load_cluster(config.cluster)
         expected_of(config, cluster, cluster.gpu.device, profile=self.profile, computes=trains(config),
                     cpus=self.facts.cpus_per_node).write(self.attempt.folder)
-        self._start_supervisors()
+        self.step = srun = self._start_supervisors()
         with _answering(self.attempt):
             made = plan_job(self.path, self.words, self.loaded, self.facts)
         self._keep_margin(made)
@@ -168,17 +167,17 @@ class Leader:
         verdict = self._preflight(made, hellos, config.run.deadline_s)
         made, placement = self._place(made, hellos, verdict)
         with make_display(config.run.name, config.run.steps) as display:
-            return Watch(self.attempt, made.prepared.loaded.config, placement, self.step,
+            return Watch(self.attempt, made.prepared.loaded.config, placement, srun,
                          View(self.attempt.folder, display), self.clock.tick, say).run()
 
-    def _start_supervisors(self) -> None:
+    def _start_supervisors(self) -> Child:
         """One step: a supervisor on every node, whatever the number of nodes."""
         command, environment = step(
             [sys.executable, "-m", "launch", "node", str(self.attempt.folder.resolve())], nodes=self.facts.nodes,
             cpus=self.facts.cpus_per_node, profile=self.profile,
             folders=[self.attempt.run_folder, *folders_of(self.loaded.config)], wait_s=0)
-        self.step = start("srun", command, log=self.attempt.logs / "srun.log", environment=environment)
         say(f"attempt {self.attempt.number}: supervisors are starting ({self.attempt.folder})")
+        return start("srun", command, log=self.attempt.logs / "srun.log", environment=environment)
 
     def _keep_margin(self, made: JobPlan) -> None:
         """The job stops in time for what this plan needs, and must have more time than that."""

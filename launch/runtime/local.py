@@ -141,7 +141,12 @@ class LocalJob:
                 display.message("stopping: the current step ends, a checkpoint is written; again to end at once")
 
         before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        return lambda: [signal.signal(number, handler) for number, handler in before.items()] and None
+
+        def restore() -> None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+        return restore
 
     def _clean_up(self) -> None:
         """End every process that carries this attempt's mark, wherever it has moved in the process tree. Ray's own

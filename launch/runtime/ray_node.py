@@ -71,13 +71,18 @@ def new_folder() -> Path:
                             "profile, or in TMPDIR") from error
 
 
+def new_secret() -> str:
+    """A token for a job's Ray."""
+    return secrets.token_hex(32)
+
+
 @dataclass
 class RaySession:
     """Ray's scratch folder on one node, and the job's token; gone at the end. The folder is private to this user (Ray
     makes its own part of it open to everybody)."""
 
     folder: Path = field(default_factory=new_folder)
-    secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+    secret: str = field(default_factory=new_secret, repr=False)
     """The token. The head's node draws it, the other nodes of the job are given the same."""
     nodes: int = 1
     """Of the job."""

@@ -81,8 +81,8 @@ def _candidates(prepared: Prepared, cluster: ClusterSpec) -> Iterator[Sizes]:
 
 
 def _cpu_nodes(planned: Planned, training: TrainingLayout, replicas: int, cluster: ClusterSpec) -> tuple[int, int]:
-    """(nodes that train, all nodes) as `launch.planner.seats.local.place_cpu` spreads them: processes a node as
-    planned."""
+    """(nodes that train, all nodes) as `launch.planner.seats.local.place_cpu` spreads them: as many processes a
+    node as planned."""
     split = planned.plan.forecast.split
     whole, engines = planned.found.training.layout, planned.found.rollout.layout.replicas
     train = max(1, split.training * training.dp // whole.dp)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import FrameType
 
 from launch import early_signals
@@ -16,14 +15,10 @@ from launch.run.metrics import metric_rows
 from launch.run.node_files import TERMINATED, stamp
 from launch.run.stop import Reason, ask_to_stop, stop_requested
 from launch.slurm.client import Slurm
-from launch.slurm.clock import ahead_s
 from launch.slurm.job_facts import JobFacts
-from launch.slurm.margin import PORTABLE_S
-from launch.slurm.records import JobRecord
+from launch.slurm.margin import PORTABLE_S, measured_s
+from launch.slurm.records import JobRecord, ahead_s
 from launch.slurm.refusals import SlurmError
-
-RESERVE_S = 60.0
-"""For processes to end, files to be seen, and Slurm to be asked."""
 
 EARLY_S = 120.0
 """A signal of Slurm's may come this much before its time."""
@@ -86,15 +81,14 @@ class StopClock:
             self._stop(*self._meaning(number))
         if time.monotonic() - self._asked_at > ASK_EVERY_S:
             self._ask_whether_over()
-        now = time.time()
-        deadline = Deadline(self.end_time, self._margin())
-        if not deadline.due(now) or stop_requested(self.attempt.folder):
+        left = self._left()
+        if left is None or left > self._margin() or stop_requested(self.attempt.folder):
             return
         if not self._asked_again:       # the limit may have been raised since: one more question, before it counts
             self._asked_again = True
             self._refresh()
             return self.tick()
-        self._stop("time-limit", f"{self.end_time - now:.0f} s before the end of the time limit")
+        self._stop("time-limit", f"{left:.0f} s before the end of the time limit")
 
     def _meaning(self, number: int) -> tuple[Reason, str]:
         name = signal.Signals(number).name
@@ -122,8 +116,8 @@ class StopClock:
         if time.monotonic() - self._measured_at > MEASURE_EVERY_S or not self._measured_at:
             self._measured_at = time.monotonic()
             rows = metric_rows(self.attempt.folder / "metrics.jsonl")
-            self._measured = margin_s(0.0, [row["time/step"] for row in rows if "time/step" in row],
-                                      [row["time/checkpoint"] for row in rows if "time/checkpoint" in row])
+            self._measured = measured_s([row["time/step"] for row in rows if "time/step" in row],
+                                        [row["time/checkpoint"] for row in rows if "time/checkpoint" in row])
         return max(self.margin_s, self._measured)
 
     def _ask_whether_over(self) -> None:
@@ -156,31 +150,3 @@ class StopClock:
         self.end_time = None if record.ends is None else record.ends - ahead_s(record, asked, time.time())
         self._preempted = record.fields.get("PreemptTime", "None") not in ("None", "Unknown")
         return record
-
-
-@dataclass(frozen=True)
-class Deadline:
-    """When to stop."""
-
-    end_time: float | None
-    """Unix time at which the time limit ends the job; None without a limit."""
-    margin_s: float
-
-    def left_s(self, now: float) -> float | None:
-        """Seconds until the job has to begin to end; negative when that has passed, None without a limit."""
-        return None if self.end_time is None else self.end_time - self.margin_s - now
-
-    def due(self, now: float) -> bool:
-        left = self.left_s(now)
-        return left is not None and left <= 0
-
-
-def margin_s(planned_s: float, steps_s: Sequence[float], checkpoints_s: Sequence[float]) -> float:
-    """The margin to keep: the planned one, or what this job's own slowest step and checkpoint ask for, if that is more.
-    Half as much again for a checkpoint: all jobs of a cluster may write at the same hour.
-
-    Args:
-        planned_s: `launch.slurm.margin.stop_margin`.
-        steps_s, checkpoints_s: seconds of each so far.
-    """
-    return max(planned_s, max(steps_s, default=0.0) + 1.5 * max(checkpoints_s, default=0.0) + RESERVE_S)

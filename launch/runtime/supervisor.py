@@ -33,9 +33,9 @@ from launch.run import components, node_files
 from launch.run import progress as progress_file
 from launch.run.attempts import Attempt
 from launch.run.components import Failure, NodeComponents
-from launch.run.node_files import Beat, NodeFiles, greeting
+from launch.run.node_files import Beat, Hello, NodeFiles, greeting
 from launch.run.outcome import read_outcome
-from launch.run.stop import ask_to_stop
+from launch.run.stop import Reason, ask_to_stop
 from launch.runtime import caches, hang, teardown
 from launch.runtime.workloads import workload_of
 from launch.runtime.workloads.context import Running
@@ -116,11 +116,12 @@ class Supervisor:
     def _take_part(self) -> None:
         ports = self._claim_ports()
         try:
-            self._greet(ports)
+            hello = greeting(self.node, ports)
+            self.files.write_hello(hello)
             if removed := teardown.sweep(self.attempt, self.node):
                 self.say(f"removed the shared memory that earlier attempts left: {listed(removed)}")
             self._check_node()
-            self._until_placed()
+            self._until_placed(hello)
             self.leader_silent_s = max(WITHOUT_LEADER_S, 2 * self.attempt.config().run.node_silent_s)
             if self.node not in self.attempt.placement().nodes:
                 self.say("a spare node: nothing is started here")
@@ -129,12 +130,12 @@ class Supervisor:
         finally:
             ports.release()
 
-    def _until_placed(self) -> None:
+    def _until_placed(self, hello: Hello) -> None:
         """Wait for the placement; take part in the measurement of the network, if the leader wants one before that."""
         placement = self.attempt.folder / "placement.json"
         self._until(lambda: seen(placement) or network.Task.read(self.attempt.folder) is not None)
         if not placement.exists():
-            members = network_run.start(self.attempt.folder, self.node, self.files.hello().interface)
+            members = network_run.start(self.attempt.folder, self.node, hello.interface)
             self._until(lambda: all(member.returncode is not None for member in members))
             self._until(lambda: seen(placement))
 
@@ -155,9 +156,6 @@ class Supervisor:
                     raise
                 time.sleep(1.0)     # ports become free without telling anybody
         return found[0]
-
-    def _greet(self, ports: Ports) -> None:
-        self.files.write_hello(greeting(self.node, ports))
 
     def _check_node(self) -> None:
         checks = check_node(self._check_context(self.attempt.folder))
@@ -228,7 +226,7 @@ class Supervisor:
         """A signal to the step is a request to stop. TERM is no order to end at once: a preemption with a grace time
         begins with it, and the grace is for a checkpoint. The leader asks Slurm which it is, and writes `end` if the
         job is over; if nobody does, Slurm's KILL follows."""
-        reason = "signal" if number == signal.SIGUSR1 else "preemption"
+        reason: Reason = "signal" if number == signal.SIGUSR1 else "preemption"
         ask_to_stop(self.attempt.folder, reason, f"{number.name} at {self.node}")
         if number != signal.SIGUSR1:
             (self.attempt.folder / node_files.TERMINATED).touch()

@@ -150,7 +150,8 @@ class Watch:
         """Every supervisor takes the stacks of its node; the rank that the others wait for is named. A node that has
         not been heard of for as long as the job stands still is about to be silent for too long: it has failed."""
         (self.attempt.folder / node_files.STACKS_WANTED).touch()
-        folder, failed = self.attempt.folder / "nodes", []
+        folder = self.attempt.folder / "nodes"
+        failed: list[Outcome] = []
 
         def missing() -> list[str]:
             self.beats.look()

@@ -96,7 +96,7 @@ class Slurm:
         ended."""
         text = self._ask("sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%T")
         states = dict(line.strip().split("|") for line in text.splitlines() if line.strip())
-        fit = USABLE
+        fit: tuple[str, ...] = USABLE
         if reservation:
             record = show.key_values(self._ask("scontrol", "--oneliner", "show", "reservation", reservation))
             reserved, fit = set(names_of(record.get("Nodes", "").replace("(null)", ""))), (*USABLE, "reserved")

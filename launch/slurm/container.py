@@ -72,7 +72,7 @@ def inside(container: Container, command: Sequence[str], mounted: Sequence[str],
 
 def mounts(profile: Profile, folders: Sequence[Path] = ()) -> list[str]:
     """`HOST:CONTAINER` of every mount, each once, those of the job first; none that lies inside another one."""
-    own = sorted({Path(folder).resolve() for folder in (*folders, profile.scratch or "/tmp")})
+    own = sorted({folder.resolve() for folder in (*folders, Path(profile.scratch or "/tmp"))})
     outer = [folder for folder in own if not any(folder != other and folder.is_relative_to(other) for other in own)]
     return list(dict.fromkeys(each if ":" in each else f"{each}:{each}"
                               for each in (*map(str, outer), *profile.container.mounts)))

@@ -9,9 +9,8 @@ from pydantic import BaseModel, ConfigDict
 from launch import envvars
 from launch.cluster import hostlist
 from launch.errors import UserError
-from launch.slurm import clock
 from launch.slurm.client import Slurm
-from launch.slurm.records import JobRecord
+from launch.slurm.records import JobRecord, ahead_s
 from launch.slurm.refusals import SlurmError
 
 
@@ -65,14 +64,14 @@ def read(slurm: Slurm) -> JobFacts:
                         fix="submit it: sbatch slurm/grpo_7b.sbatch, or megatron-rl launch CONFIG --on slurm")
     asked = time.time()
     record = slurm.show_job(job_id, local=True)
-    return combine(record, clock.ahead_s(record, asked, time.time()))
+    return combine(record, ahead_s(record, asked, time.time()))
 
 
 def combine(record: JobRecord, ahead_s: float = 0.0) -> JobFacts:
     """The environment and the record together.
 
     Args:
-        ahead_s: `launch.slurm.clock`.
+        ahead_s: `records.ahead_s`.
     """
     text, count = envvars.get("SLURM_JOB_NODELIST"), envvars.get("SLURM_JOB_NUM_NODES")
     nodes = hostlist.expand(text, "SLURM_JOB_NODELIST") if text else record.nodes

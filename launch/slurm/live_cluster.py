@@ -133,7 +133,8 @@ def _one_kind(found: Survey, wanted: str | None,
               base: ClusterSpec | None) -> tuple[Gpu, int, tuple[Node, ...], list[tuple[str, str]]]:
     """The nodes of the one kind to plan for."""
     wish = gpus.find(wanted, "--gpu") if wanted is not None else None
-    left_out, by_kind = list(found.left_out), {}
+    left_out = list(found.left_out)
+    by_kind: dict[tuple[str, int], list[tuple[Node, Gpu]]] = {}
     for node in found.nodes:
         if len(node.gpus) > 1:
             mixed = " and ".join(f"{count} {kind or 'gpu'}" for kind, count in node.gpus)
@@ -141,16 +142,13 @@ def _one_kind(found: Survey, wanted: str | None,
             continue
         label, count = node.gpus[0]
         where = f"{SHOW_NODES}, {node.name}, Gres"
-        if label:
-            kind = _kind_of(label, where, wish)
-        elif base is not None or wish is not None:
-            kind = wish or base.gpu
-        else:
+        kind = _kind_of(label, where, wish) if label else wish or (base.gpu if base else None)
+        if kind is None and not label:
             raise UserError(f"Slurm does not say which GPUs {node.name} has: Gres=gpu:{count} names no type",
                             where=where,
                             fix="name it with --gpu, for instance --gpu h100; or give a cluster file with --cluster")
-        if wish is not None and (kind is None or kind.name != wish.name):
-            left_out.append((node.name, f"has {label or kind.name}, not {wish.name}"))
+        if kind is None or wish is not None and kind.name != wish.name:
+            left_out.append((node.name, f"has {label}, not {wish.name if wish else 'a known kind'}"))
             continue
         by_kind.setdefault((kind.name, count), []).append((node, kind))
     if not by_kind:

@@ -1,9 +1,10 @@
 """How long before the end of its time limit a job must be told to stop: its last step ends, a checkpoint is written.
-Pure."""
+By the plan, and by what the job has measured since. Pure."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launch.config.schema import RunConfig
@@ -83,6 +84,16 @@ def stop_margin(config: RunConfig, plan: Plan, profile: Profile) -> int:
     if asked == "auto":
         return min(LONGEST_S, max(math.ceil(need.total_s / 60) * 60, math.ceil(profile.stop_margin_s or 0)))
     return min(LONGEST_S, math.ceil(asked))
+
+
+def measured_s(steps_s: Sequence[float], checkpoints_s: Sequence[float]) -> float:
+    """What a job's own slowest step and checkpoint ask for; half as much again for a checkpoint, as all jobs of a
+    cluster may write at the same hour.
+
+    Args:
+        steps_s, checkpoints_s: seconds of each so far.
+    """
+    return max(steps_s, default=0.0) + 1.5 * max(checkpoints_s, default=0.0) + RESERVE_S
 
 
 def explained(config: RunConfig, plan: Plan, profile: Profile) -> str:

@@ -18,6 +18,10 @@ QUEUE_FORMAT = "%i|%T|%r|%S|%L|%D|%N|%k|%j"
 ESTIMATE = re.compile(r"Job \d+ to start at (?P<start>\S+) using \d+ processors on nodes (?P<nodes>\S+)"
                       r"(?: in partition (?P<partition>\S+))?")
 
+CLOCK_TOLERATED_S = 5.0
+"""Slurm prints whole seconds, and takes some to answer."""
+_RUN_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>\d+):(?P<seconds>\d+)")
+
 
 @dataclass(frozen=True)
 class JobRecord:
@@ -99,6 +103,23 @@ class Account:
 def job_records(text: str) -> tuple[JobRecord, ...]:
     """Every job of `scontrol show job`'s output (an array, or a heterogeneous job, has several)."""
     return tuple(_record(block) for block in re.split(r"\n\s*\n", text.strip()) if "JobId=" in block)
+
+
+def ahead_s(record: JobRecord, asked: float, answered: float) -> float:
+    """How far the controller's clock is ahead of this machine's (negative: behind), 0.0 if that may be less than
+    `CLOCK_TOLERATED_S` or cannot be said.
+
+    Args:
+        record: of a running job; the controller's time is that of its start and the time that it has run.
+        asked, answered: this machine's time around the question.
+    """
+    match = _RUN_TIME.fullmatch(record.fields.get("RunTime", ""))
+    if match is None or record.started is None or record.state != "RUNNING":
+        return 0.0
+    days, hours, minutes, seconds = (int(text or 0) for text in match.groups())
+    there = record.started + ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    least, most = there - answered, there + 1.0 - asked
+    return least if least > CLOCK_TOLERATED_S else most if most < -CLOCK_TOLERATED_S else 0.0
 
 
 def estimate_of(text: str) -> Estimate:

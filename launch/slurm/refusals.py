@@ -101,7 +101,8 @@ def explain(command: str, status: int, text: str) -> SlurmError:
         text: stderr, or stdout where that is empty.
     """
     said = [line.strip() for line in text.splitlines() if line.strip()] or ["no message"]
-    fix, answer = None, "refused"
+    fix: str | None = None
+    answer: Answer = "refused"
     for refusal in TABLE:
         match = next((found for line in said if (found := re.search(refusal.pattern, line, re.IGNORECASE))), None)
         if match is not None:

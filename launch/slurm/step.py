@@ -1,5 +1,5 @@
 """The one step of a job: one task a node, with everything that the node has, inside the site's container if it uses
-one. Pure but for the working directory and this process's environment."""
+one; and what `srun` says where it fails. Pure but for the working directory and this process's environment."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch import envvars
+from launch.cluster import hostlist
+from launch.errors import UserError
 from launch.slurm import container
 from launch.slurm.profiles import Profile
+from launch.slurm.refusals import explain, names
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SLURM = re.compile(r"(?:SLURM|SRUN|SBATCH|SALLOC|PMI)_\w+")
@@ -20,6 +23,13 @@ KEPT = re.compile(r"SLURM_(?:JOB_\w+|JOBID|ARRAY_\w+|SUBMIT_\w+|TOPOLOGY_\w+|RES
 leave out would be long and grow with every version: SLURM_HINT, SLURM_EXACT, SLURM_OVERCOMMIT, SLURM_CPU_BIND,
 SLURM_MPI_TYPE, SLURM_THREADS_PER_CORE, SLURM_DISTRIBUTION, ... each changes the shape of a step (srun(1), "INPUT
 ENVIRONMENT VARIABLES")."""
+_HOSTS = r"(?P<hosts>[\w.,\[\]-]+)"
+LOST = re.compile(rf"Task launch for .* failed on node {_HOSTS}: |Node failure on {_HOSTS.replace('hosts', 'others')}")
+"""The node itself: its slurmd, a prolog, the network."""
+EXITED = re.compile(rf"error: {_HOSTS}: tasks? [\d,-]+: Exited with exit code")
+"""The task, or the container it was to run in. Tasks that are `Killed` or `Terminated` only follow."""
+USERS = {"unknown option", "gpus", "memory"}
+"""Refusals (`launch.slurm.refusals.TABLE`) that would be the same the next time."""
 
 
 def step(command: Sequence[str], *, nodes: Sequence[str], cpus: int, profile: Profile | None = None,
@@ -65,3 +75,28 @@ def own_variables(profile: Profile) -> dict[str, str]:
     if profile.scratch:
         own["TMPDIR"] = profile.scratch
     return own
+
+
+# ---- what srun says of a step that has failed ------------------------------------------------------------------------
+
+
+def failed_nodes(text: str) -> tuple[str, ...]:
+    """Nodes that are at fault, in the order in which they are named; () where none is."""
+    for pattern in (LOST, EXITED):
+        found = [node for match in pattern.finditer(text) for hosts in match.groups() if hosts
+                 for node in _expanded(hosts)]
+        if found:
+            return tuple(dict.fromkeys(found))
+    return ()
+
+
+def refused(text: str) -> bool:
+    """Whether Slurm would refuse this step again: it was asked for wrongly."""
+    return bool(USERS & names(explain("srun", 1, text)))
+
+
+def _expanded(hosts: str) -> tuple[str, ...]:
+    try:
+        return hostlist.expand(hosts)
+    except UserError:
+        return ()

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launch import envvars
 from launch.config.load import load_config
@@ -65,8 +66,8 @@ class SubmittedPoint:
 
     point: Point
     task: SweepTask
-    job: object
-    """submitit's future."""
+    job: Any
+    """submitit's future, `submitit.Job`."""
     before: int
     """The run's newest attempt when the point was submitted: what comes after is the point's."""
     ended: str = ""
@@ -219,7 +220,8 @@ class _Queue:
 
     def __init__(self, slurm: Slurm, say: Say) -> None:
         self._slurm, self._say = slurm, say
-        self._asked_at, self._jobs, self._silent = float("-inf"), None, False
+        self._asked_at, self._silent = float("-inf"), False
+        self._jobs: set[str] | None = None
 
     def holds(self, job_id: str) -> bool:
         if time.monotonic() - self._asked_at >= ASK_EVERY_S:

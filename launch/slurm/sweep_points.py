@@ -61,11 +61,11 @@ def points(words: Sequence[str], run_name: str) -> list[Point]:
     fixed = [word for word in fixed if not word.startswith("run.name=")]
     found = []
     for combination in itertools.product(*swept.values()):
-        values = dict(zip(swept, combination, strict=True))
-        suffixes = [f"{_short(key)}{_safe(value)}" for key, value in values.items()]
-        name = values.get("run.name") or "-".join([base, *suffixes])
-        chosen = [f"{key}={value}" for key, value in values.items() if key != "run.name"]
-        found.append(Point(name, (*fixed, *chosen, f"run.name={name}"), values, base))
+        chosen = dict(zip(swept, combination, strict=True))
+        suffixes = [f"{_short(key)}{_safe(value)}" for key, value in chosen.items()]
+        name = chosen.get("run.name") or "-".join([base, *suffixes])
+        own = [f"{key}={value}" for key, value in chosen.items() if key != "run.name"]
+        found.append(Point(name, (*fixed, *own, f"run.name={name}"), chosen, base))
     names = [point.name for point in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

@@ -13,24 +13,10 @@ from launch.run.attempts import Attempt
 from launch.run.node_files import TERMINATED
 from launch.run.stop import ask_to_stop, stop_reason, stop_requested
 from launch.runtime import stop_clock
-from launch.runtime.stop_clock import Deadline, JobIsOver, Signals, StopClock, margin_s
-from launch.slurm.clock import ahead_s
+from launch.runtime.stop_clock import JobIsOver, Signals, StopClock
 from launch.slurm.job_facts import combine
-from launch.slurm.records import job_records
+from launch.slurm.records import ahead_s, job_records
 from tests.runtime.slurm_text import JOB
-
-
-def test_the_margin_is_kept_before_the_end():
-    deadline = Deadline(end_time=1000.0, margin_s=600.0)
-    assert deadline.left_s(300.0) == 100.0
-    assert not deadline.due(399.9) and deadline.due(400.0) and deadline.due(2000.0)
-    assert not Deadline(None, 600.0).due(1e12)
-
-
-def test_slow_steps_and_checkpoints_raise_the_margin_and_fast_ones_do_not_lower_it():
-    assert margin_s(300.0, [], []) == 300.0
-    assert margin_s(300.0, [10.0, 12.0], [20.0]) == 300.0
-    assert margin_s(300.0, [10.0, 400.0], [100.0, 80.0]) == 400.0 + 150.0 + 60.0
 
 
 class AskedSlurm:
@@ -154,10 +140,18 @@ def test_a_time_limit_is_kept_by_the_controllers_clock():
 
 def test_steps_that_take_longer_than_planned_make_the_stop_come_earlier(clock, monkeypatch):
     monkeypatch.setattr(stop_clock, "MEASURE_EVERY_S", 0.0)
-    slow = clock(left_s=1000, margin=100)
+    slow = clock(left_s=1050, margin=100)
     slow.tick()
     assert not stop_requested(slow.attempt.folder)
     (slow.attempt.folder / "metrics.jsonl").write_text(
         '{"step": 1, "time/step": 700.0, "time/checkpoint": 200.0}\n', encoding="utf-8")
     slow.tick()
     assert stop_requested(slow.attempt.folder)
+
+
+def test_steps_that_are_faster_than_planned_do_not_shorten_the_margin(clock, monkeypatch):
+    monkeypatch.setattr(stop_clock, "MEASURE_EVERY_S", 0.0)
+    fast = clock(left_s=599)
+    (fast.attempt.folder / "metrics.jsonl").write_text('{"step": 1, "time/step": 1.0}\n', encoding="utf-8")
+    fast.tick()
+    assert stop_reason(fast.attempt.folder) == "time-limit"

@@ -8,7 +8,7 @@ import pytest
 
 from launch.cluster.spec import Switch
 from launch.run.node_files import Hello
-from launch.runtime.job_topology import switches_of_job
+from launch.runtime.job_plan import switches_of_job
 from launch.slurm import show
 from launch.slurm.refusals import SlurmError
 

@@ -7,7 +7,7 @@ import pytest
 from launch.config.schema import Run
 from launch.run.attempts import RunFolder
 from launch.runtime import endings
-from launch.slurm.srun_log import failed_nodes
+from launch.slurm.step import failed_nodes
 
 LAUNCH = """\
 srun: error: Task launch for StepId=7.0 failed on node n17: Communication connection failure

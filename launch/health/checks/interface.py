@@ -57,11 +57,10 @@ def _named(check: str, variable: str, value: str, matching: list[str], addresses
 
 def _address(address: str | None, gloo: str | None, addresses: Mapping[str, list[str]]) -> Check:
     """Under which address the other nodes would reach this one."""
-    if address is None:
+    name = next((name for name, found in addresses.items() if address in found), None)
+    if address is None and gloo is not None:
         name, address = gloo, addresses[gloo][0] if addresses[gloo] else ""
-    else:
-        name = next((name for name, found in addresses.items() if address in found), None)
-    loopback = bool(address) and ipaddress.ip_address(address).is_loopback
+    loopback = bool(address and ipaddress.ip_address(address).is_loopback)
     value = {"name": name, "address": address, "loopback": loopback}
     if name is None:
         return critical("net.interface", value, f"no interface of this node has the address {address}",

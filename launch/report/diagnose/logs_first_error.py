@@ -110,9 +110,8 @@ def failures(attempt: Path) -> list[LoggedError]:
         name = str(lost.get("component") or "supervisor")
         if not any(each.component == name for each in found):
             message = str(lost.get("message") or "lost").strip()
-            found.append(LoggedError(float(lost.get("time") or path.stat().st_mtime), name, node,
-                                     message.splitlines()[0],
-                                 message, str(lost.get("log") or path)))
+            at = float(lost.get("time") or path.stat().st_mtime)
+            found.append(LoggedError(at, name, node, message.splitlines()[0], message, str(lost.get("log") or path)))
     recorded = {(each.component, _key(each.summary)) for each in found}
     for source in sources(attempt):
         for each in in_log(source, log_lines.read(source)):

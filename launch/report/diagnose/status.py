@@ -256,8 +256,8 @@ def _uses_ray(folder: Path) -> bool:
 
 
 def _run_section(folder: Path) -> dict:
-    """`run:` of the attempt's config.yaml. Only that section is parsed: the whole file takes 50 ms, and `runs` reads
-    hundreds of them."""
+    """`run:` of the attempt's config.yaml. Only its lines are parsed: the whole takes 50 ms, and `runs` reads
+    hundreds."""
     path = folder / "config.yaml"
     if not path.exists():
         return {}

@@ -116,5 +116,6 @@ def report_of(said: bytes) -> RankReport:
     head, _, environ = said.removesuffix(rank_report.END).partition(b"\0\0")
     fields, variables = (dict(entry.split("=", 1) for entry in os.fsdecode(text).split("\0") if "=" in entry)
                          for text in (head, environ))
-    numbers = {key: int(fields[key]) if fields[key] else None for key in ("gpu", "nic", "pid", "cpus")}
-    return RankReport(**{**fields, **numbers}, environment=envvars.recordable(variables))
+    gpu, nic = (int(fields[key]) if fields[key] else None for key in ("gpu", "nic"))
+    return RankReport(fields["process"], fields["node"], gpu, nic, fields["host"], int(fields["pid"]),
+                      int(fields["cpus"]), fields["switches"], envvars.recordable(variables))

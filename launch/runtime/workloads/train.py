@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from launch import envvars, processes
@@ -26,6 +27,7 @@ from launch.runtime.ray_node import (
     ADDRESS_VARIABLE,
     RaySession,
     loopback_variables,
+    new_secret,
     object_store_bytes,
     registered,
     start_head,
@@ -81,7 +83,7 @@ def start(context: NodeContext, driver: str = DRIVER) -> Started:
         raise RayNotUp(f"a job on {len(placement.nodes)} nodes cannot meet at {LOOPBACK}, the address of {node}")
     environment, log = _environment(attempt, placement, node), attempt.logs / f"ray-{node}.log"
     if node == placement.nodes[0]:
-        session, listens = _session(context), f"{address}:{context.ports.ray_gcs}"
+        session, listens = _session(context, new_secret()), f"{address}:{context.ports.ray_gcs}"
         _share(session, attempt)
         ray = start_head(session, context.ports, node=node, address=address, environment=environment, log=log)
         drives = processes.start(
@@ -90,11 +92,12 @@ def start(context: NodeContext, driver: str = DRIVER) -> Started:
         started = Started([ray, drives], session, attempt, node)
     else:
         for other in _before(placement, node):
-            _wait(context, lambda other=other: ray_address(attempt, other) is not None, f"Ray on {other}")
+            _wait(context, partial(_registered, attempt, other), f"Ray on {other}")
         token, listens = attempt.folder / TOKEN_FILE, f"{address}:{context.ports.ray_node_manager}"
         _wait(context, lambda: seen(token), str(token))
         session = _session(context, secret=token.read_text(encoding="ascii"))
         head = ray_address(attempt, placement.nodes[0])
+        assert head is not None         # the first that `_before` names
         ray = start_raylet(session, context.ports, node=node, address=address, head=head, environment=environment,
                            log=log)
         started = Started([ray], session, attempt, node)
@@ -106,10 +109,11 @@ def start(context: NodeContext, driver: str = DRIVER) -> Started:
     return started
 
 
-def _session(context: NodeContext, **secret: str) -> RaySession:
-    """Ray's folder and settings on this node, told in its log."""
+def _session(context: NodeContext, secret: str) -> RaySession:
+    """Ray's folder and settings on this node, told in its log. `secret` is the job's token."""
     nodes, free = len(context.attempt.placement().nodes), shutil.disk_usage("/dev/shm").free
-    session = RaySession(nodes=nodes, object_store_bytes=object_store_bytes(context.attempt.config(), free), **secret)
+    session = RaySession(nodes=nodes, object_store_bytes=object_store_bytes(context.attempt.config(), free),
+                         secret=secret)
     context.say(str(session))
     return session
 
@@ -118,6 +122,10 @@ def ray_address(attempt: Attempt, node: str) -> str | None:
     """address:port of Ray's control store (on the first node) or of the raylet, once `node` has registered."""
     known = read_shared(_ray_file(attempt, node))
     return None if known is None else known["address"]
+
+
+def _registered(attempt: Attempt, node: str) -> bool:
+    return ray_address(attempt, node) is not None
 
 
 def _before(placement: Placement, node: str) -> list[str]:

@@ -11,11 +11,11 @@ from launch.config.load import load_config
 from launch.health import network
 from launch.health.check import Check, critical, ok, worst
 from launch.health.expected import Expected
+from launch.health.network_run import wanted, with_network
 from launch.health.verdict import judge
 from launch.run.attempt_log import PastAttempt
 from launch.run.attempts import Attempt
 from launch.run.node_files import Hello
-from launch.runtime.network_tier import wanted, with_network
 from launch.slurm.profiles import Profile
 
 
