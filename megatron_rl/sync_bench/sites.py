@@ -21,8 +21,7 @@ from launch.planner.prepare import Prepared
 from launch.planner.search.candidate import Candidate
 from launch.planner.seats.local import place_local
 from launch.ports import allocate
-from launch.runtime.job_plan import job_plan, place_job
-from launch.runtime.job_topology import switches_of_job
+from launch.runtime.job_plan import job_plan, place_job, switches_of_job
 from launch.slurm import job_facts
 from launch.slurm.client import Slurm
 from launch.slurm.profiles import load_profile
