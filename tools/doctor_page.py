@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.report.diagnose.doctor import GROUPS, PAGE
+from launch.report.diagnose.doctor import PAGE
+from launch.report.diagnose.known import GROUPS
 from launch.report.diagnose.known.symptom import Symptom
 from tools.docs import item
 

@@ -16,6 +16,6 @@ def command(run: str, folder: str) -> None:
     RUN is a run's name, the path of its folder, or a Slurm job id. Writes the file `stop` into the newest attempt;
     the job answers when its current step is done. A job that waits in Slurm's queue is cancelled.
     """
-    from launch.runtime.stop_run import stop
+    from launch.runtime.stop_run import stop_run
 
-    click.echo(stop(run, folder))
+    click.echo(stop_run(run, folder))

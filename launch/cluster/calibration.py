@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from launch.cluster.known_coefficients import PREFIX, faults
 from launch.cluster.spec import ClusterSpec
 from launch.config.yaml_file import CoreLoader
 from launch.errors import UserError
+from launch.files.shared import write_atomically
 
 
 def with_coefficients(path: str | os.PathLike[str], values: Mapping[str, float], run: str) -> ClusterSpec:
@@ -109,18 +110,12 @@ def _quoted(text: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """All or nothing: a full disk or a kill leaves the old file."""
+    """All or nothing, with the file's own mode; through a link."""
     path = path.resolve()
     try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as stream:
-                stream.write(text)
-            os.chmod(name, path.stat().st_mode & 0o7777)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        mode = stat.S_IMODE(path.stat().st_mode)
+        write_atomically(path, text, mode)
+        path.chmod(mode)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}", where=str(path),
                         fix="make the file and its folder writable, or copy it to where they are") from error

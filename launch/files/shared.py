@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,15 +87,22 @@ def names_in(folder: Path, suffix: str = "") -> list[str]:
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o644, *, durable: bool = False) -> None:
-    """Readers see the old file or the whole new one; with `durable`, also after a crash of this machine."""
+    """A reader sees the old file or the whole new one; with `durable` also after a crash of this machine. A write that
+    fails leaves nothing."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
 
     def write() -> None:
-        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
             file.write(text)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(aside, path)
 
-    patiently(write)
+    try:
+        patiently(write)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink()
+        raise

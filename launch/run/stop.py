@@ -1,5 +1,10 @@
 """The request to stop: a file named `stop` in the attempt's folder, which the job looks for at each step boundary.
-Beside it, `stop-reason.json` says who asked, which decides what follows."""
+`stop-reason.json` says who asked, which decides what follows.
+
+Who asks: `megatron-rl stop` (`launch.runtime.stop_run`), the leader for a signal or the end of the time limit
+(`launch.runtime.stop_clock`; how long before it: `launch.slurm.margin`), the supervisor of a node for a signal to the
+step, the launcher on this machine for Ctrl-C (`launch.runtime.local`), and a point of a sweep on one node.
+"""
 
 from __future__ import annotations
 

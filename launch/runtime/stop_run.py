@@ -9,8 +9,8 @@ from launch.run.stop import STOP_FILE, ask_to_stop
 from launch.slurm.records import JobRecord
 
 
-def stop(run: str, folder: str, hints: Hints | None = None) -> str:
-    """Stop a run or job. Returns a line that says what was done.
+def stop_run(run: str, folder: str, hints: Hints | None = None) -> str:
+    """Stop a run or job; says what was done.
 
     A running attempt gets its stop file and ends with a checkpoint at the next step boundary. A waiting job (first
     start or requeue) is cancelled, as there is nothing to save.
@@ -26,7 +26,7 @@ def stop(run: str, folder: str, hints: Hints | None = None) -> str:
         hints.slurm.cancel(record.job_id)
         return f"cancelled job {record.job_id}, which was waiting in Slurm's queue; its checkpoints remain"
     if found.attempt is None:
-        raise _nothing_to_stop(run, found, record, hints)
+        raise _nothing_to_stop(run, folder, found, record, hints)
     if found.ended and record is not None and record.state == "RUNNING" and (record.started or 0.0) > (
             found.attempt / "outcome.json").stat().st_mtime:
         raise _just_started(record)
@@ -37,12 +37,12 @@ def stop(run: str, folder: str, hints: Hints | None = None) -> str:
     return f"asked to stop: {found.attempt / STOP_FILE}"
 
 
-def _nothing_to_stop(run: str, found: Found, record: JobRecord | None, hints: Hints) -> UserError:
+def _nothing_to_stop(run: str, folder: str, found: Found, record: JobRecord | None, hints: Hints) -> UserError:
     if found.folder is not None and not attempts_of(found.folder):
         return UserError(f"run {found.name!r} has no attempt yet", where=str((found.folder / "attempts").absolute()),
                          fix="start it first")
     if record is None:
-        return unknown_job(run, "runs", hints)
+        return unknown_job(run, folder, hints)
     if record.state == "RUNNING":
         return _just_started(record)
     return UserError(f"job {record.job_id} has already ended: {record.state}", fix="nothing to stop")

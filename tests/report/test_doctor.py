@@ -15,8 +15,9 @@ from launch.cli.main import main
 from launch.exit_codes import ExitCode
 from launch.health.ledger import Ledger
 from launch.report.diagnose import doctor
-from launch.report.diagnose.doctor import BY_CODE, TABLE, diagnose, exit_meaning, slurm_line
+from launch.report.diagnose.doctor import diagnose, exit_meaning, slurm_line
 from launch.report.diagnose.doctor_text import doctor_text
+from launch.report.diagnose.known import BY_CODE, SYMPTOMS
 from launch.run.attempt_log import append, read_history, record_of
 from launch.run.attempts import Attempt
 from launch.run.find import Found, find_run
@@ -63,7 +64,7 @@ def of(made: Made, **more):
     return diagnose(find_run(str(made.run)), **more)
 
 
-@pytest.mark.parametrize("symptom", [each for each in TABLE if each.logs], ids=lambda each: each.code)
+@pytest.mark.parametrize("symptom", [each for each in SYMPTOMS if each.logs], ids=lambda each: each.code)
 def test_logs(symptom, tmp_path):
     """Every line of the sample is recognised, in a log among harmless lines, and nothing comes before this row."""
     text = sample(symptom.code)
@@ -107,12 +108,12 @@ def test_no_further_attempt(tmp_path):
 def test_every_row_has_a_sample():
     recorded = {path.stem for path in [*SAMPLES.glob("*.txt"), *(SAMPLES / "slurm").glob("*.txt")]}
     from_ledger = {"bad-node"}
-    assert {each.code for each in TABLE} == recorded | set(OUTCOMES) | from_ledger | {"attempts-used-up"}
+    assert {each.code for each in SYMPTOMS} == recorded | set(OUTCOMES) | from_ledger | {"attempts-used-up"}
 
 
 def test_remedies_name_keys_that_exist():
     from launch.config.schema import RunConfig
-    for symptom in TABLE:
+    for symptom in SYMPTOMS:
         for section, key in re.findall(r"\b([a-z_]+)\.([a-z_]+)\b(?!\.)", symptom.remedy):
             if section in RunConfig.model_fields and key not in ("yaml", "json", "jsonl"):
                 keys = RunConfig.model_fields[section].annotation.model_fields
@@ -170,7 +171,7 @@ def test_every_exit_code_has_a_row():
     """Also where Slurm's record is all that is left of a job."""
     for code in set(ExitCode) - {ExitCode.OK}:
         line = f"FAILED NonZeroExitCode exit={code:d}:0 restarts=0"
-        assert any(each.slurm and re.search(each.slurm, line) for each in TABLE), code.name
+        assert any(each.slurm and re.search(each.slurm, line) for each in SYMPTOMS), code.name
 
 
 def test_json(tmp_path, capsys):
@@ -181,7 +182,7 @@ def test_json(tmp_path, capsys):
     assert values["findings"][0]["page"] == "docs/troubleshooting.md#gpu-memory"
 
 
-@pytest.mark.parametrize("symptom", TABLE, ids=lambda each: each.code)
+@pytest.mark.parametrize("symptom", SYMPTOMS, ids=lambda each: each.code)
 def test_lines_fit(symptom, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)         # a path is not broken into lines
     made = Made(Path("runs"), "grpo").ended("crash", 3, "word " * 60)
@@ -194,7 +195,7 @@ def test_the_page_is_written_from_the_table():
     text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     assert page(text) == text, "python -m tools.doctor_page"
     anchors = re.findall(r'<a id="([^"]+)">', text)
-    assert anchors == [each.code for each in TABLE] and len(set(anchors)) == len(BY_CODE)
+    assert anchors == [each.code for each in SYMPTOMS] and len(set(anchors)) == len(BY_CODE)
 
 
 def test_an_unknown_run_and_an_unknown_job(tmp_path, capsys, monkeypatch):

@@ -19,7 +19,7 @@ RAY_IDLE = '''Current thread 0x00007f5b3fc63b80 (most recent call first):
   File "/v/ray/_private/workers/default_worker.py", line 323 in <module>
 '''
 SLEEPS = '''Current thread 0x00007f5b3fc63b80 (most recent call first):
-  File "/p/launch/runtime/faults.py", line 31 in strike
+  File "/p/launch/run/faults.py", line 31 in strike
   File "/p/megatron_rl/driver/actors.py", line 62 in update
   File "/v/ray/_private/worker.py", line 1069 in main_loop
   File "/v/ray/_private/workers/default_worker.py", line 323 in <module>
@@ -41,7 +41,7 @@ COLLECTIVE = '''Current thread 0x00007f0d45858b80 (most recent call first):
 
 @pytest.mark.parametrize(("dump", "state", "at"), [
     (RAY_IDLE, "idle", "_private/worker.py:1069 in main_loop"),
-    (SLEEPS, "running", "runtime/faults.py:31 in strike"),
+    (SLEEPS, "running", "run/faults.py:31 in strike"),
     (PIPELINE, "waiting", "pipeline_parallel/p2p_communication.py:392 in _communicate"),
     (COLLECTIVE, "waiting", "tensor_parallel/mappings.py:34 in _reduce"),
 ])

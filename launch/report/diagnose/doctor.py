@@ -13,9 +13,7 @@ from launch.exit_codes import MEANINGS, ExitCode
 from launch.health.ledger import FILE as LEDGER
 from launch.health.ledger import Ledger
 from launch.report.diagnose import log_lines
-from launch.report.diagnose.known.job import ENDS, JOB
-from launch.report.diagnose.known.machine import GPU, MEMORY, NETWORK
-from launch.report.diagnose.known.stack import STACK
+from launch.report.diagnose.known import BY_CODE, IN_ANY_LOG, SYMPTOMS
 from launch.report.diagnose.known.symptom import Symptom
 from launch.report.diagnose.log_lines import LogFile
 from launch.report.diagnose.logs import sources
@@ -25,17 +23,9 @@ from launch.run.find import Found, read_json
 from launch.run.outcome import Outcome, read_outcome
 from launch.slurm.records import JobRecord
 
-GROUPS: tuple[tuple[str, tuple[Symptom, ...]], ...] = (
-    ("The job and Slurm", JOB), ("Memory and disks", MEMORY), ("Network", NETWORK), ("GPUs", GPU),
-    ("Environment, model and data", STACK), ("How attempts end", ENDS))
-TABLE: tuple[Symptom, ...] = tuple(symptom for _, group in GROUPS for symptom in group)
-BY_CODE = {symptom.code: symptom for symptom in TABLE}
-PAGE = "docs/troubleshooting.md"
-ANY_LOG = re.compile("|".join(f"(?:{symptom.logs})" for symptom in TABLE if symptom.logs))
-"""One search instead of thirty for lines that match nothing."""
-
 SCHEMA_VERSION = 1
 PENDING = "PENDING"
+PAGE = "docs/troubleshooting.md"
 
 
 @dataclass(frozen=True)
@@ -125,7 +115,7 @@ def exit_meaning(line: str) -> str:
 
 
 def _by_slurm(line: str, record: JobRecord | None) -> Iterable[Finding]:
-    for symptom in TABLE:
+    for symptom in SYMPTOMS:
         if line and symptom.slurm and re.search(symptom.slurm, line):
             absent = ""
             if symptom.code == "output-folder" and record is not None and not Path(record.stdout).exists():
@@ -138,7 +128,7 @@ def _by_outcome(outcome: Outcome | None, decided: str) -> Iterable[Finding]:
         return
     said = f"{outcome.status}: {outcome.message}"
     text = f"{said}\n{decided}"
-    for symptom in TABLE:
+    for symptom in SYMPTOMS:
         if symptom.outcome and (match := re.search(symptom.outcome, text)):
             line = text[text.rfind("\n", 0, match.start()) + 1:].splitlines()[0]
             yield _finding(symptom, line, outcome.log or "outcome.json")
@@ -155,8 +145,8 @@ def _decided(found: Found) -> str:
 def _by_logs(logs: Iterable[LogFile]) -> Iterable[Finding]:
     for source in logs:
         for line in log_lines.read(source):
-            if ANY_LOG.search(line.text):
-                for symptom in TABLE:
+            if IN_ANY_LOG.search(line.text):
+                for symptom in SYMPTOMS:
                     if symptom.in_logs and symptom.in_logs.search(line.text):
                         where = f"{source.path}:{line.number}" if line.number else str(source.path)
                         yield _finding(symptom, line.text.strip(), where, line.time)
