@@ -74,7 +74,7 @@ class LocalJob:
     def run(self, display: Display) -> Outcome:
         restore = self._catch_signals(display)
         try:
-            teardown.sweep(self.attempt)
+            teardown.remove_leftovers(self.attempt)
             outcome = self._run(display)
             if outcome.status in ("crash", "hang"):
                 self.session.keep_logs(self.attempt.logs / "ray")

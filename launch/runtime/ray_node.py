@@ -89,7 +89,7 @@ class RaySession:
     object_store_bytes: int = OBJECT_STORE_BYTES
 
     def __post_init__(self) -> None:
-        sweep()
+        remove_leftovers()
         self._owner = _owned(self.folder)
         descriptor = os.open(self.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
@@ -139,7 +139,7 @@ def object_store_bytes(config: RunConfig, free_shm: int) -> int:
     return max(OBJECT_STORE_BYTES, min(tokens * BYTES_A_TOKEN, free_shm // 2))
 
 
-def sweep() -> None:
+def remove_leftovers() -> None:
     """Remove the folders of sessions whose launcher is gone: one that was killed could not tidy up. Whoever lives holds
     a lock; a pid would say nothing across containers, which each count their own."""
     for parent in dict.fromkeys((Path(tempfile.gettempdir()), SHORT)):

@@ -118,7 +118,7 @@ class Supervisor:
         try:
             hello = greeting(self.node, ports)
             self.files.write_hello(hello)
-            if removed := teardown.sweep(self.attempt, self.node):
+            if removed := teardown.remove_leftovers(self.attempt, self.node):
                 self.say(f"removed the shared memory that earlier attempts left: {listed(removed)}")
             self._check_node()
             self._until_placed(hello)

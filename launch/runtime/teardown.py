@@ -25,7 +25,7 @@ def end_all(attempt: Attempt, node: str | None = None, grace_s: float = 0.0) -> 
     return shared_memory.remove(segments | _recorded(attempt, node))
 
 
-def sweep(attempt: Attempt, node: str | None = None) -> list[str]:
+def remove_leftovers(attempt: Attempt, node: str | None = None) -> list[str]:
     """Remove the shared memory that earlier attempts of the run left on this node, since whoever would have removed it
     was killed. Returns it. Called when `attempt` holds the run's lock: the earlier ones are over."""
     earlier = [Attempt(folder) for folder in attempts_of(attempt.run_folder) if int(folder.name) < attempt.number]

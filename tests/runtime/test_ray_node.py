@@ -23,7 +23,7 @@ from launch.runtime.ray_node import (
     loopback_variables,
     object_store_bytes,
     raylet_command,
-    sweep,
+    remove_leftovers,
 )
 
 
@@ -77,10 +77,11 @@ def test_who_lives_is_told_by_a_lock_and_not_by_a_pid(scratch):
     """In another container the pid means another process, or none."""
     mine = RaySession()
     done = subprocess.run([sys.executable, "-c", "import sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
-                           "from launch.runtime.ray_node import sweep; sweep()", str(scratch)], check=True)
+                           "from launch.runtime.ray_node import remove_leftovers; remove_leftovers()", str(scratch)],
+                          check=True)
     assert done.returncode == 0 and mine.folder.is_dir()
     mine._owner.close()         # its process has ended, and its number is taken
-    sweep()
+    remove_leftovers()
     assert not mine.folder.exists()
 
 

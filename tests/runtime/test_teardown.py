@@ -14,7 +14,7 @@ from launch import envvars, processes
 from launch.config.schema import Run
 from launch.files.waiting import wait_until
 from launch.run.attempts import RunFolder
-from launch.runtime.teardown import end_all, sweep
+from launch.runtime.teardown import end_all, remove_leftovers
 from launch.shared_memory import SHM
 from tests.patience import patient
 
@@ -82,8 +82,8 @@ def test_what_an_attempts_processes_leave_is_removed_and_nothing_that_is_in_use_
             wait_until(lambda: processes.marked(attempt.mark) == [], "its end", patient(20.0), say=print)
         if who == "those of an earlier attempt":
             following = run.new_attempt()
-            assert sweep(attempt, "n1") == sweep(following, "n2") == [] and mine.exists()
-            assert sweep(following, "n1") == [str(mine)]
+            assert remove_leftovers(attempt, "n1") == remove_leftovers(following, "n2") == [] and mine.exists()
+            assert remove_leftovers(following, "n1") == [str(mine)]
         else:
             assert end_all(attempt, "n1") == [str(mine)]
         assert processes.marked(attempt.mark) == [] and not mine.exists() and shared.exists() and unknown.exists()

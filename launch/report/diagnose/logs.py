@@ -34,6 +34,21 @@ class Filter:
                 and self.node in (None, source.node))
 
 
+def attempt_of(run: str, folder: str, number: int | None = None) -> Path:
+    """The attempt of a run or job.
+
+    Raises:
+        UserError: there is no such run, or it has written nothing yet.
+    """
+    found = find_run(run, folder, attempt=number)
+    if found.attempt is None:
+        what = f"job {found.job} has made no attempt in {folder}/" if found.folder is None else (
+            f"run {found.name!r} has no attempt yet")
+        raise UserError(what, where=str(Path(folder).absolute()),
+                        fix=f"megatron-rl status {run} says whether it waits; megatron-rl doctor {run} why it failed")
+    return found.attempt
+
+
 def sources(attempt: Path, *, ray_too: bool = False) -> list[LogFile]:
     """Every log of an attempt: its components', the supervisors', the batch script's.
 
@@ -161,18 +176,3 @@ def _ranges(numbers: Sequence[int]) -> str:
     if list(numbers) == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 1:
         return f"{numbers[0]}-{numbers[-1]}"
     return ", ".join(map(str, numbers))
-
-
-def attempt_of(run: str, folder: str, number: int | None = None) -> Path:
-    """The folder of an attempt of a run or job.
-
-    Raises:
-        UserError: the run does not exist, or it has not written anything yet.
-    """
-    found = find_run(run, folder, attempt=number)
-    if found.attempt is None:
-        what = f"job {found.job} has no attempt in {folder}/" if found.folder is None else (
-            f"run {found.name!r} has no attempt yet")
-        raise UserError(what, where=str(Path(folder).absolute()),
-                        fix=f"megatron-rl status {run} says whether it waits, megatron-rl doctor {run} why it failed")
-    return found.attempt
