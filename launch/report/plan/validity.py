@@ -18,6 +18,7 @@ from launch.model.builtin import known
 from launch.model.folder import check_model_folder
 from launch.planner.prepare import Prepared, prepare
 from launch.report.quantities import plural
+from launch.run.faults import trains
 
 SCHEMA_VERSION = 1
 WIDTH = 100
@@ -109,7 +110,7 @@ def _warnings(loaded: LoadedConfig, prepared: Prepared) -> Iterator[Caution]:
         check_runnable(loaded, here=here, on="local" if here else "slurm")
     except UserError as error:
         yield _caution("run", error)
-    if not loaded.config.run.rehearse:
+    if trains(loaded.config):
         yield from _files(loaded)
     if prepared.plan.no_forecast:
         yield Caution("plan", f"no forecast: {prepared.plan.no_forecast}")
