@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch.planner.explain.givens import write_gpu, write_model, write_rollout, write_trainer
 
 from launch.cluster import gpus
 from launch.coefficients.memory import MemoryCoefficients
@@ -15,7 +16,6 @@ from launch.model.builtin import builtin
 from launch.model.shape import ModelShape
 from launch.plan.book import Book
 from launch.plan.layouts import RolloutLayout, TrainingLayout
-from launch.planner.explain.givens import write_gpu, write_model, write_rollout, write_trainer
 from launch.planner.memory.activations import in_flight, layer_activations
 from launch.planner.memory.rollout import colocated_memory, kv_bytes_per_token, rollout_memory, weights_on_rank
 from launch.planner.memory.training import lora_parameters, training_memory

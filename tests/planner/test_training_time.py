@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from launch.planner.explain.givens import write_gpu, write_model, write_trainer
 
 from launch.cluster import gpus
 from launch.cluster.spec import ClusterSpec
@@ -15,10 +16,9 @@ from launch.coefficients.training import TrainingCoefficients
 from launch.model.shape import ModelShape
 from launch.plan.book import Book
 from launch.plan.layouts import TrainingLayout
-from launch.planner.workload.work import TrainingWork
-from launch.planner.explain.givens import write_gpu, write_model, write_trainer
 from launch.planner.parameters import flops_per_token, matrix_parameters
 from launch.planner.time.training import TrainingTime, logprob_time, training_time
+from launch.planner.workload.work import TrainingWork
 from launch.validate import training as validation
 from launch.validate.fit import median
 from launch.validate.points import load
