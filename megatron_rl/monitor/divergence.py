@@ -1,4 +1,4 @@
-"""Detectors of runs that go wrong: pure functions from the history of metrics to coded findings with evidence.
+"""Detectors of runs that go wrong: pure functions from the history of metrics to coded warnings with evidence.
 
 A history is the list of rows of metrics.jsonl, oldest first. Every detector looks at its end only, so that it can
 be asked after each step, and says nothing where the metric is absent.
@@ -17,7 +17,7 @@ WINDOW = 10
 
 
 @dataclass(frozen=True)
-class Finding:
+class TrainingWarning:
     """What is going wrong at `step`; `evidence` holds the numbers that the message is made from."""
 
     code: str
@@ -29,16 +29,16 @@ class Finding:
         return f"{self.code} at step {self.step}: {self.message}"
 
 
-def non_finite(history: Sequence[Row]) -> Finding | None:
+def non_finite(history: Sequence[Row]) -> TrainingWarning | None:
     """A metric of the last step is NaN or infinite."""
     row = history[-1]
     bad = {name: float(value) for name, value in row.items() if not math.isfinite(float(value))}
     if not bad:
         return None
-    return _finding("NON_FINITE", row, f"not finite: {', '.join(sorted(bad))}", bad)
+    return _warning("NON_FINITE", row, f"not finite: {', '.join(sorted(bad))}", bad)
 
 
-def reward_collapse(history: Sequence[Row]) -> Finding | None:
+def reward_collapse(history: Sequence[Row]) -> TrainingWarning | None:
     """The reward gave back more than half of what it had gained, beyond three standard errors."""
     rewards = _series(history, "reward/mean")
     if len(rewards) < 3 * WINDOW:
@@ -48,12 +48,12 @@ def reward_collapse(history: Sequence[Row]) -> Finding | None:
     noise = stdev(rewards[-WINDOW:]) / math.sqrt(WINDOW)
     if best - now <= max(0.5 * (best - start), 3 * noise) or best - start <= 3 * noise:
         return None
-    return _finding("REWARD_COLLAPSE", history[-1],
+    return _warning("REWARD_COLLAPSE", history[-1],
                     f"mean reward {now:.3g} over {WINDOW} steps, it had been {best:.3g} (start {start:.3g})",
                     {"start": start, "best": best, "now": now, "standard_error": noise})
 
 
-def entropy_collapse(history: Sequence[Row]) -> Finding | None:
+def entropy_collapse(history: Sequence[Row]) -> TrainingWarning | None:
     """The policy has become deterministic (entropy under 5 % of its start) without having learned anything."""
     entropy, rewards = _series(history, "train/entropy"), _series(history, "reward/mean")
     if len(entropy) < 2 * WINDOW or len(rewards) < 2 * WINDOW:
@@ -61,25 +61,25 @@ def entropy_collapse(history: Sequence[Row]) -> Finding | None:
     first, now = fmean(entropy[:3]), fmean(entropy[-WINDOW:])
     if now >= 0.05 * first or _has_learned(rewards):
         return None
-    return _finding("ENTROPY_COLLAPSE", history[-1],
+    return _warning("ENTROPY_COLLAPSE", history[-1],
                     f"entropy {now:.3g} nats, {now / first:.1%} of its start, and the reward has not risen: "
                     "raise algorithm.entropy_coef or lower trainer.optimizer.lr",
                     {"entropy_start": first, "entropy": now, "reward": fmean(rewards[-WINDOW:])})
 
 
-def no_signal(history: Sequence[Row]) -> Finding | None:
+def no_signal(history: Sequence[Row]) -> TrainingWarning | None:
     """Nearly every group has equal rewards, and not because the task is solved: there is no gradient."""
     shares, rewards = _series(history, "group/zero_variance"), _series(history, "reward/mean")
     if len(shares) < WINDOW or min(shares[-WINDOW:]) < 0.95 or _has_learned(rewards):
         return None
     share = fmean(shares[-WINDOW:])
-    return _finding("NO_SIGNAL", history[-1],
+    return _warning("NO_SIGNAL", history[-1],
                     f"{share:.0%} of the groups have equal rewards for {WINDOW} steps: the prompts are too hard or "
                     "too easy for this policy, or group_size is too small",
                     {"zero_variance": share} | ({"reward": fmean(rewards[-WINDOW:])} if rewards else {}))
 
 
-def mismatch_rising(history: Sequence[Row]) -> Finding | None:
+def mismatch_rising(history: Sequence[Row]) -> TrainingWarning | None:
     """Engine and trainer drift apart: the sign of weights that do not arrive, or of other numerics on one side."""
     values = _series(history, "mismatch/kl")
     if len(values) < 3:
@@ -87,13 +87,13 @@ def mismatch_rising(history: Sequence[Row]) -> Finding | None:
     start, now = median(values[:5]), median(values[-3:])
     if not (now > 0.1 or (len(values) >= 8 and now > 1e-2 and now > 10 * start)):
         return None
-    return _finding("MISMATCH", history[-1],
+    return _warning("MISMATCH", history[-1],
                     f"KL between engine and trainer {now:.3g} nats (start {start:.3g}): the weights are not "
                     "arriving, or the two sides compute differently (temperature, precision, template)",
                     {"start": start, "now": now})
 
 
-def grad_norm_explosion(history: Sequence[Row]) -> Finding | None:
+def grad_norm_explosion(history: Sequence[Row]) -> TrainingWarning | None:
     """Three gradient norms in a row above ten times the median of the steps before them, or one above 100 times."""
     norms = _series(history, "train/grad_norm")
     if len(norms) < WINDOW + 3:
@@ -101,17 +101,17 @@ def grad_norm_explosion(history: Sequence[Row]) -> Finding | None:
     usual = median(norms[-WINDOW - 13:-3])
     if usual <= 0 or not (min(norms[-3:]) > 10 * usual or norms[-1] > 100 * usual):
         return None
-    return _finding("GRAD_NORM", history[-1], f"gradient norm {norms[-1]:.3g}, usually {usual:.3g}",
+    return _warning("GRAD_NORM", history[-1], f"gradient norm {norms[-1]:.3g}, usually {usual:.3g}",
                     {"usual": usual, "now": norms[-1]})
 
 
-def truncation(history: Sequence[Row]) -> Finding | None:
+def truncation(history: Sequence[Row]) -> TrainingWarning | None:
     """More than half of the trajectories are cut at the limit."""
     shares = _series(history, "response/truncated")
     if len(shares) < WINDOW or fmean(shares[-WINDOW:]) <= 0.5:
         return None
     share = fmean(shares[-WINDOW:])
-    return _finding("TRUNCATION", history[-1],
+    return _warning("TRUNCATION", history[-1],
                     f"{share:.0%} of the trajectories end at rollout.max_new_tokens: raise it, or reward length",
                     {"truncated": share})
 
@@ -120,7 +120,7 @@ DETECTORS = (non_finite, reward_collapse, entropy_collapse, no_signal, mismatch_
              truncation)
 
 
-class Watch:
+class Detectors:
     """Asks every detector after each step; the same code is told again only after `quiet_steps`. `history` is what
     earlier attempts of the run have logged."""
 
@@ -129,12 +129,12 @@ class Watch:
         self._history: list[Row] = list(history)
         self._told: dict[str, int] = {}
 
-    def check(self, row: Row) -> list[Finding]:
-        """`row` holds `step`. Returns the findings that are new."""
+    def check(self, row: Row) -> list[TrainingWarning]:
+        """`row` holds `step`. Returns the warnings that are new."""
         self._history.append(row)
-        findings = [finding for detector in DETECTORS if (finding := detector(self._history))]
-        new = [f for f in findings if f.step - self._told.get(f.code, -self._quiet_steps) >= self._quiet_steps]
-        self._told |= {finding.code: finding.step for finding in new}
+        warnings = [warning for detector in DETECTORS if (warning := detector(self._history))]
+        new = [f for f in warnings if f.step - self._told.get(f.code, -self._quiet_steps) >= self._quiet_steps]
+        self._told |= {warning.code: warning.step for warning in new}
         return new
 
 
@@ -152,5 +152,5 @@ def _has_learned(rewards: Sequence[float]) -> bool:
     return fmean(last) - fmean(first) > max(3 * noise, 1e-9)
 
 
-def _finding(code: str, row: Row, message: str, evidence: dict[str, float]) -> Finding:
-    return Finding(code, int(row.get("step", 0)), message, evidence)
+def _warning(code: str, row: Row, message: str, evidence: dict[str, float]) -> TrainingWarning:
+    return TrainingWarning(code, int(row.get("step", 0)), message, evidence)

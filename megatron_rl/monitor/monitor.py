@@ -13,7 +13,7 @@ import numpy as np
 from launch.config.schema import RunConfig
 from launch.run.metrics import attempt_dirs, metric_history
 from megatron_rl.data.batch import Group
-from megatron_rl.monitor.divergence import Finding, Watch
+from megatron_rl.monitor.divergence import Detectors, TrainingWarning
 from megatron_rl.monitor.metrics import check_names
 from megatron_rl.monitor.samples import SampleWriter
 from megatron_rl.monitor.writers import JsonlWriter, TensorBoardWriter, WandbWriter, Writer, json_number
@@ -36,7 +36,7 @@ class Monitor:
         self._warned: set[str] = set()
         self._step = first_step - 1
         self._warnings = attempt_dir / "warnings.jsonl"
-        self._watch = Watch(earlier)
+        self._detectors = Detectors(earlier)
         self._samples = SampleWriter(attempt_dir / "samples.jsonl", config.monitor.samples_every)
         self._writers: list[Writer] = [JsonlWriter(attempt_dir / "metrics.jsonl")]
         if config.monitor.tensorboard:
@@ -46,31 +46,31 @@ class Monitor:
             self._writers.append(WandbWriter(config.monitor.wandb_project, config.run.name, run_dir,
                                              config.model_dump(mode="json")))
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
-        """Write one step (once, steps rising). Returns the findings that are new, already logged and written.
+    def log(self, step: int, metrics: Mapping[str, float]) -> list[TrainingWarning]:
+        """Write one step (once, steps rising). Returns the warnings that are new, already logged and written.
 
         Raises UnknownMetric for a name outside the table when `strict`, else warns once a name."""
         check_names(metrics, strict=self._strict, warned=self._warned)
         self._step = step
         for writer in self._writers:
             writer.write(step, metrics)
-        findings = self._watch.check({"step": step, **metrics})
-        for finding in findings:
-            self._tell(finding)
-        return findings
+        warnings = self._detectors.check({"step": step, **metrics})
+        for warning in warnings:
+            self._tell(warning)
+        return warnings
 
-    def note(self, code: str, message: str, evidence: Mapping[str, float] | None = None) -> Finding:
+    def note(self, code: str, message: str, evidence: Mapping[str, float] | None = None) -> TrainingWarning:
         """A warning that no detector made, such as a setting that a resume changed: logged, written and shown as
         theirs are, at the step that was logged last (before the first: the step the attempt goes on from)."""
-        finding = Finding(code, self._step, message, dict(evidence or {}))
-        self._tell(finding)
-        return finding
+        warning = TrainingWarning(code, self._step, message, dict(evidence or {}))
+        self._tell(warning)
+        return warning
 
-    def _tell(self, finding: Finding) -> None:
-        log.warning("%s", finding)
-        evidence = {name: json_number(value) for name, value in finding.evidence.items()}
+    def _tell(self, warning: TrainingWarning) -> None:
+        log.warning("%s", warning)
+        evidence = {name: json_number(value) for name, value in warning.evidence.items()}
         with self._warnings.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(finding) | {"evidence": evidence}, allow_nan=False) + "\n")
+            file.write(json.dumps(asdict(warning) | {"evidence": evidence}, allow_nan=False) + "\n")
 
     def samples(self, step: int, groups: Sequence[Group], rewards: Sequence[np.ndarray]) -> None:
         """Write trajectories to look at, on the steps where `monitor.samples_every` says so."""

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from megatron_rl.monitor.divergence import DETECTORS, Watch
+from megatron_rl.monitor.divergence import DETECTORS, Detectors
 
 
 def healthy(steps: int = 120, seed: int = 0) -> list[dict]:
@@ -24,7 +24,7 @@ def healthy(steps: int = 120, seed: int = 0) -> list[dict]:
 
 
 def codes(rows: list[dict]) -> set[str]:
-    watch = Watch()
+    watch = Detectors()
     return {finding.code for row in rows for finding in watch.check(row)}
 
 
@@ -51,7 +51,7 @@ def faulty(change) -> list[dict]:
     ("NO_SIGNAL", [{"step": s, "reward/mean": 0.0, "group/zero_variance": 1.0} for s in range(1, 20)]),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_fault_is_found_with_evidence(code, rows):
-    watch = Watch()
+    watch = Detectors()
     findings = [finding for row in rows for finding in watch.check(row)]
     assert {finding.code for finding in findings} == {code}
     assert findings[0].evidence and code in str(findings[0])
@@ -63,7 +63,7 @@ def test_mismatch_that_is_wrong_from_the_first_steps_is_found_early():
 
 
 def test_the_same_code_is_not_told_every_step():
-    watch = Watch(quiet_steps=50)
+    watch = Detectors(quiet_steps=50)
     told = [finding.step for step in range(1, 121) for finding in watch.check({"step": step, "train/loss": math.nan})]
     assert told == [1, 51, 101]
 
