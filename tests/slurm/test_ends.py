@@ -168,7 +168,7 @@ def test_the_time_limit_leads_to_a_checkpoint_a_requeue_and_a_resume(ends):
     run = ends["limit"]
     assert "--signal" not in run.script.read_text()
     *stopped, finished = run.history()
-    assert stopped and finished.status == "finished" and finished.step == 90
+    assert stopped and finished.status == "finished" and finished.step == round(patient(90))
     for past in stopped:
         assert (past.status, past.stop_reason, past.decision, past.exit_code) == ("stopped", "time-limit", "requeue", 0)
         assert past.job_id == str(run.job) and past.progress
