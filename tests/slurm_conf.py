@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.patience import patient
+
 PORTS = range(8320, 12288)
 """Below the kernel's ephemeral ports, which outgoing connections take, and below the blocks of our jobs
 (`launch.ports`), of which 32 simulated nodes on one host leave few."""
@@ -72,7 +74,7 @@ def slurm_conf(folder: Path, groups: Sequence[Group], *, tree: bool, settings: s
         "TopologyPlugin": f"topology/{'tree' if tree else 'none'}", "SlurmdParameters": "config_overrides",
         "ReturnToService": "1", "JobRequeue": "1", "EnforcePartLimits": "ALL", "KillWait": "5",
         "MinJobAge": "3600",    # there is no accounting: finished jobs stay visible to scontrol
-        "SlurmdTimeout": "10",
+        "SlurmdTimeout": f"{patient(10):.0f}",      # later than `run.node_silent_s` of the tests, which scales too
         "SchedulerParameters": "bf_interval=1,sched_interval=2,sched_min_interval=100000"}
     given = {line.partition("=")[0].lower() for line in settings.splitlines()}
     lines = [f"{name}={value}" for name, value in values.items() if name.lower() not in given] + [settings]

@@ -12,6 +12,7 @@ from launch.health.ledger import Ledger
 from launch.run.node_files import vanished
 from launch.runtime.workloads.train import TOKEN_FILE
 from tests.launcher_stub.process import newest_step
+from tests.patience import patient
 from tests.slurm.stub_run import Scenario, StubRun, alone, side_by_side
 from tests.slurm_cluster import SlurmCluster
 
@@ -57,7 +58,7 @@ def runs(slurm, tmp_path_factory) -> dict[str, StubRun]:
     differ from the plan."""
     return side_by_side(
         slurm, tmp_path_factory.mktemp("attempts"),
-        losing_a_node("last", 3), losing_a_node("slow", 2, "run.node_silent_s=60"),
+        losing_a_node("last", 3), losing_a_node("slow", 2, f"run.node_silent_s={patient(60)}"),
         losing_a_node("first", 2),
         alone("spare", 4, "placement.spare_nodes=1", steps=3, gpus=bad("h100-002"),
               options=("--nodelist=h100-[001-004]",)),
