@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -32,6 +33,15 @@ def test_every_room_has_its_place(imports: Imports) -> None:
 def test_contributing_has_this_order() -> None:
     page = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
     assert f"the modules in launch/ itself, {', '.join(ORDER[1:])}" in page
+
+
+def test_the_design_page_lists_every_folder_in_this_order() -> None:
+    tree = (ROOT / "docs/design.md").read_text(encoding="utf-8").partition("    launch/\n")[2].partition("\n\n")[0]
+    listed = {package: re.findall(r"^      (\w+)/ ", part, re.MULTILINE)
+              for package, part in zip(("launch", "megatron_rl"), tree.split("    megatron_rl/\n"), strict=True)}
+    assert listed["launch"] == list(ORDER[1:])
+    folders = {path.parent.name for path in (ROOT / "megatron_rl").glob("*/__init__.py")}
+    assert sorted(listed["megatron_rl"]) == sorted(folders)
 
 
 def test_no_circle_of_modules(imports: Imports) -> None:
