@@ -1,8 +1,8 @@
 """The actors as the driver calls them: every verb is checked against the method that it reaches, and its failures carry
 the component's name.
 
-    ranks = RemoteTrainer("trainer-0", actor)
-    metrics = await ranks.update(step, shared(batch))
+    rank = RemoteTrainer("trainer-0", actor)
+    metrics = await rank.update(step, shared(batch))
 """
 
 from __future__ import annotations

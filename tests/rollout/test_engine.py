@@ -124,7 +124,7 @@ def _assert_repeats(runner: asyncio.Runner, engine: RolloutEngine, first, versio
 def _assert_takes_part_in_the_next_sync(runner: asyncio.Runner, engine: RolloutEngine, sources, folder, first) -> None:
     coordinator = _coordinator(engine, sources, folder)
     runner.run(coordinator.setup())
-    runner.run(coordinator.admit(0, engine))
+    runner.run(coordinator.admit(0, engine.weights))
     runner.run(coordinator.sync(8))
     _assert_repeats(runner, engine, first, 8)
 
