@@ -1,8 +1,8 @@
-"""Advantages of the trajectories of one prompt instance, relative to each other. NumPy, on the driver.
+"""Group-relative advantages of the trajectories of one prompt instance. NumPy, on the driver.
 
-A *group* is the set of trajectories drawn for one prompt instance. Groups may be of different sizes (aborted or
-filtered samples). A group travels as one object from the engine on, so no trajectory can fall into another's, in
-whatever order groups return.
+A *group* is the set of trajectories drawn for one prompt instance. Group sizes may differ (aborted or filtered
+samples). A group is one object from the engine onwards, so no trajectory can end up in another group, whatever the
+order in which groups return.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ import numpy as np
 AdvantageKind = Literal["grpo", "grpo_no_std", "rloo"]
 
 STD_EPSILON = 1e-6
-"""Added to the group's standard deviation. The value and the n - 1 in the variance are verl's."""
+"""Added to the group's standard deviation. This value and the n - 1 in the variance follow verl."""
 
 
 def group_advantages(rewards: Sequence[np.ndarray], kind: AdvantageKind) -> list[np.ndarray]:
-    """Advantages of every group, with R the rewards of one group of n trajectories:
+    """Compute the advantages of every group. R are the rewards of one group of n trajectories:
 
     - `grpo`:        A_i = (R_i - mean(R)) / (std(R) + 1e-6), std with n - 1 (GRPO, arXiv:2402.03300, section 4.1.2)
     - `grpo_no_std`: A_i = R_i - mean(R) (Dr. GRPO, arXiv:2503.20783)
     - `rloo`:        A_i = R_i - mean of the other n - 1 rewards = n/(n - 1) (R_i - mean(R)) (RLOO, arXiv:2402.14740)
 
-    A group whose rewards are all equal, or that has a single member, gets exactly 0: it says nothing about which
-    trajectory is better.
+    A group with equal rewards or a single member gets exactly 0, because it does not show which trajectory is better.
 
     Args:
-        rewards: one array [n] a group; sizes may differ.
+        rewards: one array [n] per group. Sizes may differ.
     Returns:
-        float32 [n] a group, in the given order. Computed in float64.
+        float32 [n] per group, in the given order. Computed in float64.
     Raises:
-        ValueError: an empty group, or a reward that is not finite.
+        ValueError: a group is empty, or a reward is not finite.
     """
     return [_advantages(_checked(rewards_G), kind) for rewards_G in rewards]
 
@@ -46,7 +45,7 @@ def is_flat(rewards_G: np.ndarray) -> bool:
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """How much the groups of a batch can teach. Shares are of the number of groups."""
+    """How much the policy can learn from the groups of a batch. Shares are fractions of the number of groups."""
 
     groups: int
     zero_variance: float
@@ -60,10 +59,10 @@ class GroupStatistics:
 
 
 def group_statistics(rewards: Sequence[np.ndarray], right_from: float = 1.0) -> GroupStatistics:
-    """Statistics of the groups. `right_from`: the reward from which on a trajectory counts as right.
+    """Compute the statistics of the groups. A trajectory counts as right if its reward is at least `right_from`.
 
     Raises:
-        ValueError: no groups, an empty group, or a reward that is not finite.
+        ValueError: there are no groups, a group is empty, or a reward is not finite.
     """
     if not rewards:
         raise ValueError("no groups")

@@ -1,8 +1,8 @@
-"""How token losses become one number: a weight for every token, computed once on the whole optimizer batch.
+"""Aggregation of token losses: one weight for every token, computed once on the whole optimizer batch.
 
-The loss is then the plain sum over tokens of weight x token loss. No rank divides by anything of its own, so the
-gradient cannot depend on DP, CP, the micro-batch size or packing (open-instruct#1161 shows what happens otherwise:
-a mean per micro-batch weighs short answers more).
+The loss is the plain sum over tokens of weight x token loss. No rank divides by a number of its own, so the gradient
+does not depend on DP, CP, the micro-batch size or packing. A mean per micro-batch would give short answers more weight
+(open-instruct#1161).
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ AggregationKind = Literal["token_mean", "sequence_mean", "sequence_sum", "consta
 
 def loss_weights(lengths_B: np.ndarray, kept_B: np.ndarray, kind: AggregationKind,
                  max_new_tokens: int) -> np.ndarray:
-    """The weight of each sampled token of sequence b, with S the kept sequences and l_b their sampled tokens (what
-    tools or an environment wrote is in no length):
+    """Compute the weight of each sampled token of sequence b. S are the kept sequences and l_b is the number of sampled
+    tokens in sequence b. Tokens that tools or an environment wrote do not count.
 
     - `token_mean`:    1 / sum of l over S               (DAPO, arXiv:2503.14476, section 3.3)
     - `sequence_mean`: 1 / (|S| l_b)                     (GRPO, arXiv:2402.03300; favours short right answers)
     - `sequence_sum`:  1 / |S|                           (the policy-gradient estimator, unnormalised)
     - `constant`:      1 / (|S| max_new_tokens)          (Dr. GRPO, arXiv:2503.20783)
 
-    Sequences that are not kept, or of which nothing was sampled, have weight 0 and are in neither the sum nor the
-    count. If none is kept all weights are 0 (and so is the gradient), never NaN.
+    Sequences that are not kept or have no sampled token get weight 0 and are excluded from the sum and the count. If no
+    sequence is kept, all weights are 0 (and so is the gradient), never NaN.
 
     Args:
-        lengths_B: sampled tokens of each sequence, int [B].
-        kept_B: which sequences are in the loss, bool [B].
-        max_new_tokens: the length limit, the divisor of `constant`.
+        lengths_B: number of sampled tokens of each sequence, int [B].
+        kept_B: whether each sequence is in the loss, bool [B].
+        max_new_tokens: the length limit, which is the divisor of `constant`.
     Returns:
         float32 [B].
     """
     lengths_B = np.asarray(lengths_B, dtype=np.float64)
     if lengths_B.shape != np.shape(kept_B):
-        raise ValueError(f"{lengths_B.shape} lengths for a mask of shape {np.shape(kept_B)}")
+        raise ValueError(f"lengths of shape {lengths_B.shape} do not match a mask of shape {np.shape(kept_B)}")
     kept_B = np.asarray(kept_B, dtype=bool) & (lengths_B > 0)
     sequences = int(kept_B.sum())
     if sequences == 0:

@@ -1,4 +1,4 @@
-"""From scored groups to the mini-batches of the optimizer: advantages, loss mask, normaliser."""
+"""Turns scored groups into the mini-batches of the optimizer: advantages, loss mask, normaliser."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from megatron_rl.data.batch import Group, PolicyBatch, Trajectory
 
 
 class NothingToLearn(RuntimeError):
-    """No group of a rollout batch has two finished trajectories: there is nothing to compare."""
+    """No group of a rollout batch has two finished trajectories to compare."""
 
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """What a rollout batch looked like, before any update: of the finished trajectories of the groups that were kept.
-    Lengths are in sampled tokens."""
+    """Statistics of a rollout batch before any update. They cover the finished trajectories of the groups that were
+    kept. Lengths are in sampled tokens."""
 
     groups: GroupStatistics
     dropped: float
-    """Share of all groups that were left out, because fewer than two of their trajectories finished."""
+    """Share of all groups that were dropped because fewer than two of their trajectories finished."""
     samples: int
-    """Trajectories that were counted."""
+    """Number of trajectories in the statistics."""
     reward_mean: float
     reward_std: float
     """Over all samples."""
@@ -36,10 +36,10 @@ class BatchStatistics:
     truncated: float
     """Share of trajectories that ended at the length limit."""
     masked: float
-    """Share of trajectories kept out of the loss."""
+    """Share of trajectories excluded from the loss."""
 
     def metrics(self) -> dict[str, float]:
-        """By the names they have in the metric files."""
+        """The statistics by metric name, as in the metric files."""
         return {
             "reward/mean": self.reward_mean, "reward/std": self.reward_std, "reward/max": self.reward_max,
             "group/zero_variance": self.groups.zero_variance, "group/all_right": self.groups.all_right,
@@ -52,31 +52,31 @@ class BatchStatistics:
 
 def build_policy_batch(groups: Sequence[Group], rewards: Sequence[np.ndarray], config: Algorithm,
                        max_new_tokens: int) -> tuple[list[PolicyBatch], BatchStatistics]:
-    """The `updates_per_batch` mini-batches of one rollout batch, each a share of whole groups in the given order.
+    """Split one rollout batch into `updates_per_batch` mini-batches of whole groups, in the given order.
 
-    Advantages come from all finished trajectories of a group. `truncated: mask` takes those that hit the length limit
-    out of the loss, but their reward stays in the baseline: dropping it there would make the other answers look worse
-    than they are. A trajectory that an engine gave up (`abort`) is no answer: it is in neither. A group with fewer than
-    two finished trajectories has no baseline and is left out. Loss weights are normalised over the sampled tokens of
-    each mini-batch, since each is one optimizer step.
+    Advantages come from all finished trajectories of a group. `truncated: mask` excludes trajectories that hit the
+    length limit from the loss, but their reward stays in the baseline: without it the other answers would look worse
+    than they are. A trajectory that an engine aborted (`abort`) is in neither. A group with fewer than two finished
+    trajectories has no baseline and is dropped. Loss weights are normalised over the sampled tokens of each mini-batch,
+    because each mini-batch is one optimizer step.
 
     Args:
-        groups: groups of any sizes.
-        rewards: `rewards[g][i]` is the reward of `groups[g].trajectories[i]`; those of aborted ones are not looked at.
+        groups: groups of any size.
+        rewards: `rewards[g][i]` is the reward of `groups[g].trajectories[i]`. An aborted trajectory's is ignored.
         max_new_tokens: the length limit (`aggregation: constant` divides by it).
     Returns:
-        The mini-batches, sizes differing by one group at most, and fewer than `updates_per_batch` if fewer groups
-        were kept; `extras` holds `group_B` (the group's place in `groups`), `reward_B`, `kept_B` and `update_index`
-        (0 is the first). And the statistics of the whole batch.
+        The mini-batches and the statistics of the whole batch. Sizes differ by at most one group. There are fewer than
+        `updates_per_batch` mini-batches if fewer groups were kept. `extras` holds `group_B` (the group's place in
+        `groups`), `reward_B`, `kept_B` and `update_index` (from 0).
     Raises:
-        ValueError: fewer groups than updates, or rewards that do not fit the groups.
+        ValueError: there are fewer groups than updates, or the rewards do not match the groups.
         NothingToLearn: no group was kept.
     """
     _check(groups, rewards, config)
     usable = [answers for answers in map(_finished, range(len(groups)), groups, rewards) if answers is not None]
     if not usable:
-        raise NothingToLearn(f"the engines gave up so many trajectories that none of the {len(groups)} groups has two "
-                             "left; their logs say why")
+        raise NothingToLearn(f"the engines aborted so many trajectories that none of the {len(groups)} groups has two "
+                             "left to compare (see their logs)")
     advantages = group_advantages([answers.rewards_G for answers in usable], config.advantage)
     shares = np.array_split(np.arange(len(usable)), min(config.updates_per_batch, len(usable)))
     batches = [_mini_batch([(usable[u], advantages[u]) for u in share], config, max_new_tokens) for share in shares]
@@ -98,7 +98,7 @@ class _Answers:
 
 
 def _finished(place: int, group: Group, rewards_G: np.ndarray) -> _Answers | None:
-    """None if too few finished to be compared with each other."""
+    """The finished trajectories of a group, or None if there are too few to compare."""
     finished = [i for i, trajectory in enumerate(group.trajectories) if trajectory.finish_reason != "abort"]
     if len(finished) < min(2, len(group.trajectories)):
         return None
@@ -144,9 +144,9 @@ def _kept(trajectory: Trajectory, config: Algorithm) -> bool:
 
 def _check(groups: Sequence[Group], rewards: Sequence[np.ndarray], config: Algorithm) -> None:
     if len(groups) != len(rewards):
-        raise ValueError(f"{len(groups)} groups but rewards of {len(rewards)}")
+        raise ValueError(f"{len(groups)} groups but rewards for {len(rewards)}")
     if len(groups) < config.updates_per_batch:
-        raise ValueError(f"{len(groups)} groups cannot be shared among {config.updates_per_batch} updates")
+        raise ValueError(f"{len(groups)} groups cannot be split into {config.updates_per_batch} updates")
     for group, rewards_G in zip(groups, rewards, strict=True):
         if len(group.trajectories) != len(rewards_G):
             raise ValueError(f"prompt {group.prompt.index}: {len(group.trajectories)} trajectories but "

@@ -1,8 +1,8 @@
-"""The engine's log-probs against the trainer's: a correction of the loss, and how far apart the two are.
+"""Mismatch between the engine's log-probs and the trainer's: a loss correction and its metrics.
 
-Four log-probs of one token must not be mixed up: behaviour mu (the engine that sampled it, at its weight version
-and with its numerics), proximal pi_old (the trainer at the start of the update), current pi, and the reference.
-mu and pi_old differ by numerics even with equal weights.
+Every token has four log-probs: behaviour mu (the engine that sampled the token, with its weight version and numerics),
+proximal pi_old (the trainer at the start of the update), current pi, and the reference. mu and pi_old differ in
+numerics even if the weights are equal.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from megatron_rl.algorithms.ratios import clamped_exp, clamped_expm1
 
 def truncated_importance_weight(old_logprobs_T: torch.Tensor, behaviour_logprobs_T: torch.Tensor,
                                 cap: float | None) -> torch.Tensor:
-    """Truncated importance sampling (TIS) from behaviour to proximal policy, per token:
+    """Truncated importance sampling (TIS) weight from the behaviour to the proximal policy, per token:
 
         w = min(pi_old / mu, cap)
 
     (truncation: Ionides 2008; for the engine/trainer mismatch: Yao et al., "Your efficient RL framework secretly
-    brings you off-policy RL training", 2025). `cap` None switches the correction off: w = 1.
+    brings you off-policy RL training", 2025). With `cap` None the correction is off: w = 1.
 
     Returns:
-        float32 [T], detached: a weight scales the gradient, it is no part of it.
+        float32 [T], detached: the weight scales the gradient and has none of its own.
     """
     if cap is None:
         return torch.ones_like(behaviour_logprobs_T, dtype=torch.float32)
@@ -31,20 +31,20 @@ def truncated_importance_weight(old_logprobs_T: torch.Tensor, behaviour_logprobs
 
 def mismatch_sums(logprobs_T: torch.Tensor, behaviour_logprobs_T: torch.Tensor,
                   mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
-    """How far trainer (pi) and engine (mu) are apart on the tokens of `mask_T`, as sums that add up over ranks.
+    """Measure how far trainer (pi) and engine (mu) differ on the tokens in `mask_T`, as sums that add up over ranks.
 
-    Both must have the same weights: log-probs of a policy that has been updated since show its drift instead.
+    Both must have the same weights. If the trainer has been updated since, the sums measure its drift instead.
 
-    - `mismatch/kl`: KL(mu || pi), the k3 estimate r - 1 - log r with r = pi/mu. The engine is the truth: it stays
-      moderate (9) where pi gives a sampled token exp(-15) and mu exp(-5). The other way the same token yields 22,000
-      and hides everything. Healthy: about 1e-3; a steep rise means that the weights are not arriving.
-    - `mismatch/ratio_mean`: r, about 1 in the mean.
-    - `mismatch/abs_mean` and `mismatch/abs_max`: |log pi - log mu|, to be summed and to be maximised.
+    - `mismatch/kl`: KL(mu || pi), the k3 estimate r - 1 - log r with r = pi/mu. This direction stays moderate (9) where
+      a sampled token has probability exp(-15) under pi and exp(-5) under mu. The reverse direction gives 22,000 for
+      that token and hides all others. A healthy value is about 1e-3. A steep rise means that the weights do not arrive.
+    - `mismatch/ratio_mean`: r. The mean is about 1.
+    - `mismatch/abs_mean` and `mismatch/abs_max`: the sum and the maximum of |log pi - log mu|.
 
     Args:
         logprobs_T, behaviour_logprobs_T: [T]. mask_T: bool [T].
     Returns:
-        float32 scalars without gradient; divide the sums by the number of tokens in the mask.
+        float32 scalars without gradient. Divide the sums by the number of tokens in the mask.
     """
     log_ratio_T = (logprobs_T.detach().float() - behaviour_logprobs_T.float())[mask_T]
     ratio_T = clamped_exp(log_ratio_T)

@@ -16,11 +16,11 @@ class ClippedLoss:
     loss_T: torch.Tensor
     ratio_T: torch.Tensor
     clipped_high_T: torch.Tensor
-    """A > 0 and the ratio above 1 + clip_high: no gradient."""
+    """A > 0 and the ratio is above 1 + clip_high: no gradient."""
     clipped_low_T: torch.Tensor
-    """A < 0 and the ratio below 1 - clip_low: no gradient."""
+    """A < 0 and the ratio is below 1 - clip_low: no gradient."""
     clipped_dual_T: torch.Tensor
-    """A < 0 and the ratio above the dual clip: no gradient."""
+    """A < 0 and the ratio is above the dual clip: no gradient."""
 
 
 def clipped_loss(logprobs_T: torch.Tensor, old_logprobs_T: torch.Tensor, advantages_T: torch.Tensor, *,
@@ -34,7 +34,7 @@ def clipped_loss(logprobs_T: torch.Tensor, old_logprobs_T: torch.Tensor, advanta
 
         L = min(L, c |A|)
 
-    so that one bad token that became likely cannot dominate the batch.
+    so that one bad token with a large ratio cannot dominate the batch.
 
     Args:
         logprobs_T: log pi of the sampled tokens, [T].

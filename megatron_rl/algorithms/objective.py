@@ -1,4 +1,4 @@
-"""The whole token loss of a run: which policy is the old one, the correction, the KL and the entropy term."""
+"""The complete token loss of a run: the choice of the old policy, the correction, the KL and the entropy term."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torc
                     advantages_T: torch.Tensor, weights_T: torch.Tensor, behaviour_logprobs_T: torch.Tensor,
                     old_logprobs_T: torch.Tensor | None,
                     reference_logprobs_T: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of T tokens, a part of the batch's loss, and what to report of them:
+    """Compute the loss of T tokens, which is a part of the batch's loss, and their metrics:
 
         loss = sum_t weight_t (w_t L_t + beta KL_t - entropy_coef H_t)
 
-    with L the clipped loss (`losses`), KL an estimate against the reference (`kl`), H the entropy, and w the
-    importance weight from the engine that sampled (mu) to pi_old (`corrections`). Which pi_old:
+    L is the clipped loss (`losses`), KL an estimate against the reference (`kl`), H the entropy, and w the importance
+    weight from the sampling engine (mu) to pi_old (`corrections`). The configuration chooses pi_old:
 
-    | `algorithm.old_logprobs` | updates a batch | mode | pi_old | w |
+    | `algorithm.old_logprobs` | updates per batch | mode | pi_old | w |
     |---|---|---|---|---|
-    | none | 1 | on-policy | pi itself: ratio 1, with its gradient | min(sg(pi)/mu, cap) |
-    | none | > 1 | bypass | mu: the ratio itself corrects | 1 |
+    | none | 1 | on-policy | pi itself: the ratio is 1 and has a gradient | min(sg(pi)/mu, cap) |
+    | none | > 1 | bypass | mu: the ratio is also the correction | 1 |
     | recompute | any | decoupled (arXiv:2110.00641) | the trainer's before the first update | min(pi_old/mu, cap) |
 
-    The sum over all micro-batches and ranks is the loss of the batch, whose gradient is what one device would
-    compute: `weights_T` already holds the normaliser (`aggregation`).
+    The sum over all micro-batches and ranks is the loss of the batch. Its gradient is the one that a single device
+    would compute, because `weights_T` already contains the normaliser (`aggregation`).
 
     Args:
         logprobs_T: log pi of the sampled tokens, with gradient, [T]; T may be 0.
-        entropy_T: entropy of pi at these places, [T]; needed if `entropy_coef` is above 0.
+        entropy_T: entropy of pi at these positions, [T]. Needed if `entropy_coef` is above 0.
         advantages_T, behaviour_logprobs_T: [T].
-        weights_T: 0 for a token that is not in the loss (prompt, padding, masked): whatever stands in the other
-            tensors there, finite or not, is never used.
-        old_logprobs_T: given exactly if `config.old_logprobs` is `recompute`.
+        weights_T: 0 for a token outside the loss (prompt, padding, masked). The values of the other tensors at such a
+            token are never used, finite or not.
+        old_logprobs_T: given if and only if `config.old_logprobs` is `recompute`.
         reference_logprobs_T: given if `config.kl.beta` is above 0.
     Returns:
-        The loss (float32 scalar), and float32 scalars without gradient by the names of `megatron_rl.monitor.metrics`:
+        The loss (float32 scalar), and float32 scalars without gradient, named as in `megatron_rl.monitor.metrics`:
         sums over the tokens with weight (divide by `train/tokens` after summing over micro-batches and ranks), and
-        maxima, whose names end in `_max`. `mismatch/*` compares mu with pi_old where old log-probs are given, else with
-        pi: then it says something of the engine only on the first update of a rollout batch, before pi has moved
-        (`MegatronTrainer.update` drops the others).
+        maxima, whose names end in `_max`. `mismatch/*` compares mu with pi_old if old log-probs are given, otherwise
+        with pi. In the latter case it describes the engine only on the first update of a rollout batch, before pi
+        changes (`MegatronTrainer.update` drops the others).
     Raises:
         ValueError: a tensor that the configuration needs is missing, or one that it excludes is given.
     """
@@ -51,7 +51,7 @@ def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torc
     mask_T = weights_T != 0
 
     def in_loss(values_T: torch.Tensor) -> torch.Tensor:
-        """float32, 0 outside the loss: a mask by product would let an inf or NaN of a prompt token through."""
+        """float32, 0 outside the loss. A multiplied mask would let an inf or NaN of a prompt token through."""
         return torch.where(mask_T, values_T.float(), 0.0)
 
     logprobs_T, advantages_T = in_loss(logprobs_T), in_loss(advantages_T)
@@ -65,7 +65,7 @@ def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torc
     else:
         old_logprobs_T = behaviour_logprobs_T
         correction_T = torch.ones_like(logprobs_T)
-    # The policy at the start of the update, as far as it is known: on later mini-batches pi has moved on.
+    # The policy at the start of the update, if known. On later mini-batches pi has already changed.
     engine_twin_T = old_logprobs_T if config.old_logprobs == "recompute" else logprobs_T
     bypass = config.old_logprobs == "none" and config.updates_per_batch > 1
 

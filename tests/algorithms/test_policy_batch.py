@@ -148,7 +148,7 @@ def test_a_group_with_fewer_than_two_finished_trajectories_is_dropped_and_counte
 @pytest.mark.parametrize("groups, rewards, changes, message", [
     (GROUPS, REWARDS[:1], {}, "groups"),
     (GROUPS, [REWARDS[0], np.array([1.0])], {}, "prompt 9: 3 trajectories but 1 rewards"),
-    (GROUPS, REWARDS, {"updates_per_batch": 3}, "cannot be shared among 3 updates"),
+    (GROUPS, REWARDS, {"updates_per_batch": 3}, "cannot be split into 3 updates"),
 ])
 def test_what_does_not_fit_is_refused(groups, rewards, changes, message):
     with pytest.raises(ValueError, match=message):
