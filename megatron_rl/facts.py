@@ -1,7 +1,7 @@
-"""What the processes at both ends of a weight sync must have in common besides the configuration.
+"""Facts that both ends of a weight sync must share, in addition to the configuration.
 
-Trainer ranks and engines are started with different environments, possibly on different nodes. A difference here does
-not fail by itself: communicators hang, or log-probs drift (verl#5522, SkyRL#143).
+Trainer ranks and engines start with different environments, possibly on different nodes. A difference raises no error
+of its own: communicators hang, or log-probs drift (verl#5522, SkyRL#143).
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 from launch import envvars
 
 PER_NODE = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_DEBUG", "NCCL_DEBUG_FILE")
-"""NCCL's variables that may differ between nodes; all others must agree."""
+"""NCCL variables that may differ between nodes. All others must agree."""
 
 
 def process_facts(device: str) -> dict[str, Any]:
-    """This process's own: `torch`, `nccl` (None without), `device`, `environment` (name -> value of what is set) and
-    `gpus`, the UUIDs of the GPUs that it really sees, in order.
+    """The facts of this process, as plain values: `torch`, `nccl` (None on a CPU), `device`, `environment` (name ->
+    value of each variable that is set) and `gpus`, the UUIDs of the GPUs that torch sees, in order.
 
-    Plain values. `device` is "cpu" or "gpu".
+    `device` is "cpu" or "gpu".
     """
-    import torch  # here: the driver compares facts and has no torch
+    import torch  # imported here because the driver, which compares facts, does not import torch
 
     nccl, gpus = None, []
     if device == "gpu":
@@ -34,11 +34,11 @@ def process_facts(device: str) -> dict[str, Any]:
 
 
 def disagreements(facts: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """One line for each fact on which the members differ, naming who has what; empty if they agree.
+    """One line for each fact on which members differ, with the members that have each value. Empty if all agree.
 
     Args:
-        facts: by member. A fact that a member does not report is not compared with it (trainer ranks report no vLLM
-            version); a variable of `environment` that a member does not report is unset there.
+        facts: facts by member. A member is not compared on a fact that it does not report (trainer ranks report no
+            vLLM version). A variable that is missing from a member's `environment` counts as unset.
     """
     variables = sorted({name for each in facts.values() for name in each.get("environment", {})})
     names = sorted({name for each in facts.values() for name in each} - {"environment", "gpus"})
@@ -50,8 +50,8 @@ def disagreements(facts: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def shared_gpus(facts: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """One line for each GPU that two members see: CUDA_VISIBLE_DEVICES was set too late or overridden, and both would
-    run on it (AReaL#910, SkyRL#1577)."""
+    """One line for each GPU that two members see. CUDA_VISIBLE_DEVICES was then set too late or overridden, and both
+    would run on that GPU (AReaL#910, SkyRL#1577)."""
     users: dict[str, list[str]] = {}
     for member, each in facts.items():
         for gpu in each.get("gpus", []):

@@ -1,7 +1,7 @@
 """Measure the network: `python -m megatron_rl.network_check ATTEMPT RANK`, one process for each member of the task.
 
-First an all-reduce over everybody, then all pairs of nodes in rounds of disjoint pairs, each member with its opposite
-number. Whatever arrives is compared with what must arrive. Rank 0 writes the result (`launch.health.network.Result`).
+The members first all-reduce together. Then all pairs of nodes exchange data in rounds of disjoint pairs, each member
+with its counterpart. All received data is checked. Rank 0 writes the result (`launch.health.network.Result`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from launch.health.network import Pair, Result, Task, rounds
 from megatron_rl.stores import meet, tcp_store
 
 PATTERN = 251
-"""A prime: a shift by any power of two shows. Sums over 2^16 members stay exact in fp32."""
+"""A prime, so that a shift by any power of two is detected. Sums over 2^16 members stay exact in fp32."""
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 0 once the result is written; rank 0 writes one whatever happens to it after the task was read."""
+    """Return exit status 0 once the result is written. Rank 0 also writes a result if the measurement fails."""
     folder, rank = Path(arguments[0]), int(arguments[1])
     task = Task.read(folder)
     if task is None:
-        print(f"{folder} holds no task", file=sys.stderr)
+        print(f"{folder} contains no task", file=sys.stderr)
         return 2
     try:
         result = measure(task, rank)
@@ -44,11 +44,11 @@ def main(arguments: list[str]) -> int:
 
 
 def measure(task: Task, rank: int) -> Result:
-    """Take part as member `rank`. The result is whole on rank 0 only.
+    """Take part as member `rank`. Only rank 0 returns the complete result.
 
     Raises:
-        TimeoutError: naming the members that did not come.
-        RuntimeError: of gloo or NCCL.
+        TimeoutError: a member did not arrive. The message names it.
+        RuntimeError: gloo or NCCL failed.
     """
     timeout = timedelta(seconds=task.timeout_s)
     names = [f"{member.node}#{index}" for index, member in enumerate(task.members)]
@@ -61,7 +61,7 @@ def measure(task: Task, rank: int) -> Result:
         found = _Member(task, rank, device).run()
         store.set(f"found/{rank}", json.dumps(found))
         if rank:
-            store.wait(["done"], timeout)   # rank 0 hosts the store: it must not go before the others have left
+            store.wait(["done"], timeout)   # rank 0 hosts the store, so it leaves last
             return Result(0, 0.0)
         everybody = [json.loads(store.get(f"found/{each}")) for each in range(len(names))]
         store.set("done", "1")
@@ -71,7 +71,7 @@ def measure(task: Task, rank: int) -> Result:
 
 
 class _Member:
-    """One member's measurements: seconds, and what arrived wrong."""
+    """Measurements of one member: times in seconds, and the first wrong data."""
 
     def __init__(self, task: Task, rank: int, device: torch.device) -> None:
         self.task, self.rank, self.device = task, rank, device
@@ -85,7 +85,7 @@ class _Member:
         pairs = {}
         for disjoint in rounds(len(self.nodes)):
             partner = next((a + b - self.node for a, b in disjoint if self.node in (a, b)), None)
-            dist.barrier()                  # rounds do not overlap: each pair has the network of its nodes to itself
+            dist.barrier()                  # rounds do not overlap, so a pair shares its nodes' network with no other
             if partner is not None:
                 pairs[partner] = self._exchange(partner * self.per_node + self.rank % self.per_node)
         return {"allreduce_s": reduce_s, "pairs": pairs, "wrong": self.wrong}
@@ -115,7 +115,7 @@ class _Member:
         return seconds
 
     def _best(self, act: Callable[[], object], *, before: Callable[[], object], together: bool = True) -> float:
-        """Seconds of the fastest repeat; one more goes before, to connect."""
+        """Seconds of the fastest repeat, after one untimed repeat that connects."""
         best = float("inf")
         for repeat in range(self.task.repeats + 1):
             before()
@@ -159,8 +159,8 @@ def _combined(task: Task, everybody: list[dict]) -> Result:
 
 
 def _blamed(task: Task, error: Exception) -> dict[str, str]:
-    """Nodes to name for an error: those that the message names as absent. Else it tells of no node more than of
-    another: a connection that was closed has two ends, and rank 0 hears of what failed elsewhere."""
+    """Nodes to blame for an error: those that the message names as absent, otherwise all. A closed connection has two
+    ends, and rank 0 also receives errors of other nodes, so any other message singles out no node."""
     named = str(error).partition(": ")[2].partition(" did not come")[0].split(", ")
     absent = {member.node for index, member in enumerate(task.members) if f"{member.node}#{index}" in named}
     return {member.node: str(error).splitlines()[0] for member in task.members

@@ -1,4 +1,4 @@
-"""torch's TCPStore on the job's own address. By itself it listens on every interface of the machine."""
+"""torch's TCPStore on the job's own address. By default it listens on every interface of the machine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ BACKLOG = 2048
 
 
 def tcp_store(address: str, port: int, *, host: bool, timeout: timedelta) -> dist.TCPStore:
-    """A store at `address:port`: hosted here, listening on that address alone, or reached as a client.
+    """Host a store that listens on `address:port` only, or connect to it as a client.
 
     Raises:
-        OSError: the host cannot listen there (the port is taken, the address is not this machine's).
+        OSError: the host cannot listen there (the port is taken, or the address is not this machine's).
         dist.DistStoreError: no host answers within `timeout`.
     """
     descriptor = _listen(address, port) if host else None
@@ -24,10 +24,10 @@ def tcp_store(address: str, port: int, *, host: bool, timeout: timedelta) -> dis
 
 
 def meet(store: dist.Store, member: int, members: Sequence[str], timeout: timedelta) -> None:
-    """Say that this member is here and wait for the others, so that the absent can be named.
+    """Register this member and wait for the others, so that an error can name the absent members.
 
     Raises:
-        TimeoutError: naming the members that did not come within `timeout`.
+        TimeoutError: a member did not arrive within `timeout`. The message names it.
     """
     store.set(f"here/{member}", "1")
     keys = [f"here/{index}" for index in range(len(members))]
@@ -40,7 +40,7 @@ def meet(store: dist.Store, member: int, members: Sequence[str], timeout: timede
 
 
 def _listen(address: str, port: int) -> int:
-    """A listening socket's descriptor; the store owns it from here on."""
+    """Return the descriptor of a listening socket. The store then owns it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

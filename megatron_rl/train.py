@@ -1,8 +1,8 @@
-"""The driver: the GRPO loop, read top to bottom. `python -m megatron_rl.train ATTEMPT_FOLDER`.
+"""The driver: the GRPO loop, top to bottom. `python -m megatron_rl.train ATTEMPT_FOLDER`.
 
     roll out -> reward -> advantage -> (old and reference log-probs) -> update -> weight sync -> eval, save
 
-Everything heavy happens in the actors behind `Job`; this process needs neither torch nor vLLM.
+The actors behind `Job` do all heavy work. This process needs neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from megatron_rl.weight_sync.disk import NotWritten
 log = logging.getLogger("megatron_rl.train")
 
 OTHER_NODES_S = 3.0
-"""How long a failed attempt waits for the other nodes to report a death of theirs."""
+"""How long a failed attempt waits for other nodes to report a dead process."""
 
 
 def main() -> int:
-    """Entry point of the driver process; how the attempt ended is in outcome.json."""
+    """Entry point of the driver process. Writes the outcome of the attempt to outcome.json."""
     node = envvars.get(envvars.NODE) or ""
     attempt = component.begin(sys.argv[1], "driver", node, own_log=False)
     clock = StepClock(attempt.folder)
     try:
         outcome = asyncio.run(train(attempt, clock))
-    except Exception as error:  # whatever it is, it ends the attempt, with its cause on record
+    except Exception as error:  # any exception ends the attempt, with its cause on record
         component.report(attempt, "driver", error)
         if not isinstance(error, UserError) and len(attempt.placement().nodes) > 1:
             await_silently_lost(attempt, OTHER_NODES_S)
@@ -58,18 +58,18 @@ def main() -> int:
 
 
 def failed(clock: StepClock, failure: Failure, reason: str | None) -> Outcome:
-    """The outcome of an attempt that failed: the user's error, or a crash."""
+    """The outcome of a failed attempt: a user error or a crash."""
     return Outcome(status="user_error" if failure.user_error else "crash", step=clock.steps_done,
                    message=f"{failure.message}\n{reason}" if reason else failure.message,
                    component=failure.component, log=failure.log)
 
 
 async def train(attempt: Attempt, clock: StepClock) -> Outcome:
-    """Run the attempt to its last step, or to the step at which a stop was asked for."""
+    """Run the attempt to its last step, or to the step at which a stop is requested."""
     config = attempt.config()
     clock.start_up("reading the data")
     state = RunState.from_data(config, attempt)
-    load_rewards(config.reward, state.columns)  # a wrong path is told before anything starts
+    load_rewards(config.reward, state.columns)  # a wrong path is reported before anything starts
     actors = await start_actors(attempt, state.columns, state.identity["template"], clock)
     async with Job(attempt, actors, clock) as job:
         state.resume(await job.load(newest_checkpoint(attempt, config), state.identity))
@@ -94,7 +94,7 @@ async def train(attempt: Attempt, clock: StepClock) -> Outcome:
                     metrics |= await evaluate(job, state, clock)
                 if due(state.step, config.checkpoint.every) or last:
                     metrics |= await save(job, state, clock)
-            finally:  # a checkpoint that fails must not take the step's row with it
+            finally:  # the step's row is logged even if the checkpoint fails
                 monitor.log(state.step, metrics)
 
         await settle_disk(job, clock, monitor, "save")
@@ -110,8 +110,8 @@ async def train(attempt: Attempt, clock: StepClock) -> Outcome:
 
 
 async def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monitor) -> dict[str, float]:
-    """One GRPO step; afterwards the engines serve the new weights and `state.step` has advanced. It is synchronous
-    because it awaits `roll_out` where it calls it: nothing else here would change if the rollout were a task."""
+    """Take one GRPO step. Afterwards the engines serve the new weights and `state.step` has advanced. The step is
+    synchronous because it awaits `roll_out` where it calls it. A rollout in a task of its own needs no other change."""
     config, step = state.config, state.step + 1
     groups, scores = await roll_out(job, state, clock, step)
     rewards = [np.array([score.total for score in group], dtype=np.float64) for group in scores]
@@ -132,7 +132,7 @@ async def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monito
 
 
 async def roll_out(job: Job, state: RunState, clock: StepClock, step: int) -> tuple[list[Group], list[list[Score]]]:
-    """The groups of the next prompts, with the scores of their trajectories."""
+    """Return the groups of the next prompts and the scores of their trajectories."""
     prompts = state.next_prompts()
     with clock.span("rollout", f"{len(prompts)} prompts x {state.config.algorithm.group_size}"):
         groups = await job.generate(prompts, Sampling.training(state.config), step)
@@ -142,8 +142,8 @@ async def roll_out(job: Job, state: RunState, clock: StepClock, step: int) -> tu
 
 
 async def settle_disk(job: Job, clock: StepClock, monitor: Monitor, phase: str = "disk") -> dict[str, float]:
-    """Before the trainer works again: wait until the version that is being written is on disk. One that cannot be
-    written is a warning; the run does not need it. `phase`: `disk` inside a step, `save` after the last."""
+    """Wait until the version that is being written is on disk: the trainer may not change weights before that. A failed
+    write is only a warning, because the run does not need it. `phase`: `disk` inside a step, `save` after the last."""
     if not job.writes:
         return {}
     with clock.span(phase, "a version of the weights"):
@@ -155,7 +155,7 @@ async def settle_disk(job: Job, clock: StepClock, monitor: Monitor, phase: str =
 
 
 async def with_fixed_logprobs(job: Job, batch: PolicyBatch) -> PolicyBatch:
-    """Add what the objective needs and the update must not move: proximal and reference log-probs."""
+    """Add the log-probs that stay fixed during the update: proximal and reference."""
     algorithm = job.config.algorithm
     if algorithm.old_logprobs == "recompute":
         batch = replace(batch, old_logprobs_N=await job.logprobs(batch, "policy"))
@@ -165,7 +165,7 @@ async def with_fixed_logprobs(job: Job, batch: PolicyBatch) -> PolicyBatch:
 
 
 async def evaluate(job: Job, state: RunState, clock: StepClock) -> dict[str, float]:
-    """Greedy answers to the held-out questions, written to eval-<step>.jsonl, and their metrics."""
+    """Answer the held-out questions greedily, write the answers to eval-<step>.jsonl and return their metrics."""
     with clock.span("eval", f"{len(state.held_out)} questions"):
         groups = await job.generate(state.held_out, Sampling.greedy(state.config), state.step)
         scores = await job.score(groups)
@@ -175,7 +175,7 @@ async def evaluate(job: Job, state: RunState, clock: StepClock) -> dict[str, flo
 
 
 async def save(job: Job, state: RunState, clock: StepClock) -> dict[str, float]:
-    """Write a checkpoint of the step that was just made."""
+    """Write a checkpoint of the latest step."""
     with clock.span("save", f"step {state.step}"):
         await job.save(checkpoint_folder(job.attempt.checkpoints, state.step), state.extra())
     state.saved = state.step
