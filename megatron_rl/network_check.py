@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     folder, rank = Path(arguments[0]), int(arguments[1])
     task = Task.read(folder)
     if task is None:
-        print(f"{folder} contains no task", file=sys.stderr)
+        print(f"{folder} holds no task", file=sys.stderr)
         return 2
     try:
         result = measure(task, rank)

@@ -1,4 +1,4 @@
-"""What travels between rollout, reward, advantage and update. NumPy only: Ray moves these without a copy."""
+"""The data passed between rollout, reward, advantage and update. NumPy only, so that Ray moves it without a copy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the data set, rendered and tokenised once, for both sides."""
+    """One row of the data set, rendered and tokenised once for engines and trainer."""
 
     index: int
     """Row in the data set."""
@@ -24,26 +24,26 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """All tokens after a prompt: those that the policy sampled, as the engine's own ids (never re-tokenised), and
-    those that tools or an environment wrote between its turns. Of the latter nothing is trained on, and what stands at
-    their places in `logprobs` and `weight_versions` is never read.
+    """All tokens after a prompt. The policy sampled some of them (the engine's own ids, never re-tokenised). Tools or
+    an environment wrote the others between its turns. The others carry no loss, and their entries in `logprobs` and
+    `weight_versions` are never read.
 
     Raises:
-        ValueError: arrays of different lengths.
+        ValueError: the arrays have different lengths.
     """
 
     token_ids: np.ndarray
     """int32 [R], stop tokens included."""
     sampled: np.ndarray
-    """bool [R]: which of them the policy sampled."""
+    """bool [R]: whether the policy sampled the token."""
     logprobs: np.ndarray
-    """float32 [R]: behaviour log-probs of the sampled tokens (of the processed distribution: temperature applied)."""
+    """float32 [R]: behaviour log-probs of the sampled tokens (from the processed distribution, after temperature)."""
     weight_versions: np.ndarray
     """int32 [R]: the weight version that produced each sampled token."""
     finish_reason: str
     """How the last turn ended: `stop`, `length` or `abort`."""
     text: str = ""
-    """Decoded text, for rewards and people only."""
+    """Decoded text, only for rewards and people."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in ("token_ids", "sampled", "logprobs", "weight_versions")}
@@ -54,13 +54,13 @@ class Trajectory:
     @staticmethod
     def one_turn(token_ids: np.ndarray, logprobs: np.ndarray, weight_versions: np.ndarray, finish_reason: str,
                  text: str = "") -> Trajectory:
-        """One answer to the prompt: every token is sampled."""
+        """A trajectory of one answer: every token is sampled."""
         sampled = np.ones(len(token_ids), dtype=bool)
         return Trajectory(token_ids, sampled, logprobs, weight_versions, finish_reason, text)
 
     @property
     def length(self) -> int:
-        """Tokens that the policy sampled."""
+        """Number of tokens that the policy sampled."""
         return int(self.sampled.sum())
 
 
@@ -75,9 +75,9 @@ class Group:
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """B sequences, N tokens in all, concatenated: prompts with their trajectories. A value at a token's place belongs
-    to the *prediction of that token*: `logprobs_N[j]` is log p(token j | tokens before it). Only sampled tokens are
-    predicted; the others are context."""
+    """B sequences of N tokens in total, concatenated: prompts with their trajectories. The value at a token's position
+    belongs to the *prediction of that token*: `logprobs_N[j]` is log p(token j | tokens before it). Only sampled tokens
+    are predicted. The others are context."""
 
     tokens_N: np.ndarray
     """int32."""
@@ -86,19 +86,19 @@ class PolicyBatch:
     prompt_lengths_B: np.ndarray
     """int32."""
     sampled_N: np.ndarray
-    """bool: the policy sampled this token. False on prompts, and on what tools or an environment wrote."""
+    """bool: the policy sampled this token. False for prompts and for tokens that tools or an environment wrote."""
     loss_weights_N: np.ndarray
-    """float32, 0 where nothing was sampled: mask times the normaliser of the chosen aggregation, computed on the global
-    batch; the loss is the plain sum over tokens of weight x token loss, so it cannot depend on DP, CP, micro-batches or
-    packing."""
+    """float32, 0 for tokens that were not sampled: mask times the normaliser of the chosen aggregation, computed on the
+    global batch. The loss is the plain sum over tokens of weight x token loss, so it does not depend on DP, CP,
+    micro-batches or packing."""
     advantages_N: np.ndarray
-    """float32, 0 where nothing was sampled."""
+    """float32, 0 for tokens that were not sampled."""
     behaviour_logprobs_N: np.ndarray
-    """float32, 0 where nothing was sampled."""
+    """float32, 0 for tokens that were not sampled."""
     old_logprobs_N: np.ndarray | None = None
-    """float32 proximal log-probs, or None: see `algorithm.old_logprobs`."""
+    """float32 proximal log-probs, or None (see `algorithm.old_logprobs`)."""
     reference_logprobs_N: np.ndarray | None = None
-    """float32, or None when `algorithm.kl.beta` is 0."""
+    """float32, or None if `algorithm.kl.beta` is 0."""
     extras: dict = field(default_factory=dict)
 
     @property

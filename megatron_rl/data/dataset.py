@@ -1,4 +1,4 @@
-"""Reading prompts: a JSONL or Parquet file becomes a list of rendered, tokenised `Prompt`s, or one clear message."""
+"""Reads a JSONL or Parquet file into a list of rendered, tokenised `Prompt`s, or fails with one clear message."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Split = Literal["train", "eval"]
 
 
 def load_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> list[Prompt]:
-    """Prompts of `data.train` or `data.eval`, in file order; `Prompt.index` is the row, counted from 0.
+    """Load the prompts of `data.train` or `data.eval` in file order. `Prompt.index` is the row, counted from 0.
 
-    Raises UserError for a file that is missing, empty or broken, a column that is missing or of the wrong kind,
-    and prompts longer than `rollout.max_prompt_tokens`.
+    Raises UserError if the file is missing, empty or broken, if a column is missing or has the wrong type, or if a
+    prompt is longer than `rollout.max_prompt_tokens`.
     """
     path = config.data.train if split == "train" else config.data.eval
     if path is None:
@@ -40,7 +40,7 @@ def load_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, split: S
 
 
 def fingerprint(prompts: list[Prompt]) -> str:
-    """16 hex digits over what training sees of a data set: ids, answers and further columns, in order."""
+    """16 hex digits over the part of a data set that training uses: ids, answers and further columns, in order."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(prompt.token_ids.tobytes())
@@ -49,11 +49,11 @@ def fingerprint(prompts: list[Prompt]) -> str:
 
 
 def read_rows(path: Path, where: str) -> list[Row]:
-    """All rows of a `.jsonl` or `.parquet` file. `where` goes into the messages."""
+    """Read all rows of a `.jsonl` or `.parquet` file. `where` is the location in error messages."""
     readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
     if path.suffix not in readers:
         raise UserError(f"{path.name} is neither .jsonl nor .parquet", where=where,
-                        fix="write one JSON object a line to a .jsonl file, or a Parquet file")
+                        fix="write one JSON object per line to a .jsonl file, or a Parquet file")
     if path.is_dir():
         raise UserError(f"{path} is a folder", where=where, fix="name one file")
     if not path.is_file():
@@ -68,8 +68,8 @@ def read_rows(path: Path, where: str) -> list[Row]:
 
 
 def _jsonl_rows(path: Path, where: str) -> Iterator[Row]:
-    """One object a line. Read here and not through `datasets`, which infers one type a column from the first block
-    and names no line when it fails."""
+    """Read one object per line. `datasets` is not used because it infers the type of a column from the first block and
+    does not name the line when it fails."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -78,7 +78,7 @@ def _jsonl_rows(path: Path, where: str) -> Iterator[Row]:
                 row = json.loads(line.decode("utf-8"))
             except ValueError as error:
                 raise UserError(f"line {number} of {path} is not JSON: {error}", where=f"{where}, line {number}",
-                                fix="write one JSON object a line, in UTF-8") from error
+                                fix="write one JSON object per line, in UTF-8") from error
             if not isinstance(row, dict):
                 raise UserError(f"line {number} of {path} is a JSON {type(row).__name__}, not an object",
                                 where=f"{where}, line {number}",
@@ -87,8 +87,8 @@ def _jsonl_rows(path: Path, where: str) -> Iterator[Row]:
 
 
 def _parquet_rows(path: Path, where: str) -> Iterator[Row]:
-    """With the reader that `datasets` itself uses: `datasets` would copy the file into a cache, keyed by name and
-    time, on hosts that may not let it write, and fails on a file without rows."""
+    """Read with the reader that `datasets` itself uses. `datasets` would copy the file into a cache, keyed by name and
+    time, on hosts where that cache may not be writable, and it fails on a file without rows."""
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for block in file.iter_batches():
@@ -106,7 +106,7 @@ def _prompt(index: int, row: Row, data: Data, template: PromptTemplate, where: s
         raise UserError(f"row {index}: {error.what}", where=f"{where}; {error.where}", fix=error.fix) from error
     token_ids = template.tokenize(text)
     if len(token_ids) == 0:
-        raise UserError(f"row {index} renders to an empty prompt", where=where, fix="give the row a text")
+        raise UserError(f"row {index} renders to an empty prompt", where=where, fix="write text into the row")
     answer = _answer(index, row, data, where)
     used = (data.prompt_column, data.messages_column, data.answer_column)
     return Prompt(index=index, token_ids=token_ids, text=text, answer=answer,
@@ -114,7 +114,7 @@ def _prompt(index: int, row: Row, data: Data, template: PromptTemplate, where: s
 
 
 def _content(index: int, row: Row, data: Data, where: str) -> str | list[dict]:
-    """The row's messages if it has any, else its prompt."""
+    """The row's messages if it has any, otherwise its prompt."""
     messages, prompt = row.get(data.messages_column), row.get(data.prompt_column)
     if messages is not None:
         well_formed = isinstance(messages, list) and messages and all(
@@ -137,7 +137,7 @@ def _content(index: int, row: Row, data: Data, where: str) -> str | list[dict]:
 
 
 def _answer(index: int, row: Row, data: Data, where: str) -> str | None:
-    """The answer as text: numbers are written out. A row may say null (rewards that need no answer)."""
+    """The answer as text. Numbers are converted. The answer may be null, for rewards that need none."""
     if data.answer_column not in row:
         raise _missing_column(index, row, where, {"data.answer_column": data.answer_column})
     answer = row[data.answer_column]
@@ -150,7 +150,7 @@ def _answer(index: int, row: Row, data: Data, where: str) -> str | None:
 
 
 def _missing_column(index: int, row: Row, where: str, wanted: dict[str, str]) -> UserError:
-    """`wanted`: configuration key -> column name that it asks for."""
+    """`wanted`: configuration key -> the column name that it requests."""
     names = " or ".join(repr(name) for name in wanted.values())
     near = [(key, match) for key, name in wanted.items() if (match := nearest(name, row))]
     fix = (f"did you mean {near[0][1]!r}? Then set {near[0][0]}={near[0][1]}" if near
@@ -167,4 +167,4 @@ def _check_lengths(prompts: list[Prompt], limit: int, where: str) -> None:
         raise UserError(f"{too_long} of {len(prompts)} prompts are longer than rollout.max_prompt_tokens = {limit}; "
                         f"the longest, row {longest}, has {lengths[longest]} tokens",
                         where=f"{where}; rollout.max_prompt_tokens",
-                        fix=f"set rollout.max_prompt_tokens={lengths[longest]} or more, or take these rows out")
+                        fix=f"set rollout.max_prompt_tokens={lengths[longest]} or more, or remove these rows")

@@ -1,8 +1,8 @@
-"""The larger of two digits: the data set of configs/tiny, made again bit for bit by
+"""The larger of two digits: the data set of configs/tiny. This command reproduces it bit for bit:
 
     python -m megatron_rl.data.make_digits configs/tiny
 
-All 100 pairs of digits, 20 of them held out.
+The data set contains all 100 pairs of digits, of which 20 are held out.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ SEED, EVAL_ROWS = 0, 20
 
 
 def make(seed: int = SEED) -> tuple[list[dict], list[dict]]:
-    """(training rows, held-out rows), each row {prompt, answer}."""
+    """Return (training rows, held-out rows). Each row is {prompt, answer}."""
     rows = [{"prompt": f"{a} {b}=", "answer": str(max(a, b))} for a, b in itertools.product(range(10), repeat=2)]
     random.Random(seed).shuffle(rows)
     return rows[EVAL_ROWS:], rows[:EVAL_ROWS]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write train.jsonl and eval.jsonl of the larger of two digits.")
+    parser = argparse.ArgumentParser(description="Write train.jsonl and eval.jsonl for the larger of two digits.")
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     for name, rows in zip(("train.jsonl", "eval.jsonl"), make(), strict=True):

@@ -1,9 +1,9 @@
-"""Sums asked in words: the data set of configs/135m, made again bit for bit by
+"""Sums asked in words: the data set of configs/135m. This command reproduces it bit for bit:
 
     python -m megatron_rl.data.make_sums configs/135m
 
-Two numbers up to 15 in eleven wordings, three up to 9 in three. The held-out questions use operands that no training
-question uses, in whatever order and wording.
+Questions add two numbers up to 15 (eleven wordings) or three numbers up to 9 (three wordings). The held-out questions
+use sets of operands that no training question uses, in any order or wording.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ ENDING = " Answer with a number."
 SEED, HELD_OUT_SHARE = 0, 0.2
 TRAIN_ROWS = (1848, 200)
 EVAL_ROWS = (230, 26)
-"""Questions with two numbers, with three."""
+"""Number of questions with two and with three numbers."""
 
 Operands = tuple[int, ...]
 
 
 def make(seed: int = SEED) -> tuple[list[dict], list[dict]]:
-    """(training rows, held-out rows), each row {prompt, answer}, no question twice."""
+    """Return (training rows, held-out rows) without repeated questions. Each row is {prompt, answer}."""
     rng = random.Random(seed)
     train: list[dict] = []
     held_out: list[dict] = []
@@ -60,7 +60,7 @@ def make(seed: int = SEED) -> tuple[list[dict], list[dict]]:
 
 
 def _questions(sums: Iterable[Operands]) -> list[dict]:
-    """Every sum in every wording, with the operands rising and falling."""
+    """Every sum in every wording, with ascending and with descending operands."""
     rows = []
     for operands in sums:
         for wording in TWO if len(operands) == 2 else THREE:
@@ -70,7 +70,7 @@ def _questions(sums: Iterable[Operands]) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write train.jsonl and eval.jsonl of sums asked in words.")
+    parser = argparse.ArgumentParser(description="Write train.jsonl and eval.jsonl for sums asked in words.")
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     for name, rows in zip(("train.jsonl", "eval.jsonl"), make(), strict=True):

@@ -1,4 +1,4 @@
-"""The arrays of one micro-batch on one rank: packed input tokens, and the predictions that are made from them."""
+"""The arrays of one micro-batch on one rank: packed input tokens and the predictions made from them."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ Mapping = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Documents:
-    """D packed documents, whole, as they lie before context parallelism splits them. One that has a prefix goes on from
-    it: its tokens see the prefix, then one another, causally, and their positions follow the prefix's."""
+    """D packed documents, before context parallelism splits them. A document with a prefix continues it: its tokens
+    attend to the prefix and causally to each other, and their positions follow those of the prefix."""
 
     lengths_D: np.ndarray
-    """int64, padded; above 0."""
+    """int64, padded, above 0."""
     prefix_starts_D: np.ndarray
-    """int64, place of the prefix's first token among the packed tokens."""
+    """int64, index of the prefix's first token among the packed tokens."""
     prefix_lengths_D: np.ndarray
     """int64; 0 without a prefix."""
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """P predictions of sampled tokens, at least one: where nothing is to be predicted stands one with weight 0 and
-    index -1."""
+    """P >= 1 predictions of sampled tokens. If there are none, one placeholder has weight 0 and index -1."""
 
     rows_P: torch.Tensor
-    """int64, the input token of this rank whose logits predict; the last token of a shared prompt predicts the first
-    token of several trajectories."""
+    """int64, index of this rank's input token whose logits are used. The last token of a shared prompt predicts the
+    first token of several trajectories."""
     labels_P: torch.Tensor
-    """int64, the token that is predicted."""
+    """int64, the predicted token."""
     weights_P: torch.Tensor
     """float32."""
     advantages_P: torch.Tensor
@@ -48,7 +47,7 @@ class Predictions:
     reference_logprobs_P: torch.Tensor | None
     """float32 or None, as in the batch."""
     index_P: torch.Tensor
-    """int64, place of the predicted token on the batch's N axis; -1 where nothing is predicted."""
+    """int64, index of the predicted token on the batch's N axis, or -1 if nothing is predicted."""
 
     def map(self, function: Mapping) -> Predictions:
         """Apply a function to every tensor."""
@@ -59,17 +58,17 @@ class Predictions:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """T packed input tokens of one rank and what is predicted from them."""
+    """T packed input tokens of one rank and the predictions made from them."""
 
     tokens_T: torch.Tensor
-    """int64; 0 in padding."""
+    """int64, 0 in padding."""
     positions_T: torch.Tensor
-    """int64, position inside the sequence."""
+    """int64, position in the sequence."""
     predictions: Predictions
     documents: Documents
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The tensors on another device."""
+        """Return the micro-batch with its tensors on another device."""
         def move(x: torch.Tensor) -> torch.Tensor:
             return x.to(device, non_blocking=True)
         return replace(self, tokens_T=move(self.tokens_T), positions_T=move(self.positions_T),
@@ -78,22 +77,22 @@ class MicroBatch:
 
 def pack(batch: PolicyBatch, units: tuple[Unit, ...], *, multiple: int = 1, length: int | None = None, cp: int = 1,
          cp_rank: int = 0, predict_everywhere: bool = False) -> MicroBatch:
-    """Concatenate the sequences of units; the trajectories that share a prompt follow the sequence that has it.
+    """Concatenate the sequences of units. Trajectories that share a prompt follow the sequence that contains it.
 
     Args:
-        units: as scheduled. None at all gives one document of padding, so that ranks stay in step.
+        units: the scheduled units. Without any, the result is one document of padding, so that ranks stay in step.
         multiple: each document is padded to a multiple of this.
-        length: pad the whole micro-batch to this many tokens by documents of padding (every pipeline exchange of a
-            step then has one shape).
-        cp, cp_rank: this rank's share of every document (zig-zag); `multiple` is a multiple of 2 CP if CP > 1.
-        predict_everywhere: one prediction for every row, in order, most of weight 0: for logits that cannot be made
-            for chosen rows only. No unit may then have more than one sequence.
+        length: the micro-batch is padded to this many tokens with documents of padding, so that all pipeline exchanges
+            of a step have the same shape.
+        cp, cp_rank: this rank's share of every document (zig-zag). `multiple` is a multiple of 2 CP if CP > 1.
+        predict_everywhere: make one prediction for every row, in order, most of them with weight 0. Needed if logits
+            cannot be computed for selected rows only. Every unit must then have a single sequence.
 
     Raises:
-        ValueError: it has.
+        ValueError: `predict_everywhere` is set and a unit has several sequences.
     """
     if predict_everywhere and any(len(unit) > 1 for unit in units):
-        raise ValueError("predict_everywhere: a row that trajectories share has one prediction for each of them")
+        raise ValueError("predict_everywhere: a row shared by several trajectories needs several predictions")
     sequences = _lay_out(batch, units, multiple)
     documents = _documents(sequences, multiple, length)
     lengths_D, total = documents.lengths_D, int(documents.lengths_D.sum())
@@ -118,24 +117,24 @@ def pack(batch: PolicyBatch, units: tuple[Unit, ...], *, multiple: int = 1, leng
 
 @dataclass(frozen=True)
 class _Sequences:
-    """S sequences in the order in which they are packed. int64; places are those of the whole micro-batch."""
+    """S sequences in packing order. int64. A place is an index into the micro-batch before CP splits it."""
 
     offsets_S: np.ndarray
-    """First token on the batch's N axis."""
+    """Index of the first token on the batch's N axis."""
     prompts_S: np.ndarray
-    """Tokens of the prompt."""
+    """Number of prompt tokens."""
     trajectories_S: np.ndarray
-    """Tokens of the trajectory."""
+    """Number of trajectory tokens."""
     skipped_S: np.ndarray
-    """Tokens of the prompt that are packed elsewhere: all or none."""
+    """Number of prompt tokens that are packed elsewhere: all or none."""
     inputs_S: np.ndarray
-    """Tokens that are packed."""
+    """Number of packed tokens."""
     padded_S: np.ndarray
-    """The same with padding."""
+    """Number of packed tokens, with padding."""
     starts_S: np.ndarray
     """Place of the first packed token."""
     trunks_S: np.ndarray
-    """Place of the first token of the prompt."""
+    """Place of the first prompt token."""
 
 
 def _lay_out(batch: PolicyBatch, units: tuple[Unit, ...], multiple: int) -> _Sequences:
@@ -154,8 +153,8 @@ def _lay_out(batch: PolicyBatch, units: tuple[Unit, ...], multiple: int) -> _Seq
 
 
 def _documents(sequences: _Sequences, multiple: int, length: int | None) -> Documents:
-    """Those of the sequences that bring tokens, then documents of padding that fill up to `length`, none longer than
-    the longest that is there."""
+    """Documents of the sequences that have tokens, followed by documents of padding up to `length`. Padding documents
+    are at most as long as the longest sequence."""
     padded_S, skipped_S, used_S = sequences.padded_S, sequences.skipped_S, sequences.padded_S > 0
     missing = max(length or 0, 0 if len(padded_S) else multiple) - int(padded_S.sum())
     longest = int(padded_S.max(initial=0)) or missing
@@ -169,7 +168,7 @@ def _documents(sequences: _Sequences, multiple: int, length: int | None) -> Docu
 
 
 def _token_of_place(sequences: _Sequences, total: int) -> np.ndarray:
-    """Token of the batch's N axis at each place of the whole micro-batch; -1 in padding."""
+    """Index on the batch's N axis of the token at each place, -1 in padding."""
     token_of_place = np.full(total, -1, np.int64)
     places = _ranges(sequences.starts_S, sequences.inputs_S)
     token_of_place[places] = _ranges(sequences.offsets_S + sequences.skipped_S, sequences.inputs_S)
@@ -177,8 +176,8 @@ def _token_of_place(sequences: _Sequences, total: int) -> np.ndarray:
 
 
 def _prediction_places(sequences: _Sequences, sampled_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each sampled token the place that predicts it, and its own on the batch's N axis. The first token of a
-    trajectory is predicted by the end of the prompt, which may stand elsewhere, the others by the token before them."""
+    """For each sampled token, the place that predicts it and the token's index on the batch's N axis. The end of the
+    prompt (possibly packed elsewhere) predicts the trajectory's first token, and each token predicts the next."""
     trajectories_S, prompts_S = sequences.trajectories_S, sequences.prompts_S
     index_P = _ranges(sequences.offsets_S + prompts_S, trajectories_S)
     ordinal_P = _ranges(np.zeros_like(trajectories_S), trajectories_S)
@@ -211,11 +210,11 @@ def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def zigzag_positions(lengths: np.ndarray, cp: int, cp_rank: int) -> np.ndarray:
-    """Places inside their documents that a CP rank holds, document by document: chunks r and 2 CP - 1 - r of 2 CP
-    equal chunks, so that causal attention costs every rank the same. int64 [sum(lengths) / CP].
+    """The positions in each document that CP rank r holds, document by document: chunks r and 2 CP - 1 - r of 2 CP
+    equal chunks, so that the cost of causal attention is the same on every rank. int64 [sum(lengths) / CP].
 
     Raises:
-        ValueError: lengths that do not split into 2 CP chunks.
+        ValueError: a length does not split into 2 CP chunks.
     """
     local = lengths // cp
     place_T = _ranges(np.zeros_like(lengths), local)

@@ -1,4 +1,4 @@
-"""Which prompts the next step gets: a deterministic, epoch-aware order that survives a resume."""
+"""Selects the prompts of the next step in a deterministic, epoch-aware order that survives a resume."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from launch.errors import UserError
 
 
 class PromptSampler:
-    """Endless stream of row indices over a data set of `n` rows; every epoch visits each row exactly once.
+    """Endless stream of row indices over a data set of `n` rows. Every epoch visits each row exactly once.
 
-    The order of an epoch is a function of (`seed`, epoch) alone, so a position is two integers and a resumed run
-    goes on in the epoch it stopped in (Megatron-Bridge#4601: a sampler that forgets the epoch repeats the first).
-    Two draws of one row are two prompt *instances*, each with a group of its own.
+    The order of an epoch depends only on (`seed`, epoch). Two integers therefore define a position, and a resumed run
+    continues in the epoch in which it stopped (Megatron-Bridge#4601: a sampler that forgets the epoch repeats the
+    first). Two draws of one row are two prompt *instances*, each with its own group.
     """
 
     def __init__(self, n: int, seed: int, shuffle: bool = True, fingerprint: str = "") -> None:
-        """`fingerprint` names the data set's content (`dataset.fingerprint`); a resume compares it."""
+        """`fingerprint` identifies the content of the data set (`dataset.fingerprint`). A resume compares it."""
         if n < 1:
             raise ValueError(f"a sampler needs at least one row, got {n}")
         self.n, self.seed, self.shuffle, self.fingerprint = n, seed, shuffle, fingerprint
@@ -24,7 +24,7 @@ class PromptSampler:
         self._order_n = self._order(0)
 
     def next(self, k: int) -> list[int]:
-        """The next `k` row indices, across as many epochs as it takes."""
+        """Draw the next `k` row indices, across as many epochs as needed."""
         if k < 1:
             raise ValueError(f"a draw needs at least one prompt, got {k}")
         drawn: list[int] = []
@@ -38,17 +38,17 @@ class PromptSampler:
         return drawn
 
     def state_dict(self) -> dict:
-        """JSON-serialisable; belongs in every checkpoint (prime-rl#3164)."""
+        """JSON-serialisable state, stored in every checkpoint (prime-rl#3164)."""
         return {"epoch": self.epoch, "position": self.position, "n": self.n, "seed": self.seed,
                 "shuffle": self.shuffle, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on at a saved position. UserError if data set, seed or shuffling changed since: the rows already seen
-        could not be told from those still to come."""
+        """Continue at a saved position. Raises UserError if the data set, seed or shuffling changed since then, because
+        it is then unknown which rows the run has already visited."""
         if (state["n"], state["fingerprint"]) != (self.n, self.fingerprint):
             raise UserError(f"the data set changed since the checkpoint: {state['n']} rows with fingerprint "
                             f"{state['fingerprint']!r} then, {self.n} rows with {self.fingerprint!r} now",
-                            where="data.train", fix="put the old data set back, or start a run with another run.name")
+                            where="data.train", fix="restore the old data set, or start a run with another run.name")
         for key, then, now in (("run.seed", state["seed"], self.seed),
                                ("data.shuffle", state["shuffle"], self.shuffle)):
             if then != now:
@@ -61,5 +61,5 @@ class PromptSampler:
         """int64 [n], a permutation."""
         if not self.shuffle:
             return np.arange(self.n)
-        # PCG64 by name: the order must not move when NumPy changes its default generator.
+        # PCG64 is explicit so that the order does not change with NumPy's default generator.
         return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.n)

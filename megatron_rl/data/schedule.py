@@ -1,7 +1,6 @@
-"""Which sequences train together: units that share one copy of their prompt, packed into equally many micro-batches.
+"""Schedules sequences as units that share one copy of their prompt, in the same number of micro-batches on every rank.
 
-The schedule is computed once on the global batch, by every rank alike, so that no rank can run another number of
-micro-batches than its peers.
+Every rank computes the same schedule from the global batch, so no rank can run a different number of micro-batches.
 """
 
 from __future__ import annotations
@@ -12,40 +11,39 @@ from launch.errors import UserError
 from megatron_rl.data.batch import PolicyBatch
 
 Unit = tuple[int, ...]
-"""Sequences of the batch that are packed together. The first is whole; the others have its prompt, word for word, and
-continue it: only their trajectories are packed."""
+"""Sequences of the batch that are packed together. The first is packed completely. The others have exactly the same
+prompt, so only their trajectories are packed."""
 Schedule = tuple[tuple[tuple[Unit, ...], ...], ...]
-"""`schedule[dp_rank][micro_batch]`: units; none where there are fewer units than places."""
+"""`schedule[dp_rank][micro_batch]`: units. A micro-batch is empty if there are fewer units than micro-batches."""
 
-# A sequence of L tokens is taken to cost L (1 + L / _ATTENTION_LENGTH): attention costs as much as the linear layers
-# at roughly 12 hidden sizes.
+# The assumed cost of a sequence of L tokens is L (1 + L / _ATTENTION_LENGTH): attention costs as much as the linear
+# layers at a length of roughly 12 hidden sizes.
 _ATTENTION_LENGTH = 32_768
 
 
 class InputTokens:
-    """Tokens that sequences bring into a micro-batch, padded to `multiple`. The last sampled token of a trajectory, and
-    what a tool wrote after it, predict nothing and stay outside."""
+    """Numbers of tokens that sequences add to a micro-batch, padded to `multiple`. The last sampled token of a
+    trajectory and any tool output after it predict nothing and are not packed."""
 
     def __init__(self, batch: PolicyBatch, multiple: int = 1) -> None:
         prompts_B = np.asarray(batch.prompt_lengths_B, np.int64)
         trajectories_B = trajectory_inputs(batch)
         self.whole: list[int] = _padded(prompts_B + trajectories_B, multiple).tolist()
-        """A sequence with its prompt."""
+        """For a sequence with its prompt."""
         self.branch: list[int] = _padded(trajectories_B, multiple).tolist()
-        """A sequence that continues the prompt of another."""
+        """For a sequence that continues the prompt of another."""
         self.multiple = multiple
 
     def unit(self, unit: Unit) -> int:
         return self.whole[unit[0]] + sum(self.branch[sequence] for sequence in unit[1:])
 
     def micro_batch(self, units: tuple[Unit, ...]) -> int:
-        """Without a unit there is one document of padding (`pack`)."""
+        """A micro-batch without units is one document of padding (`pack`)."""
         return sum(map(self.unit, units)) or self.multiple
 
 
 def trajectory_inputs(batch: PolicyBatch) -> np.ndarray:
-    """Tokens of each trajectory that come before its last sampled one: what others of it are predicted from. int64
-    [B]."""
+    """Number of tokens of each trajectory before its last sampled token. Only these predict tokens. int64 [B]."""
     lengths_B = np.asarray(batch.lengths_B, np.int64)
     place_N = np.arange(len(batch.tokens_N)) - np.repeat(batch.offsets_B1[:-1], lengths_B)
     last_B = np.maximum.reduceat(np.where(batch.sampled_N, place_N, 0), batch.offsets_B1[:-1])
@@ -58,18 +56,18 @@ def make_schedule(batch: PolicyBatch, dp: int, token_budget: int, multiple: int 
 
     Args:
         dp: data parallel size.
-        token_budget: most tokens of a micro-batch, padding of the sequences to `multiple` included.
+        token_budget: maximum number of tokens in a micro-batch, including the padding of sequences to `multiple`.
         multiple: each sequence is padded to a multiple of this (2 CP x TP under context or sequence parallelism).
         micro_batch_multiple: the number of micro-batches is a multiple of this (PP for interleaved schedules).
-        share_prompts: neighbours in the batch with the same prompt form one unit. It is split where it is over the
-            budget, and where a second copy of the prompt costs less than it takes from those that others wait for.
-        pipelined: micro-batches wait for one another, not only the DP ranks.
+        share_prompts: neighbours in the batch with the same prompt form one unit. A unit is split if it exceeds the
+            budget, or if a second copy of the prompt costs less than the split saves on the slowest rank.
+        pipelined: micro-batches wait for each other, in addition to the DP ranks.
 
     Returns:
-        The same number of micro-batches for every DP rank; every sequence exactly once.
+        The same number of micro-batches for every DP rank, with every sequence exactly once.
 
     Raises:
-        UserError: a sequence alone is over the budget.
+        UserError: a single sequence exceeds the budget.
     """
     tokens = InputTokens(batch, multiple)
     _check_budget(tokens, token_budget)
@@ -82,7 +80,7 @@ def make_schedule(batch: PolicyBatch, dp: int, token_budget: int, multiple: int 
             break
         count += 1
     places = _level(filled, tokens, token_budget, waiting=dp * count if pipelined else dp)
-    # Places are ordered by DP rank last: neighbours in cost go to different ranks.
+    # The DP rank is the fastest index of the places, so units of similar cost go to different ranks.
     return tuple(tuple(tuple(sorted(places[m * dp + d])) for m in range(count)) for d in range(dp))
 
 
@@ -90,14 +88,14 @@ def _check_budget(tokens: InputTokens, token_budget: int) -> None:
     if tokens.whole and max(tokens.whole) > token_budget:
         worst = int(np.argmax(tokens.whole))
         raise UserError(
-            f"sequence {worst} of the batch brings {tokens.whole[worst]} tokens into its micro-batch (its last sampled "
-            f"token left out, padded to a multiple of {tokens.multiple}), which holds at most trainer.token_budget = "
+            f"sequence {worst} of the batch adds {tokens.whole[worst]} tokens to its micro-batch (without its last "
+            f"sampled token, padded to a multiple of {tokens.multiple}), which holds at most trainer.token_budget = "
             f"{token_budget}", where="trainer.token_budget",
             fix=f"set trainer.token_budget to at least {tokens.whole[worst]}, or lower rollout.max_new_tokens")
 
 
 def _groups(batch: PolicyBatch, share_prompts: bool) -> list[Unit]:
-    """Runs of neighbours with the same prompt; every sequence on its own without sharing."""
+    """Group neighbours with the same prompt. Without sharing, every sequence is a unit of its own."""
     starts_B = batch.offsets_B1[:-1]
     prompts = [batch.tokens_N[start:start + prompt].tobytes()
                for start, prompt in zip(starts_B, batch.prompt_lengths_B, strict=True)] if share_prompts else []
@@ -111,7 +109,7 @@ def _groups(batch: PolicyBatch, share_prompts: bool) -> list[Unit]:
 
 
 def _within_budget(units: list[Unit], tokens: InputTokens, token_budget: int) -> list[Unit]:
-    """Halve units until each fits; one of a single sequence does."""
+    """Halve units until each fits. A unit of a single sequence always fits."""
     fitting: list[Unit] = []
     waiting = units[::-1]
     while waiting:
@@ -129,7 +127,7 @@ def _halves(unit: Unit) -> list[Unit]:
 
 
 def _fill(units: list[Unit], tokens: InputTokens, places: int, token_budget: int) -> list[list[Unit]] | None:
-    """Units of each place; None if they do not fit."""
+    """Return the units of each place, or None if they do not fit."""
     lengths = [tokens.unit(unit) for unit in units]
     used, cost = np.zeros(places, np.int64), np.zeros(places)
     members: list[list[Unit]] = [[] for _ in range(places)]
@@ -145,9 +143,9 @@ def _fill(units: list[Unit], tokens: InputTokens, places: int, token_budget: int
 
 
 def _level(places: list[list[Unit]], tokens: InputTokens, token_budget: int, waiting: int) -> list[list[Unit]]:
-    """Halve the largest unit of the fullest party as long as that makes the parties more even.
+    """Halve the largest unit of the fullest party as long as this balances the parties better.
 
-    `waiting` parties wait for one another; place p belongs to party p modulo `waiting`.
+    `waiting` parties wait for each other. Place p belongs to party p modulo `waiting`.
     """
     while True:
         load = _loads(places, tokens, waiting)
@@ -164,8 +162,8 @@ def _level(places: list[list[Unit]], tokens: InputTokens, token_budget: int, wai
 
 
 def _worth_halving(unit: Unit, tokens: InputTokens) -> bool:
-    """Whether the half that goes elsewhere takes more with it than its own copy of the prompt: ranks on a CPU share its
-    cores, and there a copy is work for all."""
+    """Whether the half that moves contains more tokens than its extra copy of the prompt adds. Ranks on a CPU share its
+    cores, so every copy slows all of them down."""
     if len(unit) == 1:
         return False
     half = _halves(unit)[1]

@@ -1,8 +1,8 @@
-"""From rows to tokens and back: the one module that renders prompts, tokenises them and decodes completions.
+"""Renders and tokenises prompts, and decodes completions. No other module does.
 
-The driver renders and tokenises each prompt once; engines and trainer get ids (`Prompt.token_ids`) and never see
-text. Engines load the tokenizer once more, to decode what they sampled: `RolloutEngine.facts` tell the fingerprint
-of what it loaded, and the driver refuses one that is not its own.
+The driver renders and tokenises each prompt once. Engines and trainer receive ids (`Prompt.token_ids`) and never see
+text. Engines also load the tokenizer to decode their samples. `RolloutEngine.facts` reports its fingerprint, and the
+driver rejects a fingerprint that differs from its own.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from launch.errors import UserError
 
 Message = dict[str, str]
 PROBE = "0123456789"
-"""An answer that no template writes by itself."""
+"""An answer that does not occur in any template."""
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder; never downloads, never runs code that the folder ships."""
+    """Load the tokenizer of a model folder. Never downloads, and never runs code from the folder."""
     folder = Path(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise UserError(f"{folder} holds no tokenizer (no tokenizer.json)", where=f"model.path: {folder}",
@@ -37,10 +37,10 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 class PromptTemplate:
-    """Renders rows and decodes completions of one run, with one tokenizer.
+    """Renders rows and decodes completions of one run with one tokenizer.
 
-    `chat_template="auto"` uses the tokenizer's own template if it has one, `"none"` the prompt's text as it is,
-    with only the special tokens that the tokenizer adds itself. `system` goes before a `prompt`.
+    `chat_template="auto"` uses the tokenizer's own template if it has one. `"none"` uses the prompt's text unchanged,
+    with only the special tokens that the tokenizer adds. `system` precedes a `prompt`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat_template: str = "auto",
@@ -49,15 +49,15 @@ class PromptTemplate:
         self.chat = chat_template == "auto" and bool(tokenizer.chat_template)
         self.system = system
         if system is not None and not self.chat:
-            raise UserError("data.system needs a chat template, and there is none to put it into",
+            raise UserError("data.system needs a chat template, and this run has none",
                             where="data.system, data.chat_template",
                             fix="remove data.system, write it into the prompts, or use a model with a chat template")
 
     def render(self, prompt: str | Sequence[Message]) -> str:
-        """The text that the model reads, generation prompt included.
+        """Render the text that the model reads, including the generation prompt.
 
-        A string becomes one user message after the system message; a list of messages is rendered as it is, and
-        gets the system message only if it has none. Raises UserError if the template refuses the messages.
+        A string becomes one user message after the system message. A list of messages is rendered unchanged, and the
+        system message is added only if the list has none. Raises UserError if the template rejects the messages.
         """
         if isinstance(prompt, str):
             if not self.chat:
@@ -74,30 +74,30 @@ class PromptTemplate:
         return self._apply(messages, add_generation_prompt=True)
 
     def tokenize(self, text: str) -> np.ndarray:
-        """int32 [P] ids of a rendered prompt. A chat template writes its own special tokens: none are added to it."""
+        """int32 [P] ids of a rendered prompt. No special tokens are added to a chat template, which writes its own."""
         ids = self.tokenizer(text, add_special_tokens=not self.chat)["input_ids"]
         return np.asarray(ids, dtype=np.int32)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """Text of a completion for rewards and people, without special tokens. Never tokenise it again."""
+        """Decode a completion for rewards and people, without special tokens. Do not tokenise the text again."""
         return decode(self.tokenizer, token_ids)
 
     def fingerprint(self) -> str:
         return fingerprint(self.tokenizer, chat=self.chat, system=self.system)
 
     def check_end_token(self, stop_ids: Sequence[int]) -> None:
-        """Refuse a template under which the policy cannot learn to stop.
+        """Reject a template with which the policy cannot learn to stop.
 
-        The token that ends an assistant's turn must be one that sampling stops at: then it is the last token of
-        the completion and so inside the loss (TRL#5988: a template that leaves it to the next message puts it
-        outside, and the policy never learns to stop). Without a chat template there is nothing to check.
+        The token that ends an assistant's turn must be a stop token of sampling. It is then the last token of the
+        completion and inside the loss. A template that writes it in the next message puts it outside the loss, and the
+        policy never learns to stop (TRL#5988). Without a chat template there is nothing to check.
         """
         if not self.chat:
             return
         question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}
         _, found_answer, end_text = self._apply([question, answer], add_generation_prompt=False).rpartition(PROBE)
         if not found_answer:
-            raise UserError("the chat template leaves the assistant's answer out", where="data.chat_template",
+            raise UserError("the chat template omits the assistant's answer", where="data.chat_template",
                             fix="use a template that renders assistant messages, or data.chat_template=none")
         end_ids = self.tokenizer(end_text, add_special_tokens=False)["input_ids"]
         names = self.tokenizer.convert_ids_to_tokens(list(stop_ids))
@@ -115,20 +115,20 @@ class PromptTemplate:
                                                           add_generation_prompt=add_generation_prompt))
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             roles = [message.get("role") for message in messages]
-            raise UserError(f"the tokenizer's chat template refuses messages with roles {roles}: {error}",
-                            where="data.chat_template", fix="use the roles that the template knows") from error
+            raise UserError(f"the tokenizer's chat template rejects messages with roles {roles}: {error}",
+                            where="data.chat_template", fix="use the roles that the template accepts") from error
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int] | np.ndarray) -> str:
-    """Text of int [R] completion ids: special tokens left out, spaces kept as the tokens say."""
+    """Decode int [R] completion ids without special tokens, with spaces exactly as in the tokens."""
     return str(tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=True,
                                 clean_up_tokenization_spaces=False))
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> tuple[int, ...]:
-    """Ids at which sampling stops: `eos_token_id` of generation_config.json (one or several) and the tokenizer's.
+    """Ids at which sampling stops: `eos_token_id` of generation_config.json (one or several) and of the tokenizer.
 
-    Ascending, without repeats. Raises UserError when there is none: no completion would ever end.
+    The ids are ascending and unique. Raises UserError if there are none, since no completion would ever end.
     """
     ids = {tokenizer.eos_token_id} - {None}
     if (Path(folder) / "generation_config.json").is_file():
@@ -141,9 +141,9 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> tu
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase, *, chat: bool, system: str | None = None) -> str:
-    """16 hex digits over all that turns a row into ids and ids into text: vocabulary, merges, normaliser, special
-    tokens, chat template and system message. Read from the loaded tokenizer, so it also covers what the loader made
-    of the files; equal on both sides or the run must not start.
+    """16 hex digits over everything that affects how rows become ids and ids become text: vocabulary, merges,
+    normaliser, special tokens, chat template and system message. They are read from the loaded tokenizer, so the
+    fingerprint also covers the loader. It must be equal on both sides for the run to start.
     """
     parts = {
         "tokenizer": _serialised(tokenizer),
@@ -159,5 +159,5 @@ def _serialised(tokenizer: PreTrainedTokenizerBase) -> dict | str:
     if backend is None:
         return {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
     state = json.loads(backend.to_str())
-    # Calls with truncation or padding leave these behind in the tokenizer; they say nothing of the vocabulary.
+    # Calls with truncation or padding leave these settings in the tokenizer. They do not affect the vocabulary.
     return {key: value for key, value in state.items() if key not in ("truncation", "padding")}

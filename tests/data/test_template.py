@@ -133,7 +133,7 @@ def test_a_generation_prompt_that_opens_a_thinking_block_is_fine():
 def test_a_template_without_assistant_turns_is_refused():
     tokenizer = chatml_tokenizer()
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    with pytest.raises(UserError, match="leaves the assistant's answer out"):
+    with pytest.raises(UserError, match="omits the assistant's answer"):
         PromptTemplate(tokenizer).check_end_token([tokenizer.eos_token_id])
 
 

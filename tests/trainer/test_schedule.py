@@ -68,7 +68,7 @@ def test_very_unequal_lengths_are_balanced_over_ranks() -> None:
 
 
 def test_sequence_over_the_budget_is_refused_with_its_padded_length() -> None:
-    with pytest.raises(UserError, match=r"sequence 1 of the batch brings 64 tokens .* a multiple of 8.*= 62") as error:
+    with pytest.raises(UserError, match=r"sequence 1 of the batch adds 64 tokens .* a multiple of 8.*= 62") as error:
         make_schedule(make_batch([10, 61], VOCAB), 1, 62, multiple=8)
     assert "trainer.token_budget to at least 64" in str(error.value)
     make_schedule(make_batch([10, 61], VOCAB), 1, 64, multiple=8)
