@@ -1,6 +1,6 @@
-"""The Ray actors: thin shells around plain classes that know nothing of Ray. One process each, pinned by the driver.
+"""The Ray actors: thin shells around plain classes that do not use Ray. The driver pins each one, a single process.
 
-Heavy imports happen inside the methods: the driver imports this module and needs neither torch nor vLLM.
+Heavy imports are inside the methods, because the driver imports this module and needs neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class TrainerActor:
         self.attempt = begin(attempt_folder, self.name, self._placement(attempt_folder, rank))
         self.plan, self.placement, self.config = self.attempt.plan(), self.attempt.placement(), self.attempt.config()
         self.trainer: MegatronTrainer
-        """From `start` on: it takes the whole training world to build it."""
+        """Set by `start`: building it takes the whole training world."""
         self.sender: WeightSender
-        """From `sync_describe` on."""
+        """Set by `sync_describe`."""
 
     @staticmethod
     def _placement(attempt_folder: str, rank: int) -> str:
@@ -48,7 +48,7 @@ class TrainerActor:
 
     @guarded
     def start(self) -> dict[str, Any]:
-        """Join the training world and build this rank's part of the model; returns what all must agree on."""
+        """Join the training world and build this rank's part of the model. Returns the facts that all must share."""
         from megatron_rl.facts import process_facts
         from megatron_rl.trainer import parallel
         from megatron_rl.trainer.trainer import MegatronTrainer
@@ -113,7 +113,7 @@ class TrainerActor:
 
 
 class RolloutActor:
-    """One vLLM replica. Asynchronous: many groups are generated at once."""
+    """One vLLM replica. It is asynchronous and generates many groups at once."""
 
     def __init__(self, attempt_folder: str, replica: int) -> None:
         from launch.run.attempts import Attempt
@@ -124,7 +124,7 @@ class RolloutActor:
         self._parts = (self.attempt.config(), self.attempt.plan(), placement, replica,
                        self.attempt.logs / f"{self.name}.log")
         self.engine: RolloutEngine
-        """From `start` on: vLLM takes a while, and an event loop, to start."""
+        """Set by `start`: vLLM needs some time and an event loop to start."""
 
     @guarded
     async def start(self) -> dict[str, Any]:

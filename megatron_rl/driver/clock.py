@@ -1,4 +1,4 @@
-"""Where the time of a step goes: spans, which may overlap, published for the launcher's display and hang watch."""
+"""Records the time of a step as spans, which may overlap, for the launcher's display and hang watch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from launch.run.progress import Progress, Span, write_progress
 
 PHASES = {"rollout": "time/rollout", "reward": "time/reward", "log-prob": "time/logprob", "train": "time/train",
           "sync": "time/sync"}
-"""The spans that make a step; evaluations and checkpoints are timed too, outside of it."""
+"""The spans of a step. Evaluations and checkpoints are also timed, but they are outside the step."""
 BEAT_EVERY_S = 1.0
 REMEMBERED = 16
 
@@ -33,17 +33,17 @@ class _Timed:
     ended: float | None = None
 
     def inside(self, start: float, stop: float) -> tuple[float, float]:
-        """Begin and end of what lies between two times; an open span goes on to the second."""
+        """Begin and end of the part of the span between two times. An open span extends to `stop`."""
         began = max(self.began, start)
         return began, max(began, stop if self.ended is None else min(self.ended, stop))
 
 
 _HERE: ContextVar[_Timed | None] = ContextVar("span", default=None)
-"""The span that the running task is in. Tasks inherit that of the task that made them."""
+"""The span of the running task. A task inherits the span of the task that created it."""
 
 
 class StepClock:
-    """Records spans: begin, end and name. What is in no span of PHASES is a step's `time/other`."""
+    """Records spans: begin, end and name. Time outside the spans of PHASES is a step's `time/other`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -51,9 +51,9 @@ class StepClock:
         self._past: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._open: list[_Timed] = []
         self._closed: list[_Timed] = []
-        """Of this step."""
+        """Closed spans of this step."""
         self._ground = _timed("start", "")
-        """What the job is in while no span is open: start-up, the time between two spans, the end."""
+        """The state of the job while no span is open: start-up, between two spans, or the end."""
         self._step, self._began = 0, time.monotonic()
         self.steps_done = 0
 
@@ -64,16 +64,16 @@ class StepClock:
         self._stand("step", "")
 
     def start_up(self, detail: str) -> None:
-        """Say what start-up is waiting for."""
+        """Publish what start-up is waiting for."""
         self._stand("start", detail)
 
     def ending(self) -> None:
-        """From here on processes end because they are asked to."""
+        """The job is ending. From now on, processes end because they were told to."""
         self._stand("end", "")
 
     @contextlib.contextmanager
     def span(self, name: str, detail: str = "") -> Iterator[None]:
-        """Time a block as `name`: one of PHASES, `disk`, `eval`, `save` or `export`. Blocks of several tasks may
+        """Time a block as `name`: one of PHASES, `disk`, `eval`, `save` or `export`. Blocks of different tasks may
         overlap."""
         past = self._past[name]
         mine = _timed(name, detail, statistics.median(past) if past else None)
@@ -95,17 +95,17 @@ class StepClock:
             self._trace.write(mine.span, mine.ended - mine.began)
 
     def alive(self) -> None:
-        """Something arrived in the span that the running task is in: it does not hang. Written at most once a second.
-        """
+        """Record a sign of life in the span of the running task, so that it does not count as hung. Written at most
+        once a second."""
         self._beat(_HERE.get())
 
     def alive_here(self) -> Callable[[], None]:
-        """`alive` of this task's span, for a task that was made outside of it."""
+        """Return `alive` for the span of this task, to be called from a task created outside the span."""
         return functools.partial(self._beat, _HERE.get())
 
     def end(self) -> dict[str, float]:
-        """The step is over: its times, by metric name. Of a span that is open, or began in an earlier step, what lies
-        in this one."""
+        """End the step and return its times in seconds by metric name. A span that is open, or that began in an earlier
+        step, counts only with its part in this step."""
         began, now = self._began, time.monotonic()
         self.steps_done = self._step
         parts = [(each.span.name, each.inside(began, now)) for each in (*self._closed, *self._open)
@@ -116,7 +116,7 @@ class StepClock:
                 "time/other": max(0.0, now - began - covered([part for _, part in parts]))}
 
     def last(self, name: str) -> float:
-        """Seconds of the latest span `name`."""
+        """Duration of the latest span `name` in seconds."""
         return self._past[name][-1]
 
     def _stand(self, name: str, detail: str) -> None:
@@ -135,7 +135,7 @@ class StepClock:
 
 
 def covered(parts: Sequence[tuple[float, float]]) -> float:
-    """Seconds that lie in at least one of the intervals (begin, end)."""
+    """Seconds covered by at least one of the intervals (begin, end)."""
     total, reached = 0.0, float("-inf")
     for start, stop in sorted(parts):
         total += max(0.0, stop - max(start, reached))
@@ -149,11 +149,11 @@ def _timed(name: str, detail: str, expected_s: float | None = None) -> _Timed:
 
 
 class TraceWriter:
-    """`trace.json`: the spans of an attempt, for https://ui.perfetto.dev or chrome://tracing. One event a span, on a
-    row of its own for each name.
+    """Writes `trace.json`: the spans of an attempt, for https://ui.perfetto.dev or chrome://tracing. Each span is one
+    event, and each name has its own row.
 
-    It is in the Trace Event Format, as a JSON array. The closing bracket is optional there, so that a run that is
-    killed leaves a file that can be read.
+    The file is a JSON array in the Trace Event Format. The closing bracket is optional in this format, so the file of a
+    killed run is still readable.
     """
 
     def __init__(self, path: Path) -> None:
@@ -161,7 +161,7 @@ class TraceWriter:
         self._rows: dict[str, int] = {}
 
     def write(self, span: Span, seconds: float) -> None:
-        """`seconds`: how long it took."""
+        """Append a span that took `seconds`."""
         events: list[dict[str, Any]] = []
         if span.name not in self._rows:
             self._rows[span.name] = len(self._rows)

@@ -29,7 +29,7 @@ _LOW_MEMORY = re.compile(r"Memory usage \S+ exceeded threshold of [^)]*\)")
 
 
 class ComponentFailed(RuntimeError):
-    """A component raised or died; the message names it."""
+    """A component raised or died. The message names it."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(f"{name}: {message}")
@@ -37,14 +37,14 @@ class ComponentFailed(RuntimeError):
 
 
 class StartTimeout(RuntimeError):
-    """Something did not arrive before its deadline; the message names who is missing."""
+    """A node or component did not arrive before its deadline. The message names those that are missing."""
 
 
 async def connect(placement: Placement, deadline_s: float) -> dict[str, str]:
-    """Join the job's Ray once all its nodes have registered; returns node name -> Ray node id.
+    """Join the job's Ray once all its nodes have registered. Returns node name -> Ray node id.
 
     Raises:
-        StartTimeout: naming the nodes that are missing.
+        StartTimeout: a node did not register in time. The message names the missing nodes.
     """
     address = envvars.get(ADDRESS_VARIABLE)
     if not address:
@@ -60,12 +60,12 @@ async def connect(placement: Placement, deadline_s: float) -> dict[str, str]:
         if time.monotonic() > until:
             raise StartTimeout(f"{len(missing)} of {len(placement.nodes)} Ray nodes did not register within "
                                f"{deadline_s:g} s: {', '.join(missing)}")
-        await asyncio.sleep(LOOK_EVERY_S)  # Ray has no call that waits for a node
+        await asyncio.sleep(LOOK_EVERY_S)  # Ray offers no call that waits for a node
 
 
 def pinned(cls: type, node_id: str, environment: Mapping[str, str], *args: Any, concurrent: bool = False) -> Any:
-    """Start an actor on this very node. Its environment is set before its Python starts. It takes no Ray resources:
-    the placement decides who sits where."""
+    """Start an actor on exactly this node. Its environment is set before its Python starts. It reserves no Ray
+    resources, because the placement decides where each actor runs."""
     options: dict[str, Any] = {"max_concurrency": 1000} if concurrent else {}
     return ray.remote(cls).options(
         num_cpus=0, max_restarts=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
@@ -73,10 +73,10 @@ def pinned(cls: type, node_id: str, environment: Mapping[str, str], *args: Any, 
 
 
 async def answer(name: str, reference: Awaitable[Answer]) -> Answer:
-    """The answer to a call of the component `name`.
+    """Await the answer to a call of the component `name`.
 
     Args:
-        reference: Ray's, of the call.
+        reference: Ray's reference to the result of the call.
     Raises:
         UserError: the component raised it.
         ComponentFailed: the component raised anything else, or died.
@@ -93,12 +93,12 @@ async def answer(name: str, reference: Awaitable[Answer]) -> Answer:
 
 async def gather(calls: Mapping[str, Awaitable[Answer]], what: str, timeout_s: float | None = None,
                  arrived: Callable[[], None] = lambda: None) -> dict[str, Answer]:
-    """The answers to one call a component, by name. The first failure is raised at once, while others still run;
-    `arrived` is called with each answer. Without a deadline the hang watch is the only one.
+    """Await one call per component and return the answers by name. The first failure is raised at once, while other
+    calls still run. `arrived` is called on each answer. Without a deadline, only the hang watch limits the wait.
 
     Raises:
-        StartTimeout: at the deadline, naming those that did not answer.
-        whatever a call raises: see `answer`.
+        StartTimeout: a component did not answer before the deadline. The message names it.
+        UserError, ComponentFailed: as raised by a call (see `answer`).
     """
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     found = await outcomes(calls, deadline, first_failure=True, arrived=lambda name, outcome: arrived())
@@ -112,8 +112,8 @@ async def gather(calls: Mapping[str, Awaitable[Answer]], what: str, timeout_s: f
 
 
 def death_reason(error: BaseException) -> str | None:
-    """Why Ray ended a process, where it did so itself; None otherwise. Ray's memory monitor leaves the reason only in
-    the text of the exception, and to the user a rank that ran out of memory looks like one that was killed."""
+    """Return the reason if Ray itself ended a process, otherwise None. Ray's memory monitor states it only in the text
+    of the exception. Without it, a rank that ran out of memory looks like one that was killed."""
     seen: BaseException | None = error
     while seen is not None:
         match = _LOW_MEMORY.search(str(seen))
@@ -132,4 +132,4 @@ async def _wait_for_port(address: str, until: float) -> None:
         except OSError as error:
             if time.monotonic() > until:
                 raise StartTimeout(f"Ray's head does not answer at {address}: {error}") from error
-            await asyncio.sleep(LOOK_EVERY_S)  # nothing to wait on before the head listens
+            await asyncio.sleep(LOOK_EVERY_S)  # there is nothing to wait for until the head listens

@@ -1,4 +1,4 @@
-"""What every process of a job does when it starts and when it fails: log file, stacks on demand, first error."""
+"""Common start-up and failure handling of every process of a job: log file, stacks on demand, first error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from launch.run.components import record_error, register
 from launch.runtime.hang import STACK_SIGNAL, stack_file
 
 _stacks: dict[str, IO[str]] = {}
-"""Open for the life of the process: faulthandler writes to the descriptor from its signal handler."""
+"""Stays open for the life of the process, because faulthandler's signal handler writes to the descriptor."""
 
 
 def begin(attempt_folder: str | Path, name: str, node: str, *, own_log: bool = True) -> Attempt:
@@ -34,8 +34,8 @@ def begin(attempt_folder: str | Path, name: str, node: str, *, own_log: bool = T
 
     Args:
         name: `trainer-0`, `rollout-1`, `reward-0`, `driver`.
-        node: name of the node it runs on.
-        own_log: send stdout and stderr, those of C++ included, to `logs/<name>.log`.
+        node: name of the node that the process runs on.
+        own_log: redirect stdout and stderr, including those of C++, to `logs/<name>.log`.
     """
     _keep_term_blocked()
     attempt = Attempt(Path(attempt_folder))
@@ -58,9 +58,9 @@ def begin(attempt_folder: str | Path, name: str, node: str, *, own_log: bool = T
 
 
 def _keep_term_blocked() -> None:
-    """A Slurm job's processes start with SIGTERM blocked (`launch.runtime.supervisor`), so that a preemption's does not
-    end them. Python unblocks it in the thread that first needs multiprocessing's resource tracker: it is started
-    here."""
+    """Keep SIGTERM blocked. The processes of a Slurm job start with SIGTERM blocked (`launch.runtime.supervisor`), so
+    that a preemption does not end them. Python unblocks it in the thread that starts multiprocessing's resource
+    tracker, so the tracker is started here and the mask restored."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     if signal.SIGTERM in before:
         resource_tracker.ensure_running()
@@ -68,8 +68,8 @@ def _keep_term_blocked() -> None:
 
 
 def settle() -> None:
-    """Start-up is over: what lives now lives to the end, so later collections need not walk it (a full collection over
-    torch's, vLLM's and Ray's objects pauses a step for half a second)."""
+    """Exclude all objects of start-up, which live until the end, from later garbage collections. A full collection over
+    the objects of torch, vLLM and Ray pauses a step for half a second."""
     gc.collect()
     gc.freeze()
 
@@ -78,7 +78,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def guarded(method: Method) -> Method:
-    """For the methods of an actor: the first exception that leaves one is recorded with its traceback, then raised."""
+    """Decorate a method of an actor to record the first exception with its traceback before raising it."""
     if inspect.iscoroutinefunction(method):
         @functools.wraps(method)
         async def call_async(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ def guarded(method: Method) -> Method:
 
 
 def report(attempt: Attempt, name: str, error: BaseException) -> None:
-    """Write the error to the log and to the attempt's error files. A full disk is the user's to mend."""
+    """Write the error to the log and to the attempt's error files. A full disk counts as a user error."""
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
     summary, users = f"{type(error).__name__}: {error}", False

@@ -1,5 +1,5 @@
-"""The actors as the driver calls them: every verb is checked against the method that it reaches, and its failures carry
-the component's name.
+"""Handles through which the driver calls the actors. Every verb has the type of the actor's method, and its errors name
+the component.
 
     rank = RemoteTrainer("trainer-0", actor)
     metrics = await rank.update(step, shared(batch))
@@ -22,7 +22,7 @@ Answer = TypeVar("Answer")
 
 
 class Handle:
-    """An actor by its name in logs and messages (`trainer-0`)."""
+    """An actor and its name in logs and messages (`trainer-0`)."""
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name, self.actor = name, actor
@@ -39,8 +39,8 @@ def verb(method: Callable[Concatenate[Actor, Given], Answer]
 
 
 def verb(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of an actor's class as a method of its handle. The call goes out at once, in the order of the calls; the
-    answer is awaited, and fails as `cluster.answer` says."""
+    """Turn a method of an actor's class into a method of its handle. Calls are sent at once and in order. Awaiting the
+    answer raises the errors of `cluster.answer`."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -54,12 +54,12 @@ Value = TypeVar("Value")
 
 
 def shared(value: Value) -> Value:
-    """An argument of several calls, put into Ray's store once: the actors of a node read one copy."""
+    """Put an argument of several calls into Ray's store once, so that the actors of a node read one copy."""
     return cast(Value, ray.put(value))
 
 
 class RemoteTrainer(Handle):
-    """One training rank; also a `weight_sync.protocol.TrainerHandle` and a `weight_sync.disk.Writer`."""
+    """One training rank. It is also a `weight_sync.protocol.TrainerHandle` and a `weight_sync.disk.Writer`."""
 
     start = verb(TrainerActor.start)
     load_initial_weights = verb(TrainerActor.load_initial_weights)

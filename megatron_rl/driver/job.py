@@ -1,5 +1,5 @@
-"""The running job as the loop sees it: training ranks, engines and reward workers behind a handful of verbs, every one
-of which is awaited on the loop's own event loop."""
+"""The running job as the loop sees it: training ranks, engines and reward workers behind a few verbs. The loop awaits
+every verb on its own event loop."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from megatron_rl.weight_sync.protocol import SyncError, SyncReport
 log = logging.getLogger(__name__)
 
 SCORED_AT_ONCE = 64
-"""Samples a reward process gets between two signs of life."""
+"""Samples that a reward process scores between two signs of life."""
 STOP_S = 180.0
-"""How long the actors may take to close, however long they may take to start."""
+"""How long the actors may take to close, independent of `run.deadline_s`."""
 ASK_EVERY_S = 2.0
-"""How often the engines are asked for signs of progress during a rollout."""
+"""Interval at which the engines are polled for progress during a rollout."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-"""An engine that unties the head takes it from the embedding that the trainer holds."""
+"""An engine with an untied head loads the head from the trainer's embedding."""
 
 
 class Job:
-    """All actors of an attempt. `async with` closes at its end what was started.
+    """All actors of an attempt. `async with` closes them at its end.
 
     Args:
         attempt: the attempt, with its configuration, plan and placement.
-        actors: as `start_actors` returned them.
-        clock: told of signs of life inside its open spans.
+        actors: the actors that `start_actors` returned.
+        clock: receives signs of life in its open spans.
     """
 
     def __init__(self, attempt: Attempt, actors: Actors, clock: StepClock) -> None:
@@ -63,7 +63,7 @@ class Job:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is None:  # after a failure the actors stay as they are, so that the cause can be told
+        if kind is None:  # after a failure the actors stay unchanged, so that the cause can be found
             await gather({engine.name: engine.stop() for engine in self._engines}, "stopping the engines", STOP_S)
             await gather({self._rewards.name: self._rewards.close()}, "stopping the rewards", STOP_S)
             self._coordinator.close()
@@ -72,8 +72,8 @@ class Job:
     # ---- before the first step ---------------------------------------------------------------------------------
 
     async def load(self, checkpoint: Path | None, identity: dict[str, str]) -> dict[str, Any] | None:
-        """Weights and optimizer into every rank: the initial ones (None is returned), or those of a checkpoint; then
-        what `MegatronTrainer.load` returns."""
+        """Load weights and optimizer state into every rank. Without a checkpoint, load the initial weights and return
+        None. Otherwise return the result of `MegatronTrainer.load`."""
         if checkpoint is None:
             self._clock.start_up("loading the initial weights")
             await gather({rank.name: rank.load_initial_weights() for rank in self._trainers}, "loading")
@@ -84,7 +84,7 @@ class Job:
         return next(iter(loaded.values()))
 
     async def open_sync(self) -> None:
-        """Prove the weight-sync manifest and open its lanes."""
+        """Build and check the weight-sync manifest, then open its lanes."""
         self._clock.start_up("tracing layouts and opening the weight-sync lanes")
         manifest = await self._coordinator.setup()
         log.info("weight sync: route %s %s, %d streams over %d hops, %.1f MiB a sync, manifest %s", manifest.kind,
@@ -92,8 +92,8 @@ class Job:
                  manifest.total_bytes / 2**20, manifest.fingerprint())
         if manifest.requantised:
             quantised = manifest.requantised_bytes
-            log.info("weight sync: %.1f MiB of them are quantised by the engines at COMMIT (%d parameters a worker), "
-                     "%.1f MiB are written in place", quantised / 2**20, len(manifest.requantised),
+            log.info("weight sync: the engines quantise %.1f MiB at COMMIT (%d parameters per worker) and write "
+                     "%.1f MiB in place", quantised / 2**20, len(manifest.requantised),
                      (manifest.total_bytes - quantised) / 2**20)
         for line in differences(announced(self.config, self.plan), self.plan, manifest):
             log.warning("weight sync: %s", line)
@@ -101,10 +101,10 @@ class Job:
     # ---- the verbs of a step -----------------------------------------------------------------------------------
 
     async def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
-        """The trajectories of every prompt, in the order of the prompts."""
+        """Generate the trajectories of every prompt. Returns the groups in the order of the prompts."""
         rollout, before = asyncio.ensure_future(self._scheduler.rollout(prompts, sampling, step)), None
         try:
-            # Whoever samples tokens or finishes requests is alive.
+            # An engine that samples tokens or finishes requests is alive.
             while not (await asyncio.wait([rollout], timeout=ASK_EVERY_S))[0]:
                 status = await asyncio.gather(*[engine.status() for engine in self._engines])
                 if status != before:
@@ -115,7 +115,7 @@ class Job:
             rollout.cancel()
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        """The scores of every group, in order."""
+        """Score the trajectories of every group. Returns the scores in the order of the groups."""
         samples = [sample for group in groups for sample in group_samples(group)]
         size = SCORED_AT_ONCE * self.config.reward.workers
         calls = {f"samples from {at}": self._rewards.score(samples[at:at + size])
@@ -125,19 +125,19 @@ class Job:
         return [[next(scores) for _ in group.trajectories] for group in groups]
 
     async def logprobs(self, batch: PolicyBatch, model: Literal["policy", "reference"]) -> np.ndarray:
-        """float32 [N]: log-probs of the batch's tokens under the trainer's `policy` or `reference`."""
+        """Compute the log-probs of the batch's tokens under the trainer's `policy` or `reference`, float32 [N]."""
         batch = shared(batch)
         answers = await gather({rank.name: rank.logprobs(batch, model) for rank in self._trainers}, "logprobs")
         return next(iter(answers.values()))
 
     async def update(self, step: int, batch: PolicyBatch) -> Mapping[str, float]:
-        """One optimizer step; every rank returns the same metrics."""
+        """Take one optimizer step. Every rank returns the same metrics."""
         batch = shared(batch)
         answers = await gather({rank.name: rank.update(step, batch) for rank in self._trainers}, "update")
         return next(iter(answers.values()))
 
     async def sync(self, version: int) -> SyncReport:
-        """Bring every engine to the trainer's weights; returns once all have committed `version`."""
+        """Update every engine to the trainer's weights. Returns once all have committed `version`."""
         report = await self._coordinator.sync(version)
         self._scheduler.committed(version)
         return report
@@ -150,19 +150,19 @@ class Job:
         """Write the weights as a Hugging Face folder.
 
         Raises:
-            NotWritten: the run needs this one.
+            NotWritten: the export failed. Unlike a failed version on disk, this fails the run.
         """
         await write_folder(self._writers, folder, self._clock.alive)
 
     # ---- versions on disk --------------------------------------------------------------------------------------
 
     def forget_versions_after(self, step: int) -> None:
-        """The attempt goes on from `step`: versions after it are removed, since their steps are made again."""
+        """Remove the versions after `step`. The attempt continues from `step` and repeats their steps."""
         for folder in self._disk.forget_after(step):
-            log.info("%s removed: its step is made again", folder)
+            log.info("removed %s: its step will be repeated", folder)
 
     def begin_to_disk(self, version: int) -> None:
-        """Write what the trainer holds while the engines generate; nothing may change it before `version_on_disk`."""
+        """Start to write the trainer's weights, which must not change until `version_on_disk` returns."""
         self._writing = asyncio.create_task(self._disk.write(version))
 
     @property
@@ -171,18 +171,18 @@ class Job:
         return self._writing is not None
 
     async def version_on_disk(self) -> None:
-        """Wait for the version that is being written, if there is one.
+        """Wait for the version that is being written, if any.
 
         Raises:
-            NotWritten: earlier versions are untouched, and so is the run.
-            SyncError: an engine holds other weights (`weight_sync.disk.compare`).
+            NotWritten: the write failed. It affects neither earlier versions nor the run.
+            SyncError: an engine holds different weights (`weight_sync.disk.compare`).
         """
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
-        self._disk.alive = self._clock.alive_here()     # the task that writes is of an earlier span
+        self._disk.alive = self._clock.alive_here()     # the writing task was created in an earlier span
         written = await writing
-        log.info("version in %s written: %.2f GB in %.1f s (%.2f GB/s), read back in %.1f s", written.folder,
+        log.info("wrote the version in %s: %.2f GB in %.1f s (%.2f GB/s), read back in %.1f s", written.folder,
                  written.nbytes / 1e9, written.write_s, written.nbytes / 1e9 / written.write_s, written.read_back_s)
         if self.config.weight_sync.disk.compare:
             found = await gather({engine.name: engine.compare(str(written.folder)) for engine in self._engines},
@@ -201,4 +201,4 @@ class Job:
             bucket_bytes=way.bucket_bytes, timeout_s=self.config.weight_sync.timeout_s,
             aliases=TIED if self.plan.architecture.tied_embeddings else None, route=way.route, seats=way.seats,
             address=placement.addresses[placement.nodes[0]],
-            go_on=False)    # the death of any process ends the attempt: nothing is gained by healing the others first
+            go_on=False)    # any dead process ends the attempt, so healing the others first would gain nothing

@@ -1,7 +1,7 @@
 """The driver of a rehearsal with Ray (`run.rehearse=ray`): `python -m megatron_rl.driver.ray_census ATTEMPT_FOLDER`.
 
-It joins Ray as the driver does, once every node of the placement is counted, pins an actor to each node as the driver
-pins its ranks, and writes what each actor found in its own process. The rehearsal holds that against the placement."""
+Like the real driver, it joins Ray once every node of the placement has registered and pins an actor to each node. It
+writes what each actor finds in its own process, and the rehearsal compares this with the placement."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from megatron_rl.driver.cluster import answer, connect, gather, pinned
 
 
 class Witness:
-    """An actor that says where it is."""
+    """An actor that reports where it runs."""
 
     def look(self) -> tuple[str, str]:
-        """(what the supervisor of its node calls the node, Ray's id of the node)."""
+        """Return (the node's name from its supervisor, Ray's id of the node)."""
         return envvars.get(envvars.NODE) or "", ray.get_runtime_context().get_node_id()
 
 
@@ -37,7 +37,7 @@ def main() -> int:
 async def count() -> None:
     attempt, began = Attempt(Path(sys.argv[1])), time.monotonic()
     placement, deadline_s = attempt.placement(), attempt.config().run.deadline_s
-    # The supervisors keep the deadline of each node.
+    # The supervisors enforce the deadline of each single node.
     ids = await connect(placement, deadline_s * len(placement.nodes))
     counted_s = time.monotonic() - began
     actors = {node: pinned(Witness, ids[node], {}) for node in placement.nodes}

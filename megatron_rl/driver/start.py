@@ -1,4 +1,4 @@
-"""Start-up of a job's actors: one process each, on the node that the placement gives it."""
+"""Starts the actors of a job, each in its own process on the node that the placement assigns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_rl.facts import disagreements, shared_gpus
 
 @dataclass(frozen=True)
 class Actors:
-    """All actors of an attempt, each of which has built its part."""
+    """All actors of an attempt. Each has built its part."""
 
     trainers: tuple[RemoteTrainer, ...]
     """By rank."""
@@ -29,15 +29,15 @@ class Actors:
 
 async def start_actors(attempt: Attempt, columns: Sequence[str], template_fingerprint: str,
                        clock: StepClock) -> Actors:
-    """Start every actor and wait until each has built its part. All start at the same time.
+    """Start all actors at the same time and wait until each has built its part.
 
     Args:
-        columns: further columns of the data set, offered to the rewards.
-        template_fingerprint: of what the driver rendered the prompts with; the engines must decode with the same.
+        columns: further columns of the data set, which the rewards may use.
+        template_fingerprint: fingerprint of the template that rendered the prompts. The engines must decode with it.
 
     Raises:
         StartTimeout: a node or an actor did not arrive within `run.deadline_s`.
-        UserError, ComponentFailed: an actor cannot start, or those that did do not fit together.
+        UserError, ComponentFailed: an actor cannot start, or the started actors do not match.
     """
     placement, deadline_s = attempt.placement(), attempt.config().run.deadline_s
     clock.start_up(f"waiting for {len(placement.nodes)} Ray node(s)")
@@ -65,13 +65,13 @@ async def start_actors(attempt: Attempt, columns: Sequence[str], template_finger
 
 def refuse_disagreement(facts: Mapping[str, Mapping[str, Any]]) -> None:
     """Raises:
-        UserError: the processes of the job do not run the same versions, NCCL settings or tokenizer, or share a GPU.
+        UserError: the processes of the job differ in versions, NCCL settings or tokenizer, or two share a GPU.
     """
     lines = disagreements(facts) + shared_gpus(facts)
     if lines:
         raise UserError("the processes of this job do not fit together\n  " + "\n  ".join(lines),
                         where="environment and packages of the nodes",
-                        fix="one environment, one model folder and the placement's GPUs for all of them")
+                        fix="use one environment, one model folder and the placement's GPUs on all nodes")
 
 
 def _environment(attempt: Attempt, role: envvars.Role, node: str, gpus: Sequence[int]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What the loop itself must remember: the data, the place in it, the step. All of it goes into every checkpoint."""
+"""The loop's own state: the data, the position in it and the step. Every checkpoint stores it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megatron_rl.layouts.step_folder import latest_complete
 class RunState:
     """The driver's own state.
 
-    `step` counts finished steps. It is also the version of the weights: version k are the weights after step k, so
-    that nothing can drift apart on a resume.
+    `step` counts finished steps. It is also the weight version: version k is the weights after step k, so step and
+    version cannot diverge on a resume.
     """
 
     config: RunConfig
@@ -28,21 +28,21 @@ class RunState:
     held_out: list[Prompt]
     sampler: PromptSampler
     identity: dict[str, str]
-    """Hashes of what the two sides and a resumed run must agree on."""
+    """Hashes of what engines, trainer and a resumed run must share."""
     step: int = 0
     exports: bool = False
-    """The run's last step still has to be exported, also when it is made already."""
+    """The last step still has to be exported, even if it was trained earlier."""
     changes: list[str] = field(default_factory=list)
-    """What a resumed run was started with differently."""
+    """Settings that a resumed run changed."""
     saved: int = -1
     """Step of the newest checkpoint written or loaded."""
 
     @staticmethod
     def from_data(config: RunConfig, attempt: Attempt) -> RunState:
-        """Read, render and tokenise the data once, for both sides.
+        """Read, render and tokenise the data once, for engines and trainer.
 
         Raises:
-            UserError: see `megatron_rl.data.dataset.load_prompts`.
+            UserError: the data cannot be used (`megatron_rl.data.dataset.load_prompts`).
         """
         tokenizer = template.load_tokenizer(config.model.path)
         prompts = dataset.load_prompts(config, tokenizer, "train")
@@ -63,15 +63,15 @@ class RunState:
         return sorted({name for prompt in self.prompts for name in prompt.columns})
 
     def next_prompts(self) -> list[Prompt]:
-        """The prompts of the next step."""
+        """Draw the prompts of the next step."""
         return [self.prompts[row] for row in self.sampler.next(self.config.algorithm.prompts_per_step)]
 
     def extra(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this."""
+        """The part of the state that a checkpoint stores."""
         return {"step": self.step, "sampler": self.sampler.state_dict(), "identity": self.identity}
 
     def resume(self, loaded: dict[str, Any] | None) -> None:
-        """Go on where a checkpoint was written; None is a run that begins.
+        """Continue from a checkpoint, or start a new run if `loaded` is None.
 
         Raises:
             UserError: the run has already made all its steps, or its data or template changed.
@@ -85,33 +85,33 @@ class RunState:
                                                    "launch with --fresh")
         if extra["identity"]["template"] != self.identity["template"]:
             raise UserError("the tokenizer or chat template changed since the checkpoint", where="model.path",
-                            fix="put the old files back, or start a run with another run.name")
+                            fix="restore the old files, or start a run with another run.name")
         self.sampler.load_state_dict(extra["sampler"])
         self.step = self.saved = extra["step"]
         self.changes = list(loaded["changes"])
 
 
 def refuse_old_export(state: RunState, attempt: Attempt) -> None:
-    """A folder where this run's export would go is told before the run, not after it.
+    """Report an existing folder at the place of this run's export before the run, not after it.
 
     Raises:
-        UserError: there is one, and the run has steps to make.
+        UserError: the folder exists and the run has steps to make.
     """
     folder = attempt.exported(state.config.run.steps)
     if state.config.checkpoint.export == "last" and state.step < state.config.run.steps and folder.exists():
-        raise UserError(f"{folder} exists already: an earlier run with the same name was exported there",
+        raise UserError(f"{folder} already exists: an earlier run with the same name was exported there",
                         where="run.name, run.steps", fix="remove that folder, use another run.name, or set "
                                                          "checkpoint.export=never")
 
 
 def newest_checkpoint(attempt: Attempt, config: RunConfig) -> Path | None:
-    """The checkpoint to go on from, if there is one.
+    """Return the checkpoint to resume from, if there is one.
 
     Raises:
-        UserError: there is one and `run.resume` is `never`.
+        UserError: there is a checkpoint and `run.resume` is `never`.
     """
     newest = latest_complete(attempt.checkpoints)
     if newest is not None and config.run.resume == "never":
         raise UserError(f"run {config.run.name!r} has a checkpoint and run.resume is never",
-                        where=str(newest), fix="set run.resume=auto to go on from it, or use another run.name")
+                        where=str(newest), fix="set run.resume=auto to resume from it, or use another run.name")
     return newest

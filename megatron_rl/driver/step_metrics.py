@@ -1,4 +1,4 @@
-"""A step's metrics from its parts, by the names of `megatron_rl.monitor.metrics`."""
+"""Computes the metrics of a step from its parts, named as in `megatron_rl.monitor.metrics`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_rl.rewards.sample import Score
 from megatron_rl.weight_sync.protocol import SyncReport
 
 COUNTS = ("train/tokens", "train/sequences", "train/microbatches", "train/skipped")
-"""Summed over the updates of a step; maxima stay maxima; everything else is averaged over the updates that have it."""
+"""Metrics summed over a step's updates. Maxima stay maxima. All others are averaged over the updates that have them."""
 
 
 def of_step(step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]], statistics: BatchStatistics,
             updates: Sequence[Mapping[str, float]], sync: SyncReport, times: Mapping[str, float]) -> dict[str, float]:
-    """Everything that is logged of a step."""
+    """All metrics that are logged for a step."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     flat = [score for group in scores for score in group]
     ages = step - 1 - np.concatenate([each.weight_versions[each.sampled] for each in trajectories])
@@ -52,8 +52,8 @@ def _rates(groups: Sequence[Group], times: Mapping[str, float]) -> dict[str, flo
 
 def of_evaluation(file: Path, groups: Sequence[Group], scores: Sequence[Sequence[Score]],
                   config: RunConfig) -> dict[str, float]:
-    """Metrics of greedy answers, one a question. Each answer is written to `file` (JSONL), so that two evaluations
-    can be compared question by question. Which reward function decides what is right: `eval.right`."""
+    """Compute the metrics of greedy answers, one per question, and write each answer to `file` (JSONL), so that two
+    evaluations can be compared by question. The reward function `eval.right` decides which answers are right."""
     decides = config.eval.right or config.reward.functions[0].function
     rows = [(group.prompt, group.trajectories[0], score[0]) for group, score in zip(groups, scores, strict=True)]
     right = [score.components.get(decides, 0.0) >= 1 for _, _, score in rows]

@@ -1,4 +1,4 @@
-"""What the plan says about the weight sync of a run, as the coordinator takes it."""
+"""Derives the coordinator's arguments for the weight sync from a run's plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 class SyncPlan(NamedTuple):
-    """How the weights are to travel."""
+    """Route, bucket size and seats of the weight sync."""
 
     route: Kind
     bucket_bytes: int
@@ -26,8 +26,8 @@ class SyncPlan(NamedTuple):
 
 
 def sync_plan(config: RunConfig, plan: Plan, placement: Placement) -> SyncPlan:
-    """The route that the configuration pins, else the plan's, with the plan's chunks as buckets; `direct` where nothing
-    was predicted."""
+    """The route that the configuration pins, otherwise the plan's. The plan's chunks are the buckets. The route is
+    `direct` if the plan has no forecast."""
     forecast, most = plan.forecast, int(config.weight_sync.bucket_mb * MIB)
     predicted = {route.route: route for route in forecast.sync.routes} if forecast else {}
     pinned = config.weight_sync.route
@@ -48,7 +48,7 @@ def announced(config: RunConfig, plan: Plan) -> tuple[Flow, ...]:
 
 
 def differences(planned: Sequence[Flow], plan: Plan, manifest: SyncManifest) -> list[str]:
-    """A line for each pair of shard and engine rank between which other bytes move than were announced."""
+    """One line for each pair of shard and engine rank whose number of bytes differs from the plan's."""
     ours = {(flow.shard, flow.worker.tp): flow.bytes for flow in planned}
     theirs: dict[tuple[Shard, int], int] = {}
     first = min(edge.replica for edge in manifest.edges)
