@@ -1,4 +1,4 @@
-"""What vLLM is told of a replica: the arguments of its engine, from the run's configuration and plan."""
+"""The arguments of a replica's vLLM engine, from the run's configuration and plan."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from megatron_rl.rollout.sampling import engine_seed
 from megatron_rl.weight_sync.protocol import vllm_backend
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}
-"""Of what travels and of what vLLM computes with."""
+"""The dtype of transferred weights and of vLLM's computation."""
 _QUANTISATION = {"fp8": "fp8_per_channel"}
-"""vLLM's own, while it loads: matrices of the layers in e4m3 with a scale for each output channel, activations for each
-token. Embedding, head, norms and biases stay bf16."""
+"""vLLM's own quantisation during loading: layer matrices in e4m3 with a scale per output channel, activations with a
+scale per token. Embedding, head, norms and biases stay bf16."""
 _DEFAULT_CHUNK = 8192
-"""Tokens of one engine iteration when the configuration leaves it to us."""
+"""Default number of tokens in one engine iteration."""
 
 
 def engine_arguments(config: RunConfig, plan: Plan, placement: Placement, replica: int,
                      version_folder: Path | None) -> dict[str, Any]:
-    """For vLLM's `AsyncEngineArgs`.
+    """Arguments for vLLM's `AsyncEngineArgs`.
 
     Args:
-        version_folder: a version on disk that vLLM loads; None: dummy weights.
+        version_folder: a version on disk that vLLM loads, or None for dummy weights.
     Raises:
-        UserError: seeded prompts would be split on a CPU.
+        UserError: vLLM would split the prefill of seeded prompts on a CPU.
     """
     rollout, cpu, tp = config.rollout, plan.device == "cpu", plan.rollout.engines[replica].tp
     seeded_on_cpu = rollout.deterministic and cpu
-    # Without tensor parallelism the worker lives in the engine core's process: one process and one hop less.
+    # Without tensor parallelism the worker runs in the engine core's process, which saves one process and one hop.
     arguments: dict[str, Any] = dict(
         model=str(version_folder or config.model.path), skip_tokenizer_init=True,
         load_format="safetensors" if version_folder else "dummy",
@@ -47,8 +47,8 @@ def engine_arguments(config: RunConfig, plan: Plan, placement: Placement, replic
     )
     if cpu:
         arguments["kv_cache_memory_bytes"] = int(rollout.kv_cache_gb * 2**30)
-        # The smallest that vLLM's fast CPU attention takes. Only whole blocks are shared by the trajectories of a
-        # prompt, and few prompts have as many tokens as vLLM's default block, 128.
+        # The smallest block size of vLLM's fast CPU attention. The trajectories of a prompt share only full blocks, and
+        # few prompts fill one of vLLM's default blocks of 128 tokens.
         arguments["block_size"] = 32
     else:
         arguments["gpu_memory_utilization"] = rollout.memory_utilization
@@ -59,7 +59,7 @@ def engine_arguments(config: RunConfig, plan: Plan, placement: Placement, replic
 
 
 def _chunk_tokens(config: RunConfig, seeded_on_cpu: bool) -> int:
-    """Tokens of one engine iteration. A seeded request whose prefill is split kills vLLM's CPU engine."""
+    """Number of tokens in one engine iteration. A seeded request with a split prefill crashes vLLM's CPU engine."""
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     chosen = rollout.max_num_batched_tokens
@@ -69,5 +69,5 @@ def _chunk_tokens(config: RunConfig, seeded_on_cpu: bool) -> int:
         raise UserError(
             f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens} exceeds rollout.max_num_batched_tokens = "
             f"{chosen}: on a CPU a seeded prompt must be prefilled in one piece",
-            where="rollout.max_num_batched_tokens", fix=f"at least {longest}, null, or rollout.deterministic: false")
+            where="rollout.max_num_batched_tokens", fix=f"{longest} or more, null, or rollout.deterministic: false")
     return max(chosen, longest) if seeded_on_cpu else chosen

@@ -1,8 +1,8 @@
 """A rollout replica: vLLM's AsyncLLM with its tensor parallel workers, as a plain class with async methods.
 
-The driver wraps it in a Ray actor; nothing here knows Ray. The engine starts with dummy weights and serves nothing
-until the weight sync has committed a version, unless it starts with one from disk; `weights` (EngineWeights) holds
-that side of it.
+The driver wraps it in a Ray actor, but this module does not use Ray. The engine starts with dummy weights and serves
+nothing until the weight sync has committed a version, unless it loads a version from disk. `weights` (EngineWeights)
+manages the version.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from megatron_rl.rollout.weights import EngineWeights
 from megatron_rl.weight_sync.protocol import NotServing
 
 STOP_S = 10.0
-"""How long vLLM's processes may take to end by themselves."""
+"""How long vLLM's processes may take to exit on their own."""
 
 
 class RolloutEngine:
-    """One replica that runs. All methods are called from one event loop. Make it with `start`."""
+    """A running replica, created with `start`. All methods must be called from one event loop."""
 
     def __init__(self, config: RunConfig, plan: Plan, replica: int, rendering: template.PromptTemplate,
                  vllm: VllmEngine, weights: EngineWeights, facts: dict[str, Any]) -> None:
@@ -47,26 +47,26 @@ class RolloutEngine:
         self._stopped = False
         self.weights = weights
         self.facts = facts
-        """What this end must have in common with the driver and the trainer: `template_fingerprint`
-        (`PromptTemplate.fingerprint` of the tokenizer that it decodes with), `vllm` (version), and `process_facts`."""
+        """Facts that this end must share with the driver and the trainer: `template_fingerprint`
+        (`PromptTemplate.fingerprint` of the tokenizer that decodes), `vllm` (version), and `process_facts`."""
 
     @classmethod
     async def start(cls, config: RunConfig, plan: Plan, placement: Placement, replica: int,
                     log_path: str | Path | None = None, version_folder: Path | None = None) -> RolloutEngine:
-        """Start vLLM with dummy weights; returns when it answers. Serves nothing yet.
+        """Start vLLM with dummy weights. Returns once vLLM answers. The engine serves nothing yet.
 
         Args:
-            config, plan, placement: the run's.
-            replica: which engine of `plan.rollout.engines` this is.
-            log_path: file for the output of vLLM's processes; None leaves it on this process's own.
-            version_folder: a version on disk (`weight_sync.disk`), which vLLM's own loader reads in place of dummy
-                weights. If the files have the trainer's digests and the live weights equal the files, bit for bit, the
-                engine serves that version; a run sends it requests after the next sync.
+            config, plan, placement: those of the run.
+            replica: index of this engine in `plan.rollout.engines`.
+            log_path: file for the output of vLLM's processes, or None to use this process's output.
+            version_folder: a version on disk (`weight_sync.disk`), which vLLM's own loader reads instead of dummy
+                weights. If the files have the trainer's digests and the live weights equal the files bit for bit, the
+                engine serves that version. A run sends it requests only after the next sync.
 
         Raises:
             EngineDied: vLLM did not start.
-            UserError: the model folder's tokenizer cannot be used, or the version on disk is not whole.
-            SyncError: vLLM did not load what lies on disk.
+            UserError: the model folder's tokenizer cannot be used, or the version on disk is incomplete or changed.
+            SyncError: the weights that vLLM loaded differ from those on disk.
         """
         arguments = engine_arguments(config, plan, placement, replica, version_folder)
         if version_folder is not None:
@@ -82,18 +82,18 @@ class RolloutEngine:
         except BaseException:
             await vllm.stop(STOP_S)
             raise
-        # A full collection walks everything that torch, transformers and vLLM imported: 0.4 s in mid-rollout.
+        # A full collection scans everything that torch, transformers and vLLM imported: 0.4 s during a rollout.
         gc.collect()
         gc.freeze()
         facts = {"template_fingerprint": rendering.fingerprint(), "vllm": vllm.version, **process_facts(plan.device)}
         return cls(config, plan, replica, rendering, vllm, weights, facts)
 
     async def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
-        """The groups of `prompts`, in their order.
+        """Generate the groups of `prompts`, in their order.
 
-        With `rollout.deterministic` the prompts are enqueued in sorted order while the engine is paused, on a cold
-        prefix cache, with seeds from (run seed, step, prompt, instance, sample): on a CPU the result repeats bit
-        for bit, whatever the engine did before.
+        With `rollout.deterministic` the prompts are enqueued in sorted order while the engine is paused, with an empty
+        prefix cache and seeds from (run seed, step, prompt, instance, sample). On a CPU the result is then
+        reproducible bit for bit and does not depend on earlier requests.
 
         Raises:
             UserError: a prompt is longer than the configuration allows.
@@ -120,14 +120,14 @@ class RolloutEngine:
         return [groups[i] for i in range(len(prompts))]
 
     async def generate_group(self, prompt: Prompt, sampling: Sampling, seed: int | None = None) -> Group:
-        """G trajectories of one prompt. Groups of concurrent calls share the engine's batch as they come."""
+        """Generate G trajectories of one prompt. Groups of concurrent calls share the engine's batch."""
         self._check_prompt(prompt)
         async with self.weights.admission():
             queue = await self._enqueue(prompt, sampling, seed)
         return await self._group(prompt, sampling, queue)
 
     async def stop(self, timeout_s: float = STOP_S) -> None:
-        """End vLLM and its workers; none is left when this returns. A second call does nothing."""
+        """End vLLM and all its workers before returning. A second call does nothing."""
         if not self._stopped:
             self._stopped = True
             await self._vllm.stop(timeout_s)
@@ -135,13 +135,13 @@ class RolloutEngine:
     def status(self) -> dict[str, Any]:
         """State, committed version, unfinished requests and tokens sampled so far, for routing and health checks.
 
-        `generated_tokens` rises with every iteration of the engine, long before a request is finished.
+        `generated_tokens` increases with every engine iteration, long before a request finishes.
         """
         return {"replica": self._replica, "state": self.weights.state.value, "version": self.weights.version,
                 "unfinished": self._vllm.unfinished, "generated_tokens": self._vllm.generated_tokens}
 
     async def compare(self, folder: str | Path) -> list[str]:
-        """A line for each piece of a live parameter that is not, bit for bit, what lies in a Hugging Face folder."""
+        """One line for each piece of a live parameter that differs in any bit from a Hugging Face folder."""
         return await self.weights.compare(Path(folder), canonical_tensors(self._plan.architecture))
 
     async def _enqueue(self, prompt: Prompt, sampling: Sampling, seed: int | None):
@@ -156,7 +156,7 @@ class RolloutEngine:
         return await self._vllm.enqueue(str(self._requests), prompt.token_ids.tolist(), parameters)
 
     async def _group(self, prompt: Prompt, sampling: Sampling, queue) -> Group:
-        """The trajectories of a request, once it is over; those that a sync has cut off are asked again."""
+        """Await the trajectories of a request. Trajectories that a sync aborted are continued."""
         output = await self._vllm.finished(queue)
         cut = [_turn(each) for each in sorted(output.outputs, key=lambda each: each.index)]
         whole = cut if self.weights.in_flight != "abort" else await asyncio.gather(
@@ -165,7 +165,7 @@ class RolloutEngine:
                      self._replica)
 
     async def _whole(self, prompt: Prompt, sampling: Sampling, trajectory: Trajectory) -> Trajectory:
-        """A trajectory to its end: as often as it is cut off, the prompt with the tokens so far is a new request."""
+        """Complete a trajectory. After each abort, the prompt with the tokens so far becomes a new request."""
         while trajectory.finish_reason == "abort":
             await self.weights.until_serving()
             so_far = replace(prompt, token_ids=np.concatenate([prompt.token_ids, trajectory.token_ids]))
@@ -173,7 +173,7 @@ class RolloutEngine:
             try:
                 async with self.weights.admission():
                     queue = await self._enqueue(so_far, rest, None)
-            except NotServing:      # the next sync was faster
+            except NotServing:      # the next sync has already begun
                 continue
             (output,) = (await self._vllm.finished(queue)).outputs
             trajectory = _joined(trajectory, _turn(output))
@@ -184,17 +184,17 @@ class RolloutEngine:
         if len(prompt.token_ids) > limit:
             raise UserError(f"prompt {prompt.index} has {len(prompt.token_ids)} tokens, more than "
                             f"rollout.max_prompt_tokens = {limit}", where="rollout.max_prompt_tokens",
-                            fix="raise it or drop the prompt")
+                            fix="raise it or remove the prompt")
 
 
 def load_template(config: RunConfig) -> template.PromptTemplate:
-    """What this end decodes with."""
+    """The template with which this end decodes."""
     return template.PromptTemplate(template.load_tokenizer(config.model.path), chat_template=config.data.chat_template,
                                    system=config.data.system)
 
 
 def _turn(output) -> Trajectory:
-    """Without its text."""
+    """The trajectory of a vLLM output, without its text."""
     token_ids_R = np.asarray(output.token_ids, dtype=np.int32)
     logprobs_R = np.asarray(output.logprobs.logprobs if output.logprobs is not None else [], dtype=np.float32)
     versions_R = np.empty(len(token_ids_R), dtype=np.int32)
@@ -209,6 +209,6 @@ def _turn(output) -> Trajectory:
 
 
 def _joined(first: Trajectory, rest: Trajectory) -> Trajectory:
-    """The tokens of both with what is known of them, ended as the second one ended."""
+    """Concatenate two trajectories. The second one gives the finish reason."""
     return replace(rest, **{name: np.concatenate([getattr(first, name), getattr(rest, name)])
                             for name in ("token_ids", "sampled", "logprobs", "weight_versions")})

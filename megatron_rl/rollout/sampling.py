@@ -1,4 +1,4 @@
-"""How trajectories are drawn, and the seeds that make them repeat."""
+"""Sampling parameters, and the seeds that make sampling reproducible."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_rl.data.batch import Prompt
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling of one rollout call, the same for all of its prompts."""
+    """Sampling parameters of one rollout call, the same for all its prompts."""
 
     n: int
-    """Trajectories a prompt (G)."""
+    """Trajectories per prompt (G)."""
     temperature: float
-    """0 is greedy."""
+    """0 means greedy."""
     max_new_tokens: int
 
     @staticmethod
@@ -33,24 +33,24 @@ class Sampling:
 
 
 def group_seed(run_seed: int, step: int, prompt_index: int, instance: int) -> int:
-    """Seed of a prompt instance's group; sample g of the group draws with `seed + g`.
+    """Seed for the group of a prompt instance. Sample g of the group draws with `seed + g`.
 
-    A hash, not a sum: neighbouring steps, prompts and samples must not share streams. 62 bits, so that adding the
-    sample number stays inside int64.
+    The seed is a hash and not a sum, because neighbouring steps, prompts and samples must not share random streams. It
+    has 62 bits, so that adding the sample number does not overflow int64.
     """
     key = f"{run_seed}/{step}/{prompt_index}/{instance}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 2
 
 
 def engine_seed(run_seed: int, attempt: int, replica: int) -> int:
-    """Seed of an engine's own generator, which draws when requests carry no seed. Replicas must not draw alike, nor
-    an attempt repeat the draws of the one before."""
+    """Seed of an engine's own generator, which serves requests without a seed. Replicas must draw different samples,
+    and so must the attempts of a run."""
     key = f"{run_seed}/{attempt}/{replica}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") >> 1
 
 
 def instances(prompts: Sequence[Prompt]) -> list[int]:
-    """For each prompt, how many times its data row came before it in this batch."""
+    """For each prompt, the number of earlier prompts in this batch with the same data row."""
     seen: Counter[int] = Counter()
     numbers = []
     for prompt in prompts:

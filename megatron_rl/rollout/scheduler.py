@@ -1,7 +1,7 @@
-"""Routing of groups over rollout engines, on the driver.
+"""Routes groups to rollout engines, on the driver.
 
-Engines are handles with awaitable methods (`generate`, `generate_group`), so the scheduler runs on Ray actors and on
-plain objects alike. Groups are returned in the order of the prompts they were asked for, never by arrival.
+Engines are handles with awaitable methods (`generate`, `generate_group`), so the scheduler works with Ray actors and
+with plain objects. Groups are returned in the order of their prompts, never in the order of arrival.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_rl.weight_sync.protocol import NotServing
 
 
 class EngineClient(Protocol):
-    """A rollout engine, as the scheduler sees it (`RolloutEngine`, behind a Ray actor or not)."""
+    """The scheduler's view of a rollout engine (`RolloutEngine`, directly or behind a Ray actor)."""
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> Awaitable[list[Group]]: ...
 
@@ -26,7 +26,7 @@ class EngineClient(Protocol):
 
 @dataclass
 class _Lane:
-    """What the scheduler knows of one engine."""
+    """The scheduler's record of one engine."""
 
     client: EngineClient
     version: int | None = None
@@ -36,16 +36,16 @@ class _Lane:
 
 
 class RolloutScheduler:
-    """Spreads the groups of a rollout batch over the engines.
+    """Distributes the groups of a rollout batch over the engines.
 
-    With `deterministic` group i goes to engine i mod E, whatever the load. Otherwise each group goes to the engine
-    with the fewest outstanding tokens that has room in its batch; the rest wait here, so that a slow engine gets
-    fewer. With one engine the whole batch is one call.
+    With `deterministic`, group i goes to engine i mod E, independent of the load. Otherwise each group goes to the
+    engine with the fewest outstanding tokens among those with room in their batch. The remaining groups wait in the
+    scheduler, so a slow engine receives fewer. With one engine the whole batch is one call.
 
     Args:
-        engines: one client a replica.
-        max_sequences: sequences an engine decodes at once (`rollout.max_num_seqs`).
-        deterministic: fixed routing.
+        engines: one client per replica.
+        max_sequences: number of sequences that an engine decodes at once (`rollout.max_num_seqs`).
+        deterministic: use fixed routing.
     """
 
     def __init__(self, engines: Sequence[EngineClient], *, max_sequences: int, deterministic: bool) -> None:
@@ -55,21 +55,20 @@ class RolloutScheduler:
         self._committed: int | None = None
 
     def committed(self, version: int, replicas: Sequence[int] | None = None) -> None:
-        """`version` was committed on `replicas` (default: all). Only engines that hold it are routed to."""
+        """Record that `replicas` (default: all) committed `version`. Only engines that hold it receive requests."""
         self._committed = version
         for replica in range(len(self._lanes)) if replicas is None else replicas:
             self._lanes[replica].version = version
 
     def served(self) -> list[dict[str, int]]:
-        """For each engine, the groups and sampled tokens it returned so far."""
+        """For each engine, the numbers of groups and sampled tokens that it has returned so far."""
         return [dict(lane.served) for lane in self._lanes]
 
     async def rollout(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
-        """The groups of `prompts`, in their order.
+        """Generate the groups of `prompts`, in their order. An engine's error cancels the rest and is raised.
 
         Raises:
             NotServing: no engine holds the committed version.
-            whatever an engine raises: the other groups of the batch are cancelled.
         """
         lanes = self._eligible()
         if len(lanes) == 1 or self._deterministic:
@@ -85,7 +84,7 @@ class RolloutScheduler:
 
     async def _in_shares(self, lanes: Sequence[_Lane], prompts: Sequence[Prompt], sampling: Sampling, step: int
                          ) -> list[Group]:
-        """One call an engine: prompt i belongs to engine i mod E."""
+        """Make one call per engine. Prompt i goes to engine i mod E."""
         groups: dict[int, Group] = {}
 
         async def serve(lane: _Lane, indices: range) -> None:
@@ -99,7 +98,7 @@ class RolloutScheduler:
         return [groups[i] for i in range(len(prompts))]
 
     async def _by_load(self, lanes: Sequence[_Lane], prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
-        """One call a group, longest prompts first, to the least loaded engine with room."""
+        """Make one call per group, longest prompts first, to the least loaded engine with room."""
         groups: dict[int, Group] = {}
         room = asyncio.Condition()
 
@@ -126,7 +125,7 @@ class RolloutScheduler:
         return [groups[i] for i in range(len(prompts))]
 
     def _least_loaded(self, lanes: Sequence[_Lane], sequences: int) -> _Lane | None:
-        """The engine with the fewest outstanding tokens among those with room; an idle one always has room."""
+        """The engine with the fewest outstanding tokens among those with room. An idle engine always has room."""
         free = [lane for lane in lanes if lane.outstanding_sequences == 0
                 or lane.outstanding_sequences + sequences <= self._max_sequences]
         return min(free, key=lambda lane: lane.outstanding_tokens, default=None)
@@ -145,7 +144,7 @@ def _count(lane: _Lane, group: Group) -> None:
 
 
 async def _all_or_cancel(calls: Sequence[Awaitable[None]]) -> None:
-    """Wait for all; at the first failure cancel the rest and raise it."""
+    """Wait for all calls. At the first failure, cancel the rest and raise it."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         await asyncio.gather(*tasks)

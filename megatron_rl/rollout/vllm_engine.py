@@ -1,7 +1,7 @@
-"""vLLM's AsyncLLM such that no call outlives it: when its processes end, every waiting call raises.
+"""A wrapper of vLLM's AsyncLLM in which every waiting call raises when vLLM's processes end.
 
-AsyncLLM itself fails requests when the engine core dies, but leaves its other calls (worker RPCs, pause, resume)
-waiting for an answer for ever.
+AsyncLLM itself fails requests when the engine core dies, but its other calls (worker RPCs, pause, resume) then wait for
+an answer forever.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Answer = TypeVar("Answer")
 
 
 class EngineDied(RuntimeError):
-    """vLLM's engine core or a worker ended, or did not start; the message holds the end of its log."""
+    """vLLM's engine core or a worker ended or did not start. The message contains the end of its log."""
 
 
 class VllmEngine:
     """A started AsyncLLM.
 
     Args:
-        arguments: of vLLM's `AsyncEngineArgs`.
-        name: for messages.
-        log_path: file that the engine core and the workers write to; None leaves them this process's output.
+        arguments: arguments of vLLM's `AsyncEngineArgs`.
+        name: name of the engine in messages.
+        log_path: log file of the engine core and the workers, or None to use this process's output.
 
     Raises:
-        EngineDied: it did not start.
+        EngineDied: the engine did not start.
     """
 
     def __init__(self, arguments: dict, name: str, log_path: Path | None) -> None:
@@ -51,22 +51,22 @@ class VllmEngine:
 
     @property
     def unfinished(self) -> int:
-        """Requests that vLLM holds."""
+        """Number of unfinished requests in vLLM."""
         return self._llm.get_num_unfinished_requests()
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens that the engine core has sampled since it started, of unfinished requests too."""
+        """Number of tokens sampled since the engine core started, including those of unfinished requests."""
         return self._count()
 
     async def enqueue(self, request_id: str, token_ids: list[int], parameters):
-        """Hand a request to the engine; returns the queue that `finished` waits on."""
+        """Submit a request to the engine. Returns the queue for `finished`."""
         from vllm.inputs.engine import tokens_input
 
         return await self._call(self._llm.add_request(request_id, tokens_input(token_ids), parameters))
 
     async def finished(self, queue):
-        """The final `RequestOutput`. A caller that is cancelled takes its request out of the engine."""
+        """Await the final `RequestOutput`. Cancelling this call aborts the request."""
         try:
             while True:
                 output = queue.get_nowait() or await self._call(queue.get())
@@ -77,23 +77,23 @@ class VllmEngine:
             raise
 
     async def rpc(self, method: str, *args) -> list:
-        """Call a method of every worker; the answers by TP rank."""
+        """Call a method of every worker. Returns the answers by TP rank."""
         return await self._call(self._llm.collective_rpc(method, args=args))
 
     async def freeze(self, *, clear_cache: bool) -> None:
-        """Schedule nothing until `resume`; running requests keep their place, new ones wait."""
+        """Schedule nothing until `resume`. Running requests keep their place, and new ones wait."""
         await self._call(pause_scheduler(self._llm, clear_cache=clear_cache))
 
     async def resume(self) -> None:
         await self._call(self._llm.resume_generation())
 
     async def abort_all(self) -> None:
-        """End all requests; each returns what it has, with finish reason `abort`."""
+        """Abort all requests. Each returns its tokens so far, with finish reason `abort`."""
         await self._call(self._llm.pause_generation(mode="abort"))
         await self.resume()
 
     async def reset_prefix_cache(self, *, preempt: bool) -> bool:
-        """Forget all cached blocks; False if requests hold some and may not be preempted."""
+        """Drop all cached blocks. Returns False if requests hold blocks and must not be preempted."""
         return await self._call(self._llm.reset_prefix_cache(reset_running_requests=preempt))
 
     async def open_transfer(self, init_info: dict) -> None:
@@ -107,12 +107,12 @@ class VllmEngine:
         await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
 
     async def label_version(self, version: str) -> None:
-        """All tokens from here on carry this weight version."""
+        """Label all tokens sampled from now on with this weight version."""
         await self._call(self._llm.update_weight_version(version))
 
     async def stop(self, timeout_s: float) -> None:
         """End the engine core and its workers."""
-        output_handler(self._llm).cancel()     # else it reports the end of the engine core as a failure
+        output_handler(self._llm).cancel()     # otherwise it reports the end of the engine core as a failure
         await asyncio.to_thread(shut_down, self._llm, timeout_s)
 
     async def _call(self, call: Awaitable[Answer]) -> Answer:
@@ -144,7 +144,7 @@ class VllmEngine:
 
 @contextlib.contextmanager
 def _output_to(path: Path | None) -> Iterator[None]:
-    """Processes started inside write to `path`: they inherit the file behind stdout and stderr."""
+    """Redirect stdout and stderr to `path`, so that processes started inside inherit it as their output."""
     if path is None:
         yield
         return

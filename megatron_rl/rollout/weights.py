@@ -1,4 +1,4 @@
-"""An engine's weights as a state machine: what may be served, and the engine's part of every sync."""
+"""The state machine of an engine's weights: what the engine may serve, and its part in every sync."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from megatron_rl.weight_sync.protocol import (
 
 InFlight = Literal["keep", "drain", "abort"]
 LOOK_EVERY_S = 0.02
-"""How often workers that are busy in the background are asked, and how many requests are left."""
+"""Interval at which workers with background work are polled, and at which unfinished requests are counted."""
 
 
 class EngineWeights:
-    """State and version of one engine, and the calls into its workers: a `weight_sync.protocol.EngineHandle`.
+    """State and version of one engine, and the calls to its workers. It is a `weight_sync.protocol.EngineHandle`.
 
-    vLLM's own `weight_version` is a label nobody checks; here the version advances on COMMIT only, and a request is
-    refused unless the state is SERVING. `staging` says where the workers write (`weight_sync.protocol`), `in_flight`
-    what becomes of running requests (`weight_sync.in_flight`).
+    vLLM's own `weight_version` is an unchecked label. Here the version advances only on COMMIT, and requests are
+    rejected unless the state is SERVING. `staging` is where the workers write (`weight_sync.protocol`). `in_flight` is
+    what happens to running requests (`weight_sync.in_flight`).
     """
 
     def __init__(self, vllm: VllmEngine, replica: int, tp: int, dtype: str, address: str | None,
@@ -43,7 +43,7 @@ class EngineWeights:
         self._vllm, self._replica, self._tp, self._dtype, self._address = vllm, replica, tp, dtype, address
         self.shadow = staging == "shadow"
         self._requantises = False
-        """Whether workers hold quantised weights, which they receive beside the live ones with either staging."""
+        """Whether workers hold quantised weights. With either staging, they receive these next to the live weights."""
         self.in_flight = in_flight
         self._timeout_s = timeout_s
         self._serving = asyncio.Event()
@@ -52,11 +52,11 @@ class EngineWeights:
         self._admission = asyncio.Lock()
         self._paused = False
         self._epoch: int | None = None
-        """The one that it is prepared for."""
+        """The epoch that the engine is prepared for."""
         self._swapped: int | None = None
-        """Shadow: the one whose swap has begun since the last PREPARE."""
+        """Shadow staging: the epoch whose swap has begun since the last PREPARE."""
         self._stopped_at: float | None = None
-        """When it began to serve nothing; None while it serves."""
+        """When the engine stopped serving, on the monotonic clock in seconds. None while it serves."""
         self._reason = "no weights were synced yet"
 
     def check_serving(self) -> None:
@@ -68,7 +68,7 @@ class EngineWeights:
         """Return once a committed version is live.
 
         Raises:
-            NotServing: none is within the deadline of two syncs: one that fails, and the one that heals.
+            NotServing: none is live after the timeout of two syncs: one that fails and one that heals.
         """
         try:
             async with asyncio.timeout(2 * self._timeout_s):
@@ -78,7 +78,7 @@ class EngineWeights:
 
     @asynccontextmanager
     async def admission(self) -> AsyncIterator[None]:
-        """Hold it while handing requests to vLLM: a sync does not begin between the check and the hand-over.
+        """Hold this while submitting requests to vLLM, so that no sync begins between the check and the submission.
 
         Raises NotServing unless a committed version is live.
         """
@@ -87,10 +87,10 @@ class EngineWeights:
             yield
 
     async def sync_describe(self, canonical: Sequence[CanonicalTensor]) -> list[Destination]:
-        """Each worker's traced layout.
+        """Return the traced layout of each worker.
 
         Raises:
-            SyncError: vLLM's loading of this model cannot be written as tiles.
+            SyncError: vLLM's loading of this model cannot be expressed as tiles.
         """
         plain = [[tensor.name, list(tensor.shape)] for tensor in canonical]
         answers = await self._vllm.rpc("sync_layout", plain, self._dtype)
@@ -100,28 +100,28 @@ class EngineWeights:
                             answer["padding"], tuple(answer["requantised"])) for worker, answer in enumerate(answers)]
 
     async def compare(self, folder: Path, canonical: Sequence[CanonicalTensor]) -> list[str]:
-        """A line for each piece of a live parameter that is not, bit for bit, what lies in a Hugging Face folder; of a
-        quantised one, what vLLM makes of that."""
+        """One line for each piece of a live parameter that differs in any bit from a Hugging Face folder. A quantised
+        parameter is compared with vLLM's quantisation of the folder's weights."""
         plain = [[tensor.name, list(tensor.shape)] for tensor in canonical]
         answers = await self._vllm.rpc("sync_compare", str(folder), plain, self._dtype)
         self._raise_errors(answers)
         return [f"worker {worker}: {line}" for worker, answer in enumerate(answers) for line in answer["lines"]]
 
     async def adopt(self, folder: Path, version: int, canonical: Sequence[CanonicalTensor]) -> None:
-        """vLLM has loaded its weights from `folder`: if they are those, bit for bit, they are `version`.
+        """Serve the weights that vLLM loaded from `folder` as `version`, if they equal the files bit for bit.
 
         Raises:
-            SyncError: they are not.
+            SyncError: they differ.
         """
         lines = await self.compare(folder, canonical)
         if lines:
-            raise SyncError("\n".join([f"engine {self._replica} did not load what lies in {folder}", *lines[:20]]))
+            raise SyncError("\n".join([f"engine {self._replica} did not load the weights in {folder}", *lines[:20]]))
         async with self._admission:
             await self._vllm.label_version(str(version))
             self._serve(version)
 
     async def sync_open(self, part: SyncPart) -> list[Held]:
-        """Every worker joins its lanes, in the order given, and keeps its streams. Returns what each holds then."""
+        """Let every worker join its lanes in the given order and keep its streams. Returns what each then holds."""
         outlines = [each.outline() for each in part.streams]
         on = [set(each.receivers) for each in part.streams]
         parts = []
@@ -136,7 +136,7 @@ class EngineWeights:
         return [Held(**answer["held"]) for answer in answers]
 
     async def sync_prepare(self, epoch: int) -> None:
-        """Stop serving, unless the workers write beside what is served."""
+        """Stop serving, unless the workers write to a shadow of the live weights."""
         async with self._admission:
             self._epoch, self._swapped = epoch, None
             if not self.shadow:
@@ -144,7 +144,7 @@ class EngineWeights:
         self._raise_errors(await self._vllm.rpc("sync_begin"))
 
     async def sync_receive(self, epoch: int) -> list[TransferReport]:
-        """Take in this epoch's buckets; a worker's failure is in its report, it is not raised."""
+        """Receive the buckets of this epoch. A worker's failure is not raised but stored in its report."""
         await self._vllm.update({"epoch": epoch})
         reports = []
         for worker, status in enumerate(await self._settled()):
@@ -159,13 +159,13 @@ class EngineWeights:
         return reports
 
     async def sync_commit(self, epoch: int, version: int) -> float:
-        """Make the live weights `version`, drop what was cached under the old ones, then serve. Returns the seconds
-        for which nothing was served.
+        """Make the live weights `version`, drop the cache of the old version, then serve. Returns the seconds for which
+        nothing was served.
 
-        The coordinator may give up meanwhile and discard the epoch; nothing is served then, however late this ends,
-        but by an engine whose swap had not begun: it goes on with the version that it has.
+        The coordinator may give up during this call and discard the epoch. The engine then serves nothing, however late
+        this call ends. Only an engine whose swap had not begun continues to serve its old version.
         """
-        async with self._admission:     # the next PREPARE waits until this has ended, one way or the other
+        async with self._admission:     # the next PREPARE waits until this commit has ended or failed
             self._check_prepared(epoch)
             if self.shadow:
                 await self._swap(epoch)
@@ -173,7 +173,7 @@ class EngineWeights:
                 self._raise_errors(await self._vllm.rpc("sync_swap", epoch))
             self._raise_errors(await self._vllm.rpc("sync_end"))
             await self._vllm.label_version(str(version))
-            # vLLM keeps the prefix cache over an update, and refuses to drop it while requests hold blocks.
+            # vLLM keeps the prefix cache across an update and does not drop it while requests hold blocks.
             if not await self._vllm.reset_prefix_cache(preempt=self._paused):
                 raise SyncError(f"engine {self._replica} did not drop its prefix cache: it would mix two versions")
             self._check_prepared(epoch)
@@ -187,14 +187,14 @@ class EngineWeights:
     async def _swap(self, epoch: int) -> None:
         try:
             await self._stop_serving(epoch)
-            self._check_prepared(epoch)                             # it may have been discarded meanwhile
+            self._check_prepared(epoch)                             # the epoch may have been discarded meanwhile
         except SyncError:
-            if self.version is not None:                            # which nothing has touched
+            if self.version is not None:                            # the old version is intact
                 await self._resume()
                 self._stopped_at = None
                 self._serve(self.version)
             raise
-        self._swapped, self.version = epoch, None                   # from here on the old version is not whole
+        self._swapped, self.version = epoch, None                   # from here on the old version is not intact
         self._raise_errors(await self._vllm.rpc("sync_swap", epoch))
 
     def _serve(self, version: int) -> None:
@@ -202,7 +202,7 @@ class EngineWeights:
         self._serving.set()
 
     async def _stop_serving(self, epoch: int) -> None:
-        """No new request is taken, and none runs."""
+        """Accept no new request, and drain, abort or pause the running ones."""
         self._serving.clear()
         if self.state is not EngineState.DISCARDED:
             self.state, self._reason = EngineState.UPDATING, f"epoch {epoch} is not committed yet"
@@ -225,7 +225,7 @@ class EngineWeights:
                 raise SyncError(f"engine {self._replica} still runs {left} requests {self._timeout_s / 2:g} s after it "
                                 "took the last one: raise weight_sync.timeout_s, or set weight_sync.in_flight to keep "
                                 "or abort")
-            await asyncio.sleep(LOOK_EVERY_S)       # vLLM tells who waits for a request, and nobody else
+            await asyncio.sleep(LOOK_EVERY_S)       # vLLM notifies only the caller awaiting the request, so poll
 
     async def _resume(self) -> None:
         if self._paused:
@@ -238,8 +238,8 @@ class EngineWeights:
                             "is not prepared for")
 
     async def sync_discard(self, epoch: int, reason: str) -> None:
-        """An epoch failed, and the workers leave their lanes. Written in place, the weights are a mixture: serve
-        nothing until a full sync. With a shadow the old version is whole and served, unless the swap has begun."""
+        """Discard a failed epoch. The workers leave their lanes. Weights written in place are a mixture, so the engine
+        serves nothing until a full sync. With a shadow, it serves the intact old version unless the swap has begun."""
         self._epoch = None
         if not self.shadow or self._swapped == epoch:
             self.state, self.version = EngineState.DISCARDED, None
@@ -248,12 +248,12 @@ class EngineWeights:
         self._raise_errors(await self._vllm.rpc("sync_leave", f"epoch {epoch} failed"))
 
     async def _settled(self) -> list[dict]:
-        """What the workers report once nothing runs in their background: their own deadlines end that."""
+        """Return the workers' reports once their background work has ended. Their own deadlines bound the wait."""
         while True:
             answers = await self._vllm.rpc("sync_status")
             if not any(answer.get("running") for answer in answers):
                 return answers
-            await asyncio.sleep(LOOK_EVERY_S)       # a call that waits in a worker would stop its engine
+            await asyncio.sleep(LOOK_EVERY_S)       # poll: a call waiting in a worker would block its engine
 
     def _raise_errors(self, answers: Sequence[dict]) -> None:
         failed = [f"engine {self._replica} worker {worker}: {answer['error']}"
