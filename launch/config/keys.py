@@ -61,15 +61,15 @@ def pattern(path: Path) -> str:
     return ".".join("*" if isinstance(part, int) else part for part in path)
 
 
-def nearest(path: Path) -> str | None:
-    """The valid key that the user most likely meant by an unknown `path`, or None.
+def nearest(path: Path, model: type[BaseModel] = RunConfig) -> str | None:
+    """The valid key of `model` that the user most likely meant by an unknown `path`, or None.
 
     A sibling spelled alike comes first; then a key of the same name in another section; then any key spelled alike.
     """
     wanted, parent = str(path[-1]), path[:-1]
     wanted = SYNONYMS.get(wanted, wanted)
     section = pattern(parent)
-    keys = [key.dotted for key in all_keys()]
+    keys = [key.dotted for key in all_keys(model)]
     siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
     close = difflib.get_close_matches(wanted, siblings, n=1, cutoff=0.7)
     if close:
@@ -85,10 +85,10 @@ def nearest(path: Path) -> str | None:
     return by_name[close[0]].replace("*", "0") if close else None
 
 
-def members(path: Path) -> list[str]:
+def members(path: Path, model: type[BaseModel] = RunConfig) -> list[str]:
     """Names of the keys inside the section at `path`; empty if it is no section."""
     section = pattern(path)
-    return [key.dotted.rpartition(".")[2] for key in all_keys() if key.dotted.rpartition(".")[0] == section]
+    return [key.dotted.rpartition(".")[2] for key in all_keys(model) if key.dotted.rpartition(".")[0] == section]
 
 
 def type_in_words(field: FieldInfo) -> str:
@@ -105,7 +105,8 @@ def as_written(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-_NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null", dict: "mapping"}
+_NAMES: dict[object, str] = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null",
+                             dict: "mapping"}
 _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 
 
@@ -118,7 +119,7 @@ def _words(annotation: object, metadata: typing.Sequence[object] = ()) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_words(arg, () if arg is type(None) else metadata) for arg in args)
     if origin is list:
-        least = [item.min_length for item in metadata if getattr(item, "min_length", None) is not None]
+        least = [least for item in metadata if (least := getattr(item, "min_length", None)) is not None]
         inner = _words(args[0])
         many = f"list, each {inner}" if inner.startswith("one of") else f"list of {inner}s"
         return many + (f", at least {least[0]}" if least else "")
@@ -127,7 +128,7 @@ def _words(annotation: object, metadata: typing.Sequence[object] = ()) -> str:
     name = _NAMES.get(origin or annotation, "value")
     bounds = [f"{sign} {getattr(item, attribute)}" for item in metadata for attribute, sign in _BOUNDS
               if getattr(item, attribute, None) is not None]
-    patterns = [f"matching {item.pattern}" for item in metadata if getattr(item, "pattern", None)]
+    patterns = [f"matching {pattern}" for item in metadata if (pattern := getattr(item, "pattern", None))]
     return " ".join([name, " and ".join(bounds), *patterns]).strip().replace("  ", " ")
 
 

@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from launch.config import auto, keys, overrides, yaml_file
+from launch.config import auto, keys, overrides, typed_file, yaml_file
 from launch.config.problems import Problems
 from launch.config.schema import RunConfig
 from launch.config.yaml_file import Path
 from launch.errors import UserError
+
+EXAMPLE = "configs/tiny/grpo.yaml"
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def load_config(path: str | os.PathLike[str], words: Sequence[str] = ()) -> Load
             with its file and line or the override's word. Values that are wrong together are `launch.config.checks`.
     """
     file = os.fspath(path)
-    document = yaml_file.parse(_read(file), file)
+    document = yaml_file.parse(typed_file.read_text(file, "configuration file", EXAMPLE), file)
     if not isinstance(document.values, dict):
         raise UserError("a run's configuration is a mapping of sections", where=f"{file}:1",
                         fix=f"start with `run:`; the sections are {', '.join(keys.members(()))}")
@@ -91,11 +93,7 @@ def load_config(path: str | os.PathLike[str], words: Sequence[str] = ()) -> Load
             words_of = {path: word for path, word in words_of.items() if path[:depth] != override.path}
             words_of[override.path] = override.word
     locate = _Locator(file, document, words_of)
-    try:
-        config = RunConfig.model_validate(document.values)
-    except ValidationError as error:
-        _explain(error, locate, problems)
-    problems.raise_if_any()
+    config = typed_file.checked(RunConfig, document.values, locate.where, problems, special=_one_completion)
     loaded = LoadedConfig(config, dict(_sources(config, (), locate)), file)
     return loaded.with_values(auto.local_values(config), "auto") if config.cluster == "local" else loaded
 
@@ -111,20 +109,6 @@ def leaves(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     else:
         return [(path, value)]
     return [leaf for name, inner in items for leaf in leaves(inner, (*path, name))]
-
-
-def _read(file: str) -> str:
-    try:
-        with open(file, encoding="utf-8") as stream:
-            return stream.read()
-    except FileNotFoundError:
-        raise UserError(f"no configuration file {file}", where=os.path.abspath(file),
-                        fix="give the path of a YAML file, for instance configs/tiny/grpo.yaml") from None
-    except IsADirectoryError:
-        raise UserError(f"{file} is a folder", where=os.path.abspath(file), fix="give the YAML file in it") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {file}: {error}", where=os.path.abspath(file),
-                        fix="make it a readable UTF-8 text file") from error
 
 
 class _Locator:
@@ -167,45 +151,11 @@ class _Locator:
         return f"{self.file}, {keys.dotted(path)}"
 
 
-def _explain(error: ValidationError, locate: _Locator, problems: Problems) -> None:
-    fields = {key.dotted: key for key in keys.all_keys()}
-    told: set[Path] = set()
-    for item in error.errors(include_url=False):
-        path = _without_union_branch(tuple(item["loc"]), fields)
-        if path in told:        # each branch of `integer or auto` complains
-            continue
-        told.add(path)
-        key, where = keys.dotted(path), locate.where(path)
-        known = fields.get(keys.pattern(path))
-        if item["type"] == "extra_forbidden":
-            near = keys.nearest(path)
-            valid = ", ".join(keys.members(path[:-1]))
-            problems.add(f"unknown key {key}", where=where,
-                         fix=f"did you mean {near}?" if near else f"valid here: {valid}")
-        elif item["type"] == "missing":
-            what = keys.type_in_words(known.field) if known else "value"
-            problems.add(f"{key} is missing", where=where, fix=f"add {key}: {what}")
-        elif key == "algorithm.group_size" and item["type"] == "greater_than_equal":
-            problems.add(f"{key} = {item['input']!r}: one completion a prompt has no group to compare with, all "
-                         f"advantages would be 0", where=where, fix="use 2 or more; 8 and 16 are common")
-        else:
-            expected = keys.type_in_words(known.field) if known else item["msg"]
-            problems.add(f"{key} = {keys.as_written(item['input'])}{_type_of(item['input'])} is not valid", where=where,
-                         fix=f"expected: {expected}")
-
-
-def _without_union_branch(path: Path, fields: Mapping[str, keys.Key]) -> Path:
-    """pydantic adds the branch of a union to the place of an error: `trainer.tp.constrained-int`."""
-    for end in range(1, len(path)):
-        known = fields.get(keys.pattern(path[:end]))
-        if known is not None and known.is_union:
-            return path[:end]
-    return path
-
-
-def _type_of(value: Any) -> str:
-    names = {bool: "true or false", int: "integer", float: "number", str: "text", list: "list", dict: "mapping"}
-    return "" if value is None else f" ({names.get(type(value), type(value).__name__)})"
+def _one_completion(key: str, error: Mapping[str, Any]) -> tuple[str, str] | None:
+    if key != "algorithm.group_size" or error["type"] != "greater_than_equal":
+        return None
+    return (f"{key} = {error['input']!r}: one completion a prompt has no group to compare with, all advantages would be "
+            "0", "use 2 or more; 8 and 16 are common")
 
 
 def _sources(config: RunConfig, path: Path, locate: _Locator) -> list[tuple[str, Source]]:

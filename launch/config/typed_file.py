@@ -1,12 +1,11 @@
-"""YAML files beside a run's configuration (clusters, site profiles): read into a typed model, or refused with the
-line of every key and the nearest name that there is."""
+"""The reader of YAML files (runs, clusters, site profiles): read into a typed model, or refused with the place of every
+key and the nearest name that there is."""
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -15,7 +14,7 @@ from launch.config.problems import Problems
 from launch.errors import UserError
 
 Model = TypeVar("Model", bound=BaseModel)
-Special = Callable[[str, dict], "tuple[str, str] | None"]
+Special = Callable[[str, Mapping[str, Any]], "tuple[str, str] | None"]
 """(dotted key, pydantic's error) -> (what, fix) where a file has words of its own for an error."""
 
 
@@ -43,13 +42,27 @@ def validated(model: type[Model], document: yaml_file.Document, file: str, kind:
     """
     if not isinstance(document.values, dict):
         raise UserError(f"a {kind} is a mapping of sections", where=f"{file}:1", fix=f"see {example}")
-    problems = Problems(file)
+    return checked(model, document.values, lambda path: line_of(document, file, path), Problems(file), special=special)
+
+
+def checked(model: type[Model], values: object, where: Callable[[yaml_file.Path], str], problems: Problems, *,
+            special: Special | None = None) -> Model:
+    """Nested plain values as a typed model.
+
+    Args:
+        where: the place of a key, for messages.
+        problems: what was found before; it is shown with what is found here.
+        special: words of the file's own for some errors.
+
+    Raises:
+        UserError: unknown keys, missing keys, wrong types, and `problems`, all at once.
+    """
     try:
-        return model.model_validate(document.values)
+        content = model.model_validate(values)
     except ValidationError as error:
-        _explain(error, model, document, file, problems, special)
+        _refuse(error, model, where, problems, special)
     problems.raise_if_any()
-    raise AssertionError("pydantic named no error")
+    return content
 
 
 def line_of(document: yaml_file.Document, file: str, path: yaml_file.Path) -> str:
@@ -60,44 +73,42 @@ def line_of(document: yaml_file.Document, file: str, path: yaml_file.Path) -> st
     return file
 
 
-def _explain(error: ValidationError, model: type[BaseModel], document: yaml_file.Document, file: str,
-             problems: Problems, special: Special | None) -> None:
+def _refuse(error: ValidationError, model: type[BaseModel], where: Callable[[yaml_file.Path], str], problems: Problems,
+            special: Special | None) -> NoReturn:
     known = {key.dotted: key for key in keys.all_keys(model)}
-    open_sections = {name for name, key in known.items()
-                     if key.section is None and "dict" in str(key.field.annotation)}
-    seen: set[yaml_file.Path] = set()
+    told: set[yaml_file.Path] = set()
     for item in error.errors(include_url=False):
-        path = tuple(item["loc"])
-        while len(path) > 1 and str(path[0]) not in open_sections and item["type"] != "extra_forbidden" and \
-                keys.pattern(path) not in known:
-            path = path[:-1]                              # pydantic appends which member of a union it tried
-        if path in seen:
+        path = _without_union_branch(tuple(item["loc"]), known)
+        if path in told:        # each branch of `integer or auto` complains
             continue
-        seen.add(path)
-        key, where = keys.dotted(path), line_of(document, file, path)
-        field = known.get(keys.pattern(path))
-        own = special(key, item) if special is not None else None
+        told.add(path)
+        key, field = keys.dotted(path), known.get(keys.pattern(path))
+        own = special(key, dict(item)) if special is not None else None
         if own is not None:
-            problems.add(own[0], where=where, fix=own[1])
+            what, fix = own
         elif item["type"] == "extra_forbidden":
-            problems.add(f"unknown key {key}", where=where, fix=_nearest(path, known))
+            what, near = f"unknown key {key}", keys.nearest(path, model)
+            here = ", ".join(keys.members(path[:-1], model)) or "nothing"
+            fix = f"did you mean {near}?" if near else f"valid here: {here}"
         elif item["type"] == "missing":
-            problems.add(f"{key} is missing", where=where,
-                         fix=f"add {key}: {keys.type_in_words(field.field) if field else 'a value'}")
+            what, fix = f"{key} is missing", f"add {key}: {keys.type_in_words(field.field) if field else 'a value'}"
         else:
-            expected = keys.type_in_words(field.field) if field else item["msg"]
-            problems.add(f"{key} = {keys.as_written(item['input'])} is not valid", where=where,
-                         fix=f"expected: {expected}")
+            what = f"{key} = {keys.as_written(item['input'])}{_type_of(item['input'])} is not valid"
+            fix = f"expected: {keys.type_in_words(field.field) if field else item['msg']}"
+        problems.add(what, where=where(path), fix=fix)
+    problems.raise_if_any()
+    raise AssertionError("pydantic named no error")
 
 
-def _nearest(path: yaml_file.Path, known: dict[str, keys.Key]) -> str:
-    parent, wanted = keys.pattern(path[:-1]), str(path[-1])
-    here = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent}
-    close = difflib.get_close_matches(wanted, here, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {keys.dotted((*path[:-1], close[0]))}?"
-    everywhere = {name.rpartition(".")[2]: name for name in sorted(known, key=len, reverse=True)}
-    close = difflib.get_close_matches(wanted, everywhere, n=1, cutoff=0.7)
-    if close:
-        return f"did you mean {everywhere[close[0]].replace('*', '0')}?"
-    return f"valid here: {', '.join(here) or 'nothing'}"
+def _without_union_branch(path: yaml_file.Path, known: Mapping[str, keys.Key]) -> yaml_file.Path:
+    """pydantic adds the branch of a union to the place of an error: `trainer.tp.constrained-int`."""
+    for end in range(1, len(path)):
+        key = known.get(keys.pattern(path[:end]))
+        if key is not None and key.is_union:
+            return path[:end]
+    return path
+
+
+def _type_of(value: Any) -> str:
+    names = {bool: "true or false", int: "integer", float: "number", str: "text", list: "list", dict: "mapping"}
+    return "" if value is None else f" ({names.get(type(value), type(value).__name__)})"

@@ -103,7 +103,8 @@ def _construct(node: yaml.Node) -> Any:
 def _refuse_aliases(text: str, file: str) -> None:
     for event in yaml.parse(text, Loader=CoreLoader):
         if isinstance(event, yaml.AliasEvent):
-            raise UserError(f"*{event.anchor} is a YAML alias", where=f"{file}:{event.start_mark.line + 1}",
+            line = f":{event.start_mark.line + 1}" if event.start_mark is not None else ""
+            raise UserError(f"*{event.anchor} is a YAML alias", where=f"{file}{line}",
                             fix="write the value out: each key shows its own value in this file")
 
 

@@ -31,7 +31,7 @@ def test_every_key_is_explained():
 @pytest.mark.parametrize(("text", "what", "fix"), [
     ("contaner: {kind: pyxis}", "unknown key contaner", "did you mean container?"),
     ("container: {imgae: x}", "unknown key container.imgae", "did you mean container.image?"),
-    ("container: {kind: docker}", "container.kind = 'docker' is not valid", "one of none, pyxis, enroot, apptainer"),
+    ("container: {kind: docker}", "container.kind = 'docker' (text) is not valid", "one of none, pyxis, enroot, apptainer"),
     ("refuses: [exclusiv]", "refuses", "exclusive"),
     ("container: {kind: pyxis}", "without container.image", "add container.image"),
     ("container: {image: x.sif}", "no effect with container.kind = none", "pyxis, enroot or apptainer"),
@@ -41,7 +41,7 @@ def test_every_key_is_explained():
     ("environment: {A-B: x}", "environment.A-B", "expected"),
     ("environment: {WANDB_API_KEY: abc}", "environment.WANDB_API_KEY holds a secret", "export WANDB_API_KEY before"),
     ('environment: {https_proxy: "http://me:pw@proxy:3128"}', "environment.https_proxy holds a secret", "export"),
-    ("stop_margin_s: -1", "stop_margin_s = -1 is not valid", "> 0"),
+    ("stop_margin_s: -1", "stop_margin_s = -1 (integer) is not valid", "> 0"),
     ("- a", "a site profile is a mapping", "slurm/profiles/default.yaml")])
 def test_mistakes_are_named_with_their_line(text, what, fix):
     with pytest.raises(UserError) as error:
