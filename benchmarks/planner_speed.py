@@ -17,9 +17,7 @@ from launch.cluster.file import load_cluster
 from launch.cluster.spec import ClusterSpec
 from launch.config.load import LoadedConfig, load_config
 from launch.planner.explain.remedies import with_nodes
-from launch.planner.planning import plan_on_cluster
-from launch.planner.prepare import planning_inputs
-from launch.planner.search.problem import problem_of
+from launch.planner.prepare import posed, prepare_for
 from launch.planner.search.search import Search
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -51,15 +49,13 @@ def _cluster(nodes: int) -> ClusterSpec:
 
 
 def _search(loaded: LoadedConfig, cluster: ClusterSpec) -> None:
-    inputs = planning_inputs(loaded, cluster)
-    if Search(problem_of(loaded, inputs.shape, cluster)).best() is None:
+    if Search(posed(loaded, cluster)).best() is None:
         raise SystemExit(f"no plan for {loaded.path}")
 
 
 def _plan(loaded: LoadedConfig, cluster: ClusterSpec) -> None:
-    inputs = planning_inputs(loaded, cluster)
     with contextlib.redirect_stdout(io.StringIO()):
-        plan_on_cluster(inputs.loaded, inputs.architecture, inputs.shape, cluster)
+        prepare_for(loaded, cluster)
 
 
 def _cpu_seconds(work: Callable[[], None]) -> float:

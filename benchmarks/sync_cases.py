@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 
 from launch.coefficients.sync import SyncCoefficients
+from launch.config.auto import on_this_machine
+from launch.config.resolved import ResolvedConfig
 from launch.config.schema import RunConfig
 from launch.fabric.choose import SyncPrediction, predict
 from launch.fabric.lanes import Fabric, Place
@@ -16,7 +18,7 @@ from launch.model.architecture import from_hf_config
 from launch.model.builtin import from_architecture
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.plan.plan import Plan
-from launch.planner.build import plan
+from launch.planner.from_config import plan_of
 
 RANKS_A_HOST = 2
 MIB = 1 << 20
@@ -80,10 +82,10 @@ class Setup:
     timeout_s: float
 
     @cached_property
-    def config(self) -> RunConfig:
+    def config(self) -> ResolvedConfig:
         """The parts of it that a sync reads."""
         case = self.case
-        return RunConfig.model_validate({
+        return on_this_machine(RunConfig.model_validate({
             "run": {"name": "sync-bench", "steps": 1},
             "model": {"path": str(self.folder), "init": "random"},
             "trainer": {"tp": case.tp, "pp": case.pp, "dp": case.dp, "dtype": "bf16", "optimizer": {"lr": 1e-3},
@@ -93,11 +95,11 @@ class Setup:
             "algorithm": {"group_size": 4, "prompts_per_step": 4},
             "reward": {"functions": [{"function": "exact_match"}]},
             "data": {"train": "unused.jsonl"},
-            "weight_sync": {"bucket_mb": self.bucket_bytes / MIB, "timeout_s": self.timeout_s}})
+            "weight_sync": {"bucket_mb": self.bucket_bytes / MIB, "timeout_s": self.timeout_s}}))
 
     @cached_property
     def plan(self) -> Plan:
-        return plan(self.config, from_hf_config(self.folder), "cpu")
+        return plan_of(self.config, from_hf_config(self.folder), "cpu")
 
     def host_of_rank(self, rank: int) -> int:
         return rank // RANKS_A_HOST

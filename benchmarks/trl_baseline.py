@@ -20,15 +20,16 @@ import time
 from pathlib import Path
 from statistics import fmean
 
+from launch.config.auto import on_this_machine
 from launch.config.load import load_config
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 
 
 def main() -> int:
     arguments = parse_arguments()
     sys.path.insert(0, str(arguments.packages.resolve()))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is local; read when transformers is imported
-    config = load_config(arguments.config, arguments.overrides).config
+    config = on_this_machine(load_config(arguments.config, arguments.overrides).config)
     result = run(config, arguments)
     text = json.dumps(result, indent=2)
     if arguments.out:
@@ -53,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def run(config: RunConfig, arguments: argparse.Namespace) -> dict:
+def run(config: ResolvedConfig, arguments: argparse.Namespace) -> dict:
     """Train `arguments.steps` steps and return the measured rates."""
     import datasets
     import torch
@@ -113,7 +114,7 @@ def run(config: RunConfig, arguments: argparse.Namespace) -> dict:
         "reward_first": clock.logs[0]["reward"], "reward_last": clock.logs[-1]["reward"]}
 
 
-def prompt_rows(config: RunConfig, tokenizer) -> list[dict]:
+def prompt_rows(config: ResolvedConfig, tokenizer) -> list[dict]:
     """The rendered prompts of our own loader. TRL tokenises them again: refused when its ids differ from ours."""
     from megatron_rl.data.dataset import load_prompts
 
@@ -127,7 +128,7 @@ def prompt_rows(config: RunConfig, tokenizer) -> list[dict]:
             for prompt in prompts]
 
 
-def reward_function(config: RunConfig):
+def reward_function(config: ResolvedConfig):
     """Our rewards, called in TRL's process."""
     from megatron_rl.rewards.load import load_rewards
     from megatron_rl.rewards.sample import Sample

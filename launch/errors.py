@@ -1,8 +1,9 @@
-"""The one exception that reaches a user as a message instead of a traceback, and the name that a user meant."""
+"""The one exception that reaches a user as a message instead of a traceback, and how several become one."""
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 
 from launch.exit_codes import ExitCode
@@ -54,3 +55,33 @@ def nearest(word: str, known: Iterable[str], alike: float = 0.6) -> str | None:
 def nearest_few(word: str, known: Iterable[str], alike: float = 0.6, *, most: int = 3) -> list[str]:
     """The few of `known` that are spelled most like `word`, the most alike first; [] if none is alike enough."""
     return difflib.get_close_matches(word, list(known), n=most, cutoff=alike)
+
+
+class Problems:
+    """Collects what is wrong, so that a user sees all of it at once: `UserError`s that become one, or none."""
+
+    def __init__(self, subject: str) -> None:
+        self.subject = subject
+        self.errors: list[UserError] = []
+
+    def add(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
+        self.errors.append(UserError(what, where=where, fix=fix))
+
+    def raise_if_any(self) -> None:
+        """Raises the only error as it is, or one UserError that shows all of them."""
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            raise UserError("\n\n".join([f"{len(self.errors)} errors in {self.subject}", *map(str, self.errors)]))
+
+
+def divisors(*numbers: int) -> str:
+    """`1, 2 or 4`: what divides all of them."""
+    common = math.gcd(*numbers)
+    return one_of(n for n in range(1, common + 1) if common % n == 0)
+
+
+def one_of(values: Iterable[object]) -> str:
+    """`1, 2 or 4`."""
+    words = [str(value) for value in values]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -51,8 +51,7 @@ def explain(key: str, config: str | None, overrides: tuple[str, ...], as_json: b
         if any(value.value == "auto" for value in values.values()):
             from launch.planner.prepare import prepare
             try:
-                planned = prepare(config, overrides).loaded
-                values = reference.resolved(found, key, loaded, {dotted: planned.value(dotted) for dotted in values})
+                values = reference.resolved(found, key, loaded, prepare(config, overrides).plan.chosen)
             except UserError as error:
                 note = f"auto stays open, for there is no plan: {error.what}"
     entry, inside = reference.entry(found), reference.members(found)

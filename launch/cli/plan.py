@@ -70,13 +70,16 @@ def command(config: str, overrides: tuple[str, ...], device: options.Device, pla
 
 
 def _write_files(prepared: Prepared, out: str | None, html: str | None, trace: str | None) -> None:
-    plan, planned = prepared.plan, prepared.planned
+    from launch.planner.prepare import OnCluster
+
+    plan = prepared.plan
     if out is not None:
         _write(out, plan.model_dump_json(indent=2) + "\n", "--out")
     if html is not None:
         from launch.report.plan.html import write_html
-        leaves = [switch.nodes for switch in planned.found.problem.cluster.switches if switch.nodes] if planned else ()
-        write_html(plan, planned.seating if planned else None, html, leaves=leaves)
+        seating = prepared.seating if isinstance(prepared, OnCluster) else None
+        switches = prepared.cluster.switches if isinstance(prepared, OnCluster) else ()
+        write_html(plan, seating, html, leaves=[switch.nodes for switch in switches if switch.nodes])
     if trace is not None:
         from launch.report.plan.trace import trace as traced
         _write(trace, json.dumps(traced(plan)) + "\n", "--trace")
@@ -94,9 +97,11 @@ def _write(path: str, text: str, option: str) -> None:
 
 def _next(config: str, overrides: tuple[str, ...], prepared: Prepared, out: str | None) -> list[str]:
     """The commands that follow from a plan."""
+    from launch.planner.prepare import OnCluster
+
     words = shlex.join((config, *overrides))
     commands = [f"megatron-rl plan explain {words}", f"megatron-rl plan {words} --html plan.html"]
-    if prepared.planned is None:
+    if not isinstance(prepared, OnCluster):
         return [*commands, f"megatron-rl launch {words} --on local"]
     if out is None:
         commands.append(f"megatron-rl plan {words} --out plan.json")

@@ -23,7 +23,7 @@ def command(config: str, words: tuple[str, ...], planned_for: options.PlannedFor
 
     from launch.config.load import load_config
     from launch.plan.plan import SCHEMA_VERSION
-    from launch.planner.prepare import planning_inputs
+    from launch.planner.prepare import posed
     from launch.planner.sweep import parse, remarks, sweep
     from launch.report.plan.sweep import print_sweep
 
@@ -32,11 +32,9 @@ def command(config: str, words: tuple[str, ...], planned_for: options.PlannedFor
         raise click.UsageError("say which sizes: megatron-rl plan sweep CONFIG nodes=8..64")
     first, last = parse(sizes[0])
     overrides = (*(word for word in words if word not in sizes), *planned_for.overrides())
-    loaded = load_config(config, overrides)
-    inputs = planning_inputs(loaded, planned_for.spec(config, overrides))
-    points = sweep(inputs, first, last)
-    target = loaded.config.workload.target_prompts_per_hour
-    said = remarks(inputs.cluster, len(points), first, last)
+    problem = posed(load_config(config, overrides), planned_for.spec(config, overrides), largest=last)
+    points, target = sweep(problem, first, last), problem.workload.target
+    said = remarks(problem.cluster, len(points), first, last)
     if as_json:
         click.echo(json.dumps({"schema_version": SCHEMA_VERSION, "target": target, "points": list(map(asdict, points)),
                                "remarks": said}, indent=2))

@@ -34,20 +34,19 @@ def plan(config: str, overrides: tuple[str, ...], device: options.Device, route:
 
     from launch.errors import UserError
     from launch.fabric.estimate import KINDS
-    from launch.planner.prepare import prepare
+    from launch.planner.prepare import OnCluster, Predicted, prepare
     from launch.report.plan import sync_routes
 
     prepared = prepare(config, overrides, device)
-    found, planned = prepared.found, prepared.planned
-    if found is None:
+    if not isinstance(prepared, Predicted):
         raise UserError(f"nothing is predicted: {prepared.plan.no_forecast}", where=config,
                         fix="correct this, or plan for a cluster: cluster=configs/clusters/h100x8.yaml")
+    found, seating = prepared.found, prepared.seating if isinstance(prepared, OnCluster) else None
     if found.sync is None:
         raise UserError(f"in the {found.mode} mode the weights stay on their GPUs: there is no route to draw",
                         where=prepared.loaded.where("placement.mode"), fix="plan with placement.mode=disaggregated")
     coefficients = found.problem.coefficients.sync
-    names = sync_routes.Names(planned.seating.training_nodes if planned else (),
-                              planned.seating.rollout_nodes if planned else (),
+    names = sync_routes.Names(seating.training_nodes if seating else (), seating.rollout_nodes if seating else (),
                               -(-found.training.layout.gpus // found.problem.cluster.gpus_per_node))
     on_gpus = found.problem.cluster.gpu.device == "gpu"
     needed = {kind: found.sync.communicators(coefficients, kind) for kind in KINDS if on_gpus}

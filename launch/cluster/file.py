@@ -12,8 +12,7 @@ from launch.cluster import gpus, hostlist, schema, tree
 from launch.cluster.known_coefficients import PREFIX, faults
 from launch.cluster.spec import ClusterSpec, Gpu, Switch
 from launch.config import typed_file, yaml_file
-from launch.config.problems import Problems
-from launch.errors import UserError
+from launch.errors import Problems, UserError
 
 GB = 10**9
 GBIT = 10**9 / 8

@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from typing import Literal
 
-from launch.config.auto import can_share_prompts, round_up, sequence_multiple
-from launch.config.load import LoadedConfig
-from launch.config.problems import Problems
-from launch.config.schema import RunConfig
+from launch.config.auto import can_share_prompts
+from launch.config.load import LoadedConfig, ResolvedLoaded
+from launch.errors import Problems, divisors, one_of
 from launch.model.architecture import Architecture
+from launch.model.padding import VLLM_VOCAB_MULTIPLE, round_up, sequence_multiple
 
-VLLM_VOCAB_MULTIPLE = 64
-"""vLLM pads the vocabulary to a multiple of this before it divides by TP."""
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's CPU attention takes (`CPUAttentionBackend.get_supported_head_sizes`)."""
 KV_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 """Of an element of the engine's cache, by `rollout.dtype`."""
 
 
-def check(loaded: LoadedConfig, architecture: Architecture, device: Literal["cpu", "gpu"],
+def check(loaded: ResolvedLoaded, architecture: Architecture, device: Literal["cpu", "gpu"],
           gpus: int | None = None) -> None:
     """Check everything that must agree.
 
@@ -84,21 +81,11 @@ def check_runnable(loaded: LoadedConfig, here: bool, on: Literal["local", "slurm
     problems.raise_if_any()
 
 
-def divisors(*numbers: int) -> str:
-    """`1, 2 or 4`: what divides all of them."""
-    common = math.gcd(*numbers)
-    return one_of(n for n in range(1, common + 1) if common % n == 0)
-
-
-def one_of(values: Iterable[object]) -> str:
-    words = [str(value) for value in values]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
 class _Checker:
-    def __init__(self, loaded: LoadedConfig, architecture: Architecture, device: str) -> None:
-        self.loaded, self.architecture, self.device = loaded, architecture, device
-        self.config: RunConfig = loaded.config
+    def __init__(self, loaded: ResolvedLoaded, architecture: Architecture, device: Literal["cpu", "gpu"]) -> None:
+        self.loaded, self.config = loaded, loaded.config
+        self.architecture: Architecture = architecture
+        self.device: Literal["cpu", "gpu"] = device
         self.problems = Problems(loaded.path)
 
     def add(self, what: str, *keys: str, fix: str) -> None:
@@ -192,7 +179,7 @@ class _Checker:
 
     def share_prompts(self) -> None:
         t = self.config.trainer
-        if t.share_prompts != "on" or can_share_prompts(t, self.device):
+        if t.share_prompts != "on" or can_share_prompts(t.cp, t.sequence_parallel, self.device):
             return
         key, fix = "trainer.share_prompts", "use trainer.share_prompts = auto, which packs a prompt once where it can"
         if self.device != "cpu":

@@ -10,10 +10,10 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from launch.config import auto, keys, overrides, typed_file, yaml_file
-from launch.config.problems import Problems
+from launch.config.resolved import ResolvedConfig, resolve
 from launch.config.schema import RunConfig
 from launch.config.yaml_file import Path
-from launch.errors import UserError
+from launch.errors import Problems, UserError
 
 EXAMPLE = "configs/tiny/grpo.yaml"
 
@@ -21,9 +21,9 @@ EXAMPLE = "configs/tiny/grpo.yaml"
 @dataclass(frozen=True)
 class Source:
     """Where a value came from: a line of the file, a word of the command line, the schema's default, or, for a key that
-    was `auto`, the planner or the rule for this machine (`auto`)."""
+    was `auto`, the rule for this machine (`auto`)."""
 
-    kind: Literal["file", "override", "default", "auto", "planner"]
+    kind: Literal["file", "override", "default", "auto"]
     file: str | None = None
     line: int | None = None
     word: str | None = None
@@ -31,7 +31,7 @@ class Source:
     def __str__(self) -> str:
         if self.kind == "file":
             return f"{self.file}:{self.line}"
-        names = {"override": f"override {self.word!r}", "auto": "auto (on this machine)", "planner": "planner"}
+        names = {"override": f"override {self.word!r}", "auto": "auto (on this machine)"}
         return names.get(self.kind, self.kind)
 
 
@@ -56,10 +56,10 @@ class LoadedConfig:
             return f"{source}, {key}"
         return f"{self.path}, {key} ({source.kind})"
 
-    def with_values(self, values: Mapping[str, Any], kind: Literal["auto", "planner"]) -> LoadedConfig:
-        """A copy in which keys that were `auto` have values."""
-        return LoadedConfig(auto.with_values(self.config, values),
-                            {**self.sources, **{key: Source(kind) for key in values}}, self.path)
+    def resolved(self, values: Mapping[str, Any]) -> ResolvedLoaded:
+        """With values for what is `auto`, by dotted key. Raises ValueError where that leaves one open."""
+        return ResolvedLoaded(resolve(self.config, values), {**self.sources, **dict.fromkeys(values, Source("auto"))},
+                              self.path)
 
     def value(self, dotted_key: str) -> Any:
         """The value of a dotted key."""
@@ -69,8 +69,15 @@ class LoadedConfig:
         return at
 
 
+@dataclass(frozen=True)
+class ResolvedLoaded(LoadedConfig):
+    """The same with numbers in place of `auto`."""
+
+    config: ResolvedConfig
+
+
 def load_config(path: str | os.PathLike[str], words: Sequence[str] = ()) -> LoadedConfig:
-    """Read, override and type-check a run's configuration.
+    """Read, override and type-check a run's configuration; with `cluster: local` it is resolved.
 
     Args:
         path: the YAML file.
@@ -95,7 +102,7 @@ def load_config(path: str | os.PathLike[str], words: Sequence[str] = ()) -> Load
     locate = _Locator(file, document, words_of)
     config = typed_file.checked(RunConfig, document.values, locate.where, problems, special=_one_completion)
     loaded = LoadedConfig(config, dict(_sources(config, (), locate)), file)
-    return loaded.with_values(auto.local_values(config), "auto") if config.cluster == "local" else loaded
+    return loaded.resolved(auto.local_values(config)) if config.cluster == "local" else loaded
 
 
 def leaves(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
@@ -151,11 +158,11 @@ class _Locator:
         return f"{self.file}, {keys.dotted(path)}"
 
 
-def _one_completion(key: str, error: Mapping[str, Any]) -> tuple[str, str] | None:
+def _one_completion(key: str, error: dict[str, Any]) -> tuple[str, str] | None:
     if key != "algorithm.group_size" or error["type"] != "greater_than_equal":
         return None
-    return (f"{key} = {error['input']!r}: one completion a prompt has no group to compare with, all advantages would be "
-            "0", "use 2 or more; 8 and 16 are common")
+    return (f"{key} = {error['input']!r}: one completion per prompt has no group to compare with, so that all advantages "
+            "would be 0", "use 2 or more; 8 and 16 are common")
 
 
 def _sources(config: RunConfig, path: Path, locate: _Locator) -> list[tuple[str, Source]]:

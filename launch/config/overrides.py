@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from launch.config import keys
-from launch.config.problems import Problems
 from launch.config.yaml_file import Path, parse_value
+from launch.errors import Problems
 
 _INDEX = re.compile(r"[0-9]{1,6}")
 

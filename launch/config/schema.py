@@ -147,7 +147,7 @@ class Rollout(Section):
     """Maximum completion length; longer ones end with finish reason `length`."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature, which also divides the trainer's logits."""
-    max_num_seqs: Size = 256
+    max_num_seqs: Size = "auto"
     """Sequences that an engine decodes at once. `auto`: from the lengths and the KV cache (256 on this machine)."""
     max_num_batched_tokens: PositiveInt | None = None
     """Tokens per engine iteration (chunked prefill); null: vLLM's choice."""

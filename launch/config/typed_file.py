@@ -10,11 +10,10 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from launch.config import keys, yaml_file
-from launch.config.problems import Problems
-from launch.errors import UserError
+from launch.errors import Problems, UserError
 
 Model = TypeVar("Model", bound=BaseModel)
-Special = Callable[[str, Mapping[str, Any]], "tuple[str, str] | None"]
+Special = Callable[[str, dict[str, Any]], "tuple[str, str] | None"]
 """(dotted key, pydantic's error) -> (what, fix) where a file has words of its own for an error."""
 
 

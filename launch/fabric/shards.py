@@ -12,7 +12,7 @@ from collections import defaultdict
 from functools import lru_cache
 from typing import NamedTuple
 
-from launch.config.auto import round_up
+from launch.model.padding import round_up
 from launch.model.shape import VOCAB_MULTIPLE, ModelShape
 from launch.plan.layouts import RolloutLayout, TrainingLayout, stage_layers
 

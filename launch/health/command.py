@@ -30,7 +30,7 @@ from launch.health.node import CheckContext, check_node
 from launch.health.simulated import machine_of
 from launch.health.verdict import Verdict, judge
 from launch.planner.here import is_here
-from launch.planner.prepare import Prepared
+from launch.planner.prepare import OnCluster, Prepared
 from launch.ports import allocate
 from launch.run.attempts import Attempt
 from launch.run.faults import trains
@@ -72,12 +72,12 @@ def run(request: Request, say: Say = lambda line: None) -> Verdict:
     profile = _profile(prepared)
     expected = Expected(device=device)
     if prepared is not None:
-        config = prepared.loaded.config
+        config = prepared.config
         expected = expected_of(config, cluster, device, profile=profile,
                                computes=trains(config))
     nodes = allocation()
     if nodes:
-        read = folders_of(prepared.loaded.config) if prepared else []
+        read = folders_of(prepared.config) if prepared else []
         found = _over(nodes, _folder(prepared), expected, profile, request.tier == "fabric", cluster, say, read)
     else:
         found = {here: check_node(CheckContext(here, expected))}
@@ -85,7 +85,7 @@ def run(request: Request, say: Say = lambda line: None) -> Verdict:
             found[here] += _network_here(here, device, _folder(prepared), say)
     needed, spares = _size(prepared, cluster is not None, len(found))
     return judge(found, needed, spares, _ledger(request, prepared, len(found)), job=job,
-                 skip=(*request.skip, *(prepared.loaded.config.run.skip_checks if prepared else ())))
+                 skip=(*request.skip, *(prepared.config.run.skip_checks if prepared else ())))
 
 
 def agent(folder: str) -> None:
@@ -186,17 +186,17 @@ def _device(request: Request, node: str) -> envvars.Device:
 
 
 def _cluster(prepared: Prepared):
-    name = prepared.loaded.config.cluster
+    name = prepared.config.cluster
     return None if name == "local" else load_cluster(name)
 
 
 def _profile(prepared: Prepared | None) -> Profile:
-    return load_profile(prepared.loaded.config.run.profile if prepared else None)
+    return load_profile(prepared.config.run.profile if prepared else None)
 
 
 def _folder(prepared: Prepared | None) -> Path:
     """Where the nodes meet, and what was found stays: `<run.dir>/.preflight/<job>-<time>`."""
-    root = Path(prepared.loaded.config.run.dir if prepared else "runs") / ".preflight"
+    root = Path(prepared.config.run.dir if prepared else "runs") / ".preflight"
     folder = root / f"{envvars.get('SLURM_JOB_ID') or _node()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     folder.mkdir(parents=True)
     return folder.absolute()
@@ -204,10 +204,9 @@ def _folder(prepared: Prepared | None) -> Path:
 
 def _size(prepared: Prepared | None, on_cluster: bool, given: int) -> tuple[int, int]:
     """(nodes that the plan uses, spares); without a plan for a cluster, all that are there."""
-    if prepared is None or not on_cluster or given == 1:
+    if not isinstance(prepared, OnCluster) or not on_cluster or given == 1:
         return given, 0
-    split = prepared.plan.forecast.split
-    return split.training + split.rollout, prepared.loaded.config.placement.spare_nodes
+    return prepared.needed, prepared.spares
 
 
 def _ledger(request: Request, prepared: Prepared | None, nodes: int) -> Ledger | None:
@@ -215,7 +214,7 @@ def _ledger(request: Request, prepared: Prepared | None, nodes: int) -> Ledger |
         return Ledger(request.ledger, cluster_nodes=nodes)
     if prepared is None:
         return None
-    run = prepared.loaded.config.run
+    run = prepared.config.run
     return Ledger(Path(run.dir) / run.name / LEDGER, cluster_nodes=nodes)
 
 

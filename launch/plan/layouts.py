@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from launch.config.auto import MAX_NUM_SEQS
 from launch.model.shape import ModelShape
 
 Precision = Literal["bf16", "fp8", "fp32"]
@@ -60,7 +61,7 @@ class RolloutLayout:
     replicas: int = 1
     weight_precision: Precision = "bf16"
     kv_precision: Precision = "bf16"
-    max_num_seqs: int = 256
+    max_num_seqs: int = MAX_NUM_SEQS
     memory_utilization: float = 0.85
     cuda_graphs: bool = True
 

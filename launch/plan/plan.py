@@ -74,14 +74,42 @@ class Plan(Frozen):
     training: TrainingPlan
     rollout: RolloutPlan
     batch: BatchPlan
-    forecast: Forecast | None = None
-    """What is predicted, and why the plan is as it is."""
     no_forecast: str = ""
     """Why nothing is predicted, where nothing is."""
+    chosen: dict[str, bool | int | float | str] = {}
+    """Dotted keys of the configuration -> the values that the user did not write: what was `auto`, and what an attempt
+    changes (fewer nodes, a longer start). This is the only document in which they travel: an attempt's `config.yaml`
+    keeps the user's `auto`, and `launch.run.attempts.Attempt.config` puts the two together."""
 
     def fingerprint(self) -> str:
-        """Hash of all that a run depends on: a better forecast of the same plan does not change it."""
-        return hashlib.sha256(self.model_dump_json(exclude={"forecast", "no_forecast"}).encode()).hexdigest()[:16]
+        """Hash of all that a run depends on: a better forecast of the same plan does not change it. (What was chosen is
+        in `config_hash`.)"""
+        prediction = {"forecast", "no_forecast", "chosen"}
+        return hashlib.sha256(self.model_dump_json(exclude=prediction).encode()).hexdigest()[:16]
+
+    def predicted(self, forecast: Forecast) -> ForecastPlan:
+        """The same plan with what is predicted of it."""
+        return ForecastPlan(**{**dict(self), "forecast": forecast})
+
+
+class ForecastPlan(Plan):
+    """A plan of which something is predicted: every plan for a cluster, and one for this machine where its kind of GPU
+    and the lengths of its data are known."""
+
+    forecast: Forecast
+    """What is predicted, and why the plan is as it is."""
+
+
+def forecast_of(plan: Plan) -> Forecast | None:
+    """What is predicted of a plan, if anything is."""
+    return plan.forecast if isinstance(plan, ForecastPlan) else None
+
+
+def read_plan(content: object) -> Plan:
+    """A plan from parsed JSON, with its forecast where there is one. Raises ValidationError."""
+    if isinstance(content, dict) and content.get("forecast") is None:       # older plans wrote a null
+        return Plan.model_validate({key: value for key, value in content.items() if key != "forecast"})
+    return ForecastPlan.model_validate(content)
 
 
 class RankPlacement(Frozen):

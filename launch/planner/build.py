@@ -1,51 +1,9 @@
-"""`plan()`: from a configuration with pinned sizes and an architecture to the plan that every process reads.
-
-Pure: no file, no environment, no clock. The same inputs give the same bytes.
-"""
+"""Where ranks and layers are: Megatron's order of ranks, and the layers of each pipeline stage. Pure arithmetic."""
 
 from __future__ import annotations
 
-import hashlib
-from typing import Literal
-
-from launch.config import auto
-from launch.config.auto import can_share_prompts, round_up, sequence_multiple
-from launch.config.schema import RunConfig
 from launch.errors import UserError
-from launch.model.architecture import Architecture
-from launch.model.shape import VOCAB_MULTIPLE
-from launch.plan.plan import BatchPlan, EnginePlan, Plan, RankCoordinates, RolloutPlan, TrainingPlan
-
-
-def plan(config: RunConfig, architecture: Architecture, device: Literal["cpu", "gpu"]) -> Plan:
-    """The plan of a run; sizes that are still `auto` are those of one machine. Run `launch.config.checks.check` first: it
-    explains what does not fit together.
-
-    Raises:
-        UserError: layers that cannot be laid out over the pipeline.
-    """
-    config = auto.with_values(config, auto.local_values(config))
-    trainer, rollout, algorithm = config.trainer, config.rollout, config.algorithm
-    training = TrainingPlan(
-        tp=trainer.tp, pp=trainer.pp, vpp=trainer.vpp, cp=trainer.cp, dp=trainer.dp,
-        sequence_parallel=trainer.sequence_parallel,
-        padded_vocab=round_up(architecture.vocab, VOCAB_MULTIPLE * trainer.tp),
-        layers_of_stage=layers_of_stage(architecture.layers, trainer.pp, trainer.vpp),
-        ranks=rank_coordinates(trainer.tp, trainer.cp, trainer.dp, trainer.pp))
-    engines = tuple(EnginePlan(replica=replica, tp=rollout.tp) for replica in range(rollout.replicas))
-    batch = BatchPlan(
-        prompts_per_step=algorithm.prompts_per_step, group_size=algorithm.group_size,
-        samples_per_step=algorithm.prompts_per_step * algorithm.group_size,
-        updates_per_batch=algorithm.updates_per_batch, token_budget=trainer.token_budget,
-        sequence_multiple=sequence_multiple(trainer.tp, trainer.cp, trainer.sequence_parallel),
-        share_prompts=trainer.share_prompts != "off" and can_share_prompts(trainer, device))
-    return Plan(config_hash=config_hash(config), architecture=architecture, device=device, training=training,
-                rollout=RolloutPlan(tp=rollout.tp, engines=engines), batch=batch)
-
-
-def config_hash(config: RunConfig) -> str:
-    """Hash of the resolved values, not of the file's text: comments do not count."""
-    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
+from launch.plan.plan import RankCoordinates
 
 
 def rank_coordinates(tp: int, cp: int, dp: int, pp: int) -> tuple[RankCoordinates, ...]:

@@ -11,19 +11,13 @@ from typing import Literal
 from launch.cluster import gpus, inventory, local
 from launch.cluster.spec import ClusterSpec, Gpu
 from launch.coefficients import cpu
-from launch.config.load import LoadedConfig
-from launch.config.schema import RunConfig
-from launch.model.shape import ModelShape
-from launch.plan.forecast import Forecast
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.plan.plan import Plan
-from launch.planner.explain.forecast import forecast
 from launch.planner.memory.rollout import kv_bytes_per_token
 from launch.planner.search.candidate import Candidate, RolloutOption, TrainingOption
-from launch.planner.search.problem import Mode, problem_of
+from launch.planner.search.problem import Mode, Problem
 from launch.planner.search.space import RECOMPUTE
 
-GIB = 1 << 30
 NODE = "localhost"
 """The only node of a cluster file that describes this machine."""
 
@@ -33,11 +27,14 @@ def is_here(cluster: ClusterSpec | None) -> bool:
     return cluster is None or cluster.nodes == (NODE,)
 
 
-def this_machine(device: Literal["cpu", "gpu"], plan: Plan, config: RunConfig,
+def this_machine(device: Literal["cpu", "gpu"], plan: Plan, threads: int = 1,
                  described: ClusterSpec | None = None) -> ClusterSpec:
     """The cluster that consists of this machine, with the coefficients of the file that describes it, if any: they are
     those of its kind of GPU, and say nothing of another. On a CPU that no file describes they are `coefficients.cpu`, and
     every process is a "GPU"; where there are more than cores, each has its share of a core.
+
+    Args:
+        threads: of a training rank on a CPU.
 
     Raises:
         UserError: GPUs for which there are no figures.
@@ -52,7 +49,7 @@ def this_machine(device: Literal["cpu", "gpu"], plan: Plan, config: RunConfig,
         count = len(usable) or ranks + engines
     else:
         cores = len(os.sched_getaffinity(0))
-        kind, count = _share(gpus.find("cpu"), cores / max(ranks * config.trainer.threads, 1)), ranks + engines
+        kind, count = _share(gpus.find("cpu"), cores / max(ranks * threads, 1)), ranks + engines
     values, sources = _coefficients(kind, described)
     return ClusterSpec(
         name="this machine", nodes=(NODE,), gpus_per_node=max(count, ranks + engines), gpu=kind, nics_per_node=1,
@@ -76,33 +73,25 @@ def _share(core: Gpu, share: float) -> Gpu:
                    fp32_flops=core.fp32_flops * share, hbm_bandwidth=core.hbm_bandwidth * share)
 
 
-def local_forecast(loaded: LoadedConfig, found: Candidate) -> Forecast:
-    """What a run on this machine is predicted to take. Memory is predicted on GPUs only."""
-    machine = found.problem.cluster
-    return forecast(None, found, {
-        "model": loaded.where("model.path"), "gpu": machine.gpu.source, "workload": f"{loaded.path}, workload",
-        "cluster": "this machine", "trainer": loaded.path, "rollout": loaded.path, **machine.sources})
-
-
-def pinned_candidate(loaded: LoadedConfig, shape: ModelShape, plan: Plan, machine: ClusterSpec,
-                     mode: Mode = "disaggregated") -> Candidate:
-    """The candidate with exactly the sizes of a plan."""
-    config, sizes = loaded.config, plan.training
+def pinned_candidate(problem: Problem, plan: Plan, mode: Mode = "disaggregated") -> Candidate:
+    """The candidate with exactly the sizes of a plan. The problem must fix what a plan does not hold: recomputation,
+    and how many sequences an engine decodes at once."""
+    sizes, pins = plan.training, problem.pins
+    assert pins.recompute is not None and pins.max_num_seqs is not None, "a resolved configuration fixes both"
     engine = RolloutLayout(tp=plan.rollout.tp, replicas=len(plan.rollout.engines),
-                           kv_precision="bf16" if config.rollout.dtype == "fp8" else config.rollout.dtype,
-                           weight_precision=config.rollout.dtype, max_num_seqs=config.rollout.max_num_seqs,
-                           memory_utilization=config.rollout.memory_utilization,
-                           cuda_graphs=not config.rollout.enforce_eager)
-    problem = problem_of(loaded, shape, machine)
+                           kv_precision="bf16" if pins.rollout_precision == "fp8" else pins.rollout_precision,
+                           weight_precision=pins.rollout_precision, max_num_seqs=pins.max_num_seqs,
+                           memory_utilization=pins.memory_utilization, cuda_graphs=pins.cuda_graphs)
     if plan.batch.share_prompts:
         problem = replace(problem, workload=replace(problem.workload, prompt_copies=1 / problem.workload.group))
-    if machine.gpu.device == "cpu":
-        cache = int(config.rollout.kv_cache_gb * GIB) // kv_bytes_per_token(shape, engine)
+    if pins.kv_cache_bytes is not None:
+        cache = pins.kv_cache_bytes // kv_bytes_per_token(problem.shape, engine)
         problem = replace(problem, kv_tokens=cache)
     layout = TrainingLayout(
         tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, cp=sizes.cp, dp=sizes.dp, sequence_parallel=sizes.sequence_parallel,
-        precision=config.trainer.dtype, distributed_optimizer=config.trainer.distributed_optimizer,
-        recompute=RECOMPUTE[config.trainer.recompute],
+        precision=pins.precision, distributed_optimizer=pins.distributed_optimizer,
+        recompute=RECOMPUTE[pins.recompute],
         layers_of_stage=tuple(sum(map(len, stage)) for stage in sizes.layers_of_stage))
-    return Candidate(mode, TrainingOption(problem, layout, layout.gpus), RolloutOption(problem, engine, engine.gpus),
-                     problem)
+    training_units, rollout_units = (-(-each.gpus // problem.unit_gpus) for each in (layout, engine))
+    return Candidate(mode, TrainingOption(problem, layout, training_units),
+                     RolloutOption(problem, engine, rollout_units), problem)

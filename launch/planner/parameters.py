@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from launch.config.auto import round_up
+from launch.model.padding import round_up
 from launch.model.shape import VOCAB_MULTIPLE, ModelShape
 from launch.plan.book import line, made, nonzero, part
 from launch.plan.layouts import TrainingLayout, stage_layers

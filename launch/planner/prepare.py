@@ -1,11 +1,15 @@
-"""From the command line's words to a checked plan: the steps that `plan` and `launch` share."""
+"""From the command line's words to a checked plan: the steps that `plan` and `launch` share.
+
+A configuration is loaded, checked once against its model, and turned into a `Problem` (`launch.planner.from_config`);
+from there on nobody asks it again. What is found comes back as the values of its open keys.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from launch.cluster import local
 from launch.cluster.file import load_cluster
@@ -13,17 +17,22 @@ from launch.cluster.spec import ClusterSpec
 from launch.config import auto, locate
 from launch.config.checks import check, check_runnable
 from launch.config.load import LoadedConfig, load_config
+from launch.config.resolved import ResolvedConfig
 from launch.errors import UserError
 from launch.model.architecture import Architecture, from_hf_config
 from launch.model.builtin import architecture_for_planning, from_architecture, from_builtin, known
 from launch.model.folder import check_model_folder
 from launch.model.shape import ModelShape
-from launch.plan.plan import Plan
-from launch.planner.build import plan
-from launch.planner.here import is_here, local_forecast, pinned_candidate, this_machine
-from launch.planner.planning import Planned, plan_on_cluster
+from launch.plan.plan import ForecastPlan, Plan
+from launch.planner.explain.forecast import forecast
+from launch.planner.explain.remedies import with_nodes
+from launch.planner.from_config import chosen_values, least, plan_of, problem_of
+from launch.planner.here import is_here, pinned_candidate, this_machine
+from launch.planner.planning import best_of
 from launch.planner.search.candidate import Candidate
-from launch.planner.workload.workload import workload_of
+from launch.planner.search.pins import check_pins
+from launch.planner.search.problem import Problem
+from launch.planner.seats.cluster import Seating, place
 from launch.run.faults import trains
 
 
@@ -32,82 +41,193 @@ class Prepared:
     """A configuration that is complete, checked and planned."""
 
     loaded: LoadedConfig
+    """As it was written, with the places for messages."""
+    config: ResolvedConfig
+    """With the values of `plan.chosen`: what is run."""
     model_folder: Path
-    architecture: Architecture
     plan: Plan
-    planned: Planned | None = None
-    """With its seats, where it was planned for a cluster."""
-    found: Candidate | None = None
-    """The plan in numbers; None where nothing was predicted (`plan.no_forecast`)."""
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """What a plan for a cluster is made from."""
+class Predicted(Prepared):
+    """... of which something is predicted."""
 
-    loaded: LoadedConfig
+    plan: ForecastPlan
+    found: Candidate
+    """The plan in numbers."""
+
+
+@dataclass(frozen=True)
+class OnCluster(Predicted):
+    """... for the nodes of a cluster."""
+
+    seating: Seating
+    needed: int
+    """Nodes that the plan uses."""
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """That was planned for."""
+        return self.found.problem.cluster
+
+    @property
+    def spares(self) -> int:
+        """Nodes that are asked for beyond these."""
+        return self.config.placement.spare_nodes
+
+    def changed(self, values: dict[str, Any]) -> OnCluster:
+        """With other values of some keys, and no other plan."""
+        chosen = {**self.plan.chosen, **values}
+        return replace(self, config=self.loaded.resolved(chosen).config,
+                       plan=self.plan.model_copy(update={"chosen": chosen}))
+
+
+class Model(NamedTuple):
+    """The model of a configuration that is planned for a cluster; its weights need not be there."""
+
     architecture: Architecture
     shape: ModelShape
-    cluster: ClusterSpec
 
 
 def prepare(path: str, words: Sequence[str] = (), device: Literal["auto", "cpu", "gpu"] = "auto", *,
-            to_run: bool = False, on: Literal["local", "slurm"] = "local",
-            cluster: ClusterSpec | None = None) -> Prepared:
-    """Load, check against the model and the machine or cluster, and plan.
+            to_run: bool = False, cluster: ClusterSpec | None = None) -> Prepared:
+    """Load, check against the model and the machine or cluster, and plan: a `Prepared` for this machine, a `Predicted`
+    where its kind is known, an `OnCluster` for a cluster.
 
     Args:
-        to_run: also check what only a run needs: tokenizer, complete weights, data files. A plan needs config.json, or
-            the name of a built-in architecture; a rehearsal needs no more.
-        on: where it is to run.
+        to_run: also check what only a run on this machine needs: tokenizer, complete weights, data files. A plan needs
+            config.json, or the name of a built-in architecture.
         cluster: plan for this instead of `cluster:` of the configuration.
 
     Raises:
         UserError: see the steps.
     """
     loaded = load_config(path, words)
-    named = cluster or (None if loaded.config.cluster == "local" else load_cluster(loaded.config.cluster))
-    if not is_here(named):
-        if to_run:
-            check_runnable(loaded, here=False, on=on)
-        inputs = planning_inputs(loaded, named)
-        if to_run and trains(loaded.config):
-            _check_files(loaded)
-        planned = plan_on_cluster(inputs.loaded, inputs.architecture, inputs.shape, inputs.cluster,
-                                  inputs.cluster.gpu.device)
-        return Prepared(planned.loaded, Path(loaded.config.model.path), inputs.architecture, planned.plan, planned,
-                        planned.found)
-    loaded = loaded.with_values(auto.local_values(loaded.config), "auto")
+    named = cluster or _cluster_of(loaded)
     if to_run:
-        check_runnable(loaded, here=True, on=on)
+        check_runnable(loaded, here=is_here(named), on="local")
+    return _on_this_machine(loaded, named, device, to_run) if is_here(named) else prepare_for(loaded, named)
+
+
+def prepare_job(path: str, words: Sequence[str] = (), cluster: ClusterSpec | None = None) -> OnCluster:
+    """Load, check and plan what is to run as a job of Slurm. A rehearsal needs no more than a plan does.
+
+    Args:
+        cluster: the nodes that were really given, instead of `cluster:` of the configuration.
+
+    Raises:
+        UserError: as `prepare`; a configuration for this machine.
+    """
+    loaded = load_config(path, words)
+    named = cluster or _cluster_of(loaded)
+    check_runnable(loaded, here=is_here(named), on="slurm")
+    return prepare_for(loaded, named, to_run=True)
+
+
+def _cluster_of(loaded: LoadedConfig) -> ClusterSpec | None:
+    """The cluster that a configuration names; None for this machine."""
+    return None if loaded.config.cluster == "local" else load_cluster(loaded.config.cluster)
+
+
+def prepare_for(loaded: LoadedConfig, cluster: ClusterSpec | None = None, *, to_run: bool = False) -> OnCluster:
+    """The best plan of a configuration for a cluster, with its forecast.
+
+    Args:
+        to_run: the model's weights and the data files must be there, unless this is a rehearsal.
+
+    Raises:
+        UserError: as `posed`; or, with exit code `NO_FEASIBLE_PLAN`, nothing fits: the message names the smallest
+            changes that would make a plan.
+    """
+    model = model_of(loaded)
+    if to_run and trains(loaded.config):
+        _check_files(loaded)
+    problem = posed(loaded, cluster, model)
+    search, found = best_of(problem)
+    chosen = chosen_values(found, loaded)
+    config = loaded.resolved(chosen).config
+    plan = plan_of(config, model.architecture, problem.cluster.gpu.device, chosen).predicted(
+        forecast(search, found, problem.sources(chosen)))
+    seating = place(found.training.layout, found.rollout.layout, problem.cluster, mode=found.mode,
+                    spares=problem.spare_nodes, gpu_order=found.sync.gpu_order if found.sync else (),
+                    tp_across_nodes=problem.pins.tp_across_nodes)
+    split = plan.forecast.split
+    return OnCluster(loaded, config, Path(config.model.path), plan, found, seating, split.training + split.rollout)
+
+
+def posed(loaded: LoadedConfig, cluster: ClusterSpec | None = None, model: Model | None = None, *,
+          largest: int | None = None) -> Problem:
+    """A configuration as a problem, checked against its model and the cluster.
+
+    Args:
+        cluster: instead of `cluster:` of the configuration.
+        model: its model, where that was read before.
+        largest: the sizes need to go together on so many nodes only (a sweep).
+
+    Raises:
+        UserError: sizes that do not go together; no such model folder or built-in model; a cluster file that cannot be
+            used.
+    """
+    if cluster is None and loaded.config.cluster == "local":
+        raise UserError("this is planned for a cluster, and the configuration runs on this machine", fix="add --cluster "
+                        "configs/clusters/h100x32.yaml, or another file", where=loaded.where("cluster"))
+    spec = cluster or load_cluster(loaded.config.cluster)
+    architecture, shape = model or model_of(loaded)
+    problem = problem_of(loaded, shape, spec)
+    check_pins(problem if largest is None else problem.on(with_nodes(spec, largest)))
+    check(least(loaded, problem, architecture), architecture, spec.gpu.device)
+    return problem
+
+
+def model_of(loaded: LoadedConfig) -> Model:
+    """The model of a configuration that is only planned: a folder, or the name of a built-in one.
+
+    Raises:
+        UserError: neither.
+    """
+    name = loaded.config.model.path
+    if not Path(name).is_dir() and (known(name) or "/" not in name):
+        architecture, label = from_builtin(name, loaded.where("model.path")), known(name) or name
+    else:
+        folder = locate.model_folder(loaded)
+        architecture, label = architecture_for_planning(folder), folder.name
+    return Model(architecture, from_architecture(architecture, label))
+
+
+def _on_this_machine(loaded: LoadedConfig, described: ClusterSpec | None, device: Literal["auto", "cpu", "gpu"],
+                     to_run: bool) -> Prepared:
+    """Nothing is searched: what is `auto` follows the rules for one machine.
+
+    Args:
+        described: the file that describes this machine, if any.
+    """
+    chosen = auto.local_values(loaded.config)
+    resolved = loaded.resolved(chosen)
     folder = locate.model_folder(loaded)
     architecture = _check_files(loaded) if to_run else from_hf_config(folder)
     kind = local.device(device)
     count = len(local.gpus()) if kind == "gpu" else 0
     # A plan for GPUs can be made on a machine without any; a run cannot.
-    check(loaded, architecture, kind, gpus=count if kind == "gpu" and (to_run or count) else None)
-    made = plan(loaded.config, architecture, kind)
-    shape = from_architecture(architecture, folder.name)
+    check(resolved, architecture, kind, gpus=count if kind == "gpu" and (to_run or count) else None)
+    plan = plan_of(resolved.config, architecture, kind, chosen)
+
+    def unpredicted(why: UserError) -> Prepared:
+        return Prepared(loaded, resolved.config, folder, plan.model_copy(update={"no_forecast": why.what}))
+
     try:
-        machine = this_machine(kind, made, loaded.config, named)
-        missing = check_workload(loaded) if to_run else ""
+        machine = this_machine(kind, plan, resolved.config.trainer.threads, described)
     except UserError as error:              # a GPU without figures
-        missing = error.what
-    if missing:
-        return Prepared(loaded, folder, architecture, made.model_copy(update={"no_forecast": missing}))
-    found = pinned_candidate(loaded, shape, made, machine)
-    made = made.model_copy(update={"forecast": local_forecast(loaded, found)})
-    return Prepared(loaded, folder, architecture, made, found=found)
-
-
-def check_workload(loaded: LoadedConfig) -> str:
-    """What the configuration assumes of its data changes no run: what is wrong with it, for a run that goes on without a
-    forecast; empty if nothing is."""
+        return unpredicted(error)
     try:
-        workload_of(loaded)
-    except UserError as error:
-        return error.what
-    return ""
+        problem = problem_of(resolved, from_architecture(architecture, folder.name), machine)
+    except UserError as error:              # what the configuration assumes of its data changes no run
+        if not to_run:
+            raise
+        return unpredicted(error)
+    found = pinned_candidate(problem, plan)
+    sources = {**problem.sources(), "cluster": machine.sources.get("cluster", "this machine"), "trainer": loaded.path,
+               "rollout": loaded.path}
+    return Predicted(loaded, resolved.config, folder, plan.predicted(forecast(None, found, sources)), found)
 
 
 def _check_files(loaded: LoadedConfig) -> Architecture:
@@ -117,22 +237,3 @@ def _check_files(loaded: LoadedConfig) -> Architecture:
                                       where=f"{loaded.where('model.path')}: {folder.absolute()}")
     locate.check_data_files(loaded)
     return architecture
-
-
-def planning_inputs(loaded: LoadedConfig, cluster: ClusterSpec | None = None) -> Inputs:
-    """Model and cluster of a configuration that is only planned.
-
-    Raises:
-        UserError: no such model folder or built-in model, or a cluster file that cannot be used.
-    """
-    if cluster is None and loaded.config.cluster == "local":
-        raise UserError("this is planned for a cluster, and the configuration runs on this machine", fix="add --cluster "
-                        "configs/clusters/h100x32.yaml, or another file", where=loaded.where("cluster"))
-    spec = cluster or load_cluster(loaded.config.cluster)
-    name, where = loaded.config.model.path, loaded.where("model.path")
-    if not Path(name).is_dir() and (known(name) or "/" not in name):
-        architecture, label = from_builtin(name, where), known(name) or name
-    else:
-        folder = locate.model_folder(loaded)
-        architecture, label = architecture_for_planning(folder), folder.name
-    return Inputs(loaded, architecture, from_architecture(architecture, label), spec)

@@ -10,9 +10,8 @@ from launch.cluster.spec import ClusterSpec
 from launch.errors import UserError
 from launch.planner.explain.forecast import throughput_of
 from launch.planner.explain.remedies import with_nodes
-from launch.planner.prepare import Inputs
 from launch.planner.search.pins import check_pins
-from launch.planner.search.problem import modes, problem_of
+from launch.planner.search.problem import Problem
 from launch.planner.search.search import Search
 
 MOST_POINTS = 64
@@ -33,7 +32,7 @@ def parse(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def sweep(inputs: Inputs, first: int, last: int) -> list[SweepPoint]:
+def sweep(problem: Problem, first: int, last: int) -> list[SweepPoint]:
     """The best plan of each size from `first` to `last` nodes. Of a wide range at most `MOST_POINTS` sizes, evenly spread,
     and those that a bisection between the last that misses the target and the first that reaches it needs: more nodes never
     lower the best throughput, so the smallest that reaches it is among the points.
@@ -41,7 +40,7 @@ def sweep(inputs: Inputs, first: int, last: int) -> list[SweepPoint]:
     Raises:
         UserError: pinned sizes that the largest of them cannot have.
     """
-    sizes, target = _Sizes(inputs, last), inputs.loaded.config.workload.target_prompts_per_hour
+    sizes, target = _Sizes(problem, last), problem.workload.target
     step = max(1, -(-(last - first) // MOST_POINTS))
     points = {nodes: sizes.point(nodes) for nodes in sorted({*range(first, last + 1, step), last})}
     if target is not None:
@@ -71,13 +70,13 @@ def remarks(cluster: ClusterSpec, tried: int, first: int, last: int) -> tuple[st
 class _Sizes:
     """Plans one size after the other; what a search keeps of one serves the next."""
 
-    def __init__(self, inputs: Inputs, last: int) -> None:
-        self.inputs, self.have = inputs, len(inputs.cluster.nodes)
-        self.largest = _searches(inputs, last)
+    def __init__(self, problem: Problem, last: int) -> None:
+        self.problem, self.have = problem, len(problem.cluster.nodes)
+        self.largest = _searches(problem, last)
         self.known = self.largest
         """For the sizes that the cluster's switch tree describes."""
-        if last > self.have > 1 and inputs.cluster.switches:
-            self.known = _searches(inputs, self.have, checked=False)
+        if last > self.have > 1 and problem.cluster.switches:
+            self.known = _searches(problem, self.have, checked=False)
 
     def point(self, nodes: int) -> SweepPoint:
         largest = len(self.largest[0].problem.cluster.nodes)
@@ -88,16 +87,16 @@ class _Sizes:
     def _single(self) -> SweepPoint:
         """One node, which is divided by GPUs and not by nodes, as the search of the larger sizes is."""
         try:
-            return _point(_searches(self.inputs, 1), 1)
+            return _point(_searches(self.problem, 1), 1)
         except UserError:               # pins that a larger size can have
             return _none(1)
 
 
-def _searches(inputs: Inputs, nodes: int, *, checked: bool = True) -> list[Search]:
-    cluster = with_nodes(inputs.cluster, nodes)
+def _searches(problem: Problem, nodes: int, *, checked: bool = True) -> list[Search]:
+    sized = problem.on(with_nodes(problem.cluster, nodes))
     if checked:
-        check_pins(inputs.loaded, inputs.architecture, cluster)
-    return [Search(problem_of(inputs.loaded, inputs.shape, cluster), mode) for mode in modes(inputs.loaded)]
+        check_pins(sized)
+    return [Search(sized, mode) for mode in sized.modes]
 
 
 def _point(searches: list[Search], nodes: int) -> SweepPoint:

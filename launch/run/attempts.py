@@ -28,12 +28,12 @@ from typing import IO
 
 import yaml
 
-from launch.config import auto
+from launch.config.resolved import ResolvedConfig, resolve
 from launch.config.schema import Run, RunConfig
 from launch.errors import UserError
 from launch.files.shared import patiently, write_atomically
 from launch.files.waiting import wait_for
-from launch.plan.plan import Placement, Plan
+from launch.plan.plan import Placement, Plan, read_plan
 
 FRESH_NAMES = 1000
 HELD = (errno.EWOULDBLOCK, errno.EACCES)
@@ -76,19 +76,35 @@ class Attempt:
         """Marks every process of this attempt in its environment (`launch.envvars.JOB_MARK`)."""
         return str(self.folder.resolve())
 
-    def config(self) -> RunConfig:
+    def config(self) -> ResolvedConfig:
+        """What the attempt runs with: `config.yaml`, which holds what the user wrote, and for what is `auto` there the
+        plan's choices. They travel in `plan.json` alone, next to the ranks and stages that are made from them, so that
+        the two files cannot disagree and `config.yaml` still shows what was asked for. (Attempts of older versions hold
+        all values in `config.yaml`, and no choices in the plan.)
+
+        Raises:
+            UserError: the two do not make a configuration that this version runs.
+        """
+        try:
+            return resolve(self.asked(), self.plan().chosen)
+        except ValueError as error:
+            raise UserError(f"the attempt {self.folder} is not one of this version: {error}", where=str(self.folder),
+                            fix="begin a new attempt: megatron-rl launch CONFIG") from error
+
+    def asked(self) -> RunConfig:
+        """The configuration as the user wrote it, overrides and defaults included."""
         return RunConfig.model_validate(yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8")))
 
     def plan(self) -> Plan:
-        return Plan.model_validate_json((self.folder / "plan.json").read_text(encoding="utf-8"))
+        return read_plan(json.loads((self.folder / "plan.json").read_text(encoding="utf-8")))
 
     def placement(self) -> Placement:
         return Placement.model_validate_json((self.folder / "placement.json").read_text(encoding="utf-8"))
 
-    def write(self, config: RunConfig, plan: Plan, placement: Placement, environment: dict[str, str]) -> None:
-        """Record what the attempt is started with. `environment` is what may be recorded (`envvars.recordable`)."""
-        assert not auto.open_keys(config), f"the planner left open: {auto.open_keys(config)}"
-        write_atomically(self.folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    def write(self, asked: RunConfig, plan: Plan, placement: Placement, environment: dict[str, str]) -> None:
+        """Record what the attempt is started with: see `config`. `environment` is what may be recorded
+        (`envvars.recordable`)."""
+        write_atomically(self.folder / "config.yaml", yaml.safe_dump(asked.model_dump(mode="json"), sort_keys=False))
         write_atomically(self.folder / "plan.json", plan.model_dump_json(indent=2))
         write_atomically(self.folder / "placement.json", placement.model_dump_json(indent=2))
         write_atomically(self.folder / "environment.json", json.dumps(environment, indent=2), mode=0o600)

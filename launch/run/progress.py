@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from launch.files.shared import read_shared, write_atomically
 
 FILE = "progress.json"
@@ -82,7 +82,7 @@ INSIDE_FIRST = 1.5
 """The job has deadlines of its own, which know better who is missing: the launcher waits this much longer."""
 
 
-def allowed_s(span: Span, config: RunConfig) -> float:
+def allowed_s(span: Span, config: ResolvedConfig) -> float:
     """Seconds without a sign of life that a span may take: `run.hang_factor` times its usual time, at least
     `run.hang_min_s`; where nothing is known yet (start-up, the first of its name), `run.deadline_s` and a half. A sync
     may in any case take twice its own deadline, `weight_sync.timeout_s`. The end of a job is not judged: its own
@@ -95,7 +95,7 @@ def allowed_s(span: Span, config: RunConfig) -> float:
     return max(limit, 2 * config.weight_sync.timeout_s) if span.name == "sync" else limit
 
 
-def overdue(progress: Progress, config: RunConfig, now: float) -> list[Span]:
+def overdue(progress: Progress, config: ResolvedConfig, now: float) -> list[Span]:
     """The open spans that hang, each by the rule of `allowed_s`."""
     return [span for span in progress.open if now - span.at > allowed_s(span, config)]
 

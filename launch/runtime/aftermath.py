@@ -274,7 +274,7 @@ class Aftermath:
                 continue
             reports[files.node] = [check for check in checks if check.name.startswith(HARDWARE)]
         config = self.attempt.folder / "config.yaml"
-        skipped = self.attempt.config().run.skip_checks if config.exists() else ()
+        skipped = self.attempt.asked().run.skip_checks if config.exists() else ()
         verdict = judge(reports, 0, skip=skipped)
         return {node: exclusion.checks[0] for node, exclusion in verdict.excluded.items()}
 

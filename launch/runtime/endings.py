@@ -6,7 +6,7 @@ import errno
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from launch.run import progress as progress_file
 from launch.run.attempts import Attempt
 from launch.run.components import Failure
@@ -32,7 +32,7 @@ def failed(attempt: Attempt, failure: Failure) -> Outcome:
                  failure.log)
 
 
-def hung(attempt: Attempt, config: RunConfig, step: int, late: Sequence[progress_file.Span],
+def hung(attempt: Attempt, config: ResolvedConfig, step: int, late: Sequence[progress_file.Span],
          stacks: list[hang.Stack]) -> Outcome:
     """The outcome of a hang: names the absent, and the spans of the step that are overdue. If the job has ended by
     itself meanwhile, what it wrote."""

@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from launch.cluster.file import load_cluster
-from launch.cluster.spec import ClusterSpec, Switch
+from launch.cluster.spec import Switch
 from launch.cluster.tree import FLAT, faults, natural_order, path_of, restrict, switches_of
 from launch.config.load import LoadedConfig
 from launch.errors import UserError
 from launch.fabric.lanes import leaf_of_nodes
 from launch.plan.plan import Placement
-from launch.planner.prepare import Prepared, prepare
+from launch.planner.prepare import OnCluster, prepare_job
 from launch.planner.seats.cluster import bind, place
 from launch.planner.seats.local import place_cpu
 from launch.ports import Ports
 from launch.run.node_files import Hello
-from launch.runtime.replan import for_fewer, layouts
+from launch.runtime.replan import for_fewer
 from launch.slurm.client import Slurm
 from launch.slurm.job_facts import JobFacts
 from launch.slurm.render import plan_hash_of
 
 
-@dataclass(frozen=True)
-class JobPlan:
-    """What is to run, and on how many nodes."""
-
-    prepared: Prepared
-    cluster: ClusterSpec
-    """The kind of nodes; the job's own once they are known (`on_nodes`)."""
-    needed: int
-    """Nodes that the plan uses."""
-    spares: int
-    """Nodes that were asked for beyond these."""
-
-
-def plan_job(path: str, words: Sequence[str], loaded: LoadedConfig, facts: JobFacts) -> JobPlan:
+def plan_job(path: str, words: Sequence[str], loaded: LoadedConfig, facts: JobFacts) -> OnCluster:
     """Plan the configuration and compare the plan with the allocation.
 
     With `run.replan`, an allocation that differs is planned for anew. One with fewer nodes, but no fewer than
@@ -46,8 +32,7 @@ def plan_job(path: str, words: Sequence[str], loaded: LoadedConfig, facts: JobFa
         UserError: the configuration, or an allocation that differs from the plan; names both.
     """
     run = loaded.config.run
-    cluster = load_cluster(loaded.config.cluster)
-    made = job_plan(prepare(path, words, to_run=True, on="slurm"), cluster)
+    made = prepare_job(path, words)
     differences = _differences(made, facts, run.min_nodes)
     if not differences:
         return made
@@ -56,18 +41,12 @@ def plan_job(path: str, words: Sequence[str], loaded: LoadedConfig, facts: JobFa
                         where=f"job {facts.job_id}; {loaded.where('cluster')}",
                         fix=f"submit with --nodes={made.needed + made.spares}, plan for what is given "
                             "(cluster=...), or allow a new plan with run.replan=true")
-    given = replace(cluster, nodes=facts.nodes, switches=(),
-                    gpus_per_node=facts.gpus_per_node or cluster.gpus_per_node)
-    return job_plan(prepare(path, words, to_run=True, on="slurm", cluster=given), given)
+    given = replace(made.cluster, nodes=facts.nodes, switches=(),
+                    gpus_per_node=facts.gpus_per_node or made.cluster.gpus_per_node)
+    return prepare_job(path, words, given)
 
 
-def job_plan(prepared: Prepared, cluster: ClusterSpec) -> JobPlan:
-    """A plan for a cluster, with the nodes that it needs."""
-    split, spares = prepared.plan.forecast.split, prepared.loaded.config.placement.spare_nodes
-    return JobPlan(prepared, cluster, split.training + split.rollout, spares)
-
-
-def _differences(made: JobPlan, facts: JobFacts, min_nodes: int | None) -> list[str]:
+def _differences(made: OnCluster, facts: JobFacts, min_nodes: int | None) -> list[str]:
     """Each names the plan's number and the allocation's."""
     planned, given = made.needed + made.spares, len(facts.nodes)
     found = []
@@ -75,16 +54,16 @@ def _differences(made: JobPlan, facts: JobFacts, min_nodes: int | None) -> list[
         spare = f" ({made.spares} of them spare)" if made.spares else ""
         found.append(f"planned for {planned} nodes{spare}, given {given}")
     gpus = facts.gpus_per_node
-    if made.prepared.plan.device == "gpu" and gpus is not None and gpus != made.cluster.gpus_per_node:
+    if made.plan.device == "gpu" and gpus is not None and gpus != made.cluster.gpus_per_node:
         found.append(f"planned for {made.cluster.gpus_per_node} GPUs a node, given {gpus}")
-    submitted, now = plan_hash_of(facts.comment), made.prepared.plan.fingerprint()
+    submitted, now = plan_hash_of(facts.comment), made.plan.fingerprint()
     if submitted is not None and submitted != now:
         found.append(f"submitted as plan {submitted}, and the configuration now makes plan {now}")
     return found
 
 
-def place_job(made: JobPlan, accepted: Sequence[str], avoid: Collection[str], hellos: Mapping[str, Hello],
-              attempt: int, switches: tuple[Switch, ...] = ()) -> tuple[JobPlan, Placement, str]:
+def place_job(made: OnCluster, accepted: Sequence[str], avoid: Collection[str], hellos: Mapping[str, Hello],
+              attempt: int, switches: tuple[Switch, ...] = ()) -> tuple[OnCluster, Placement, str]:
     """Place the plan on the accepted nodes, or a smaller one where they are too few.
 
     Args:
@@ -101,28 +80,25 @@ def place_job(made: JobPlan, accepted: Sequence[str], avoid: Collection[str], he
     """
     smaller = ""
     if len(accepted) < made.needed:
-        run = made.prepared.loaded.config.run
-        prepared, sizes = for_fewer(len(accepted), made.prepared, made.cluster, run.min_nodes)
-        made, smaller = JobPlan(prepared, made.cluster, sizes.nodes, made.spares), str(sizes)
+        made, sizes = for_fewer(len(accepted), made, made.config.run.min_nodes)
+        smaller = str(sizes)
     cluster = replace(made.cluster, nodes=tuple(accepted), switches=switches)
     addresses = {node: hellos[node].address for node in accepted}
     interfaces = {node: hellos[node].interface for node in accepted}
     ports = {node: Ports(hellos[node].ports) for node in accepted}
-    plan, config = made.prepared.plan, made.prepared.loaded.config
+    plan = made.plan
     if plan.device == "cpu":
         order = natural_order(set(accepted) - set(avoid)) + natural_order(avoid)
         order = [node for node in order if node in accepted][:made.needed]
         placement = place_cpu(plan, attempt, order, plan.forecast.split.training, addresses, ports, interfaces)
         left = tuple(node for node in natural_order(accepted) if node not in placement.nodes)
-        return (replace(made, cluster=cluster),
-                placement.model_copy(update={"spares": left, "leaves": leaf_of_nodes(cluster)}), smaller)
-    training, rollout = layouts(made.prepared)
-    sync = made.prepared.planned.found.sync
-    seating = place(training, rollout, cluster, accepted, mode=made.prepared.planned.found.mode, avoid=avoid,
-                    gpu_order=sync.gpu_order if sync else (),
-                    tp_across_nodes=config.placement.tp_across_nodes)
+        return made, placement.model_copy(update={"spares": left, "leaves": leaf_of_nodes(cluster)}), smaller
+    found = made.found
+    seating = place(found.training.layout, found.rollout.layout, cluster, accepted, mode=found.mode, avoid=avoid,
+                    gpu_order=found.sync.gpu_order if found.sync else (),
+                    tp_across_nodes=made.config.placement.tp_across_nodes)
     bound = bind(seating, plan.fingerprint(), attempt, addresses, ports, interfaces)
-    return replace(made, cluster=cluster), bound.model_copy(update={"leaves": leaf_of_nodes(cluster)}), smaller
+    return made, bound.model_copy(update={"leaves": leaf_of_nodes(cluster)}), smaller
 
 
 def switches_of_job(hellos: Mapping[str, Hello], nodes: Sequence[str], slurm: Slurm,

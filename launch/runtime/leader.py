@@ -26,6 +26,7 @@ from launch.health.ledger import Ledger
 from launch.health.network_run import with_network
 from launch.health.verdict import Verdict, judge, record
 from launch.plan.plan import Placement
+from launch.planner.prepare import OnCluster
 from launch.processes import Child, start
 from launch.report.run.display import make_display
 from launch.run import node_files
@@ -38,7 +39,7 @@ from launch.run.outcome import Outcome, Status, write_outcome
 from launch.run.stop import stop_requested
 from launch.runtime import endings
 from launch.runtime.aftermath import Aftermath
-from launch.runtime.job_plan import JobPlan, place_job, plan_job, switches_of_job
+from launch.runtime.job_plan import place_job, plan_job, switches_of_job
 from launch.runtime.start_deadline import greeting_s, with_start_deadline
 from launch.runtime.stop_clock import JobIsOver, Signals, StopClock
 from launch.runtime.summary import print_end
@@ -167,7 +168,7 @@ class Leader:
         verdict = self._preflight(made, hellos, config.run.deadline_s)
         made, placement = self._place(made, hellos, verdict)
         with make_display(config.run.name, config.run.steps) as display:
-            return Watch(self.attempt, made.prepared.loaded.config, placement, srun,
+            return Watch(self.attempt, made.config, placement, srun,
                          View(self.attempt.folder, display), self.clock.tick, say).run()
 
     def _start_supervisors(self) -> Child:
@@ -179,9 +180,9 @@ class Leader:
         say(f"attempt {self.attempt.number}: supervisors are starting ({self.attempt.folder})")
         return start("srun", command, log=self.attempt.logs / "srun.log", environment=environment)
 
-    def _keep_margin(self, made: JobPlan) -> None:
+    def _keep_margin(self, made: OnCluster) -> None:
         """The job stops in time for what this plan needs, and must have more time than that."""
-        config, plan = made.prepared.loaded.config, made.prepared.plan
+        config, plan = made.config, made.plan
         self.clock.margin_s = stop_margin(config, plan, self.profile)
         self.clock.warned_in_time = not config.run.rehearse
         left_s = None if self.facts.end_time is None else self.facts.end_time - time.time()
@@ -203,7 +204,7 @@ class Leader:
             say(f"no supervisor within {deadline_s:.0f} s on {listed(late)}")
         return found
 
-    def _preflight(self, made: JobPlan, hellos: dict[str, Hello], deadline_s: float) -> Verdict:
+    def _preflight(self, made: OnCluster, hellos: dict[str, Hello], deadline_s: float) -> Verdict:
         """The findings of every node, those that did not greet included, and the verdict over them."""
         came = [node for node in self.facts.nodes if node in hellos]
         found = gather_reports(self.attempt.folder, came, deadline_s, say=say, check=self._check)
@@ -245,17 +246,17 @@ class Leader:
         return critical("supervisor.absent", None, files.failure() or "no supervisor has begun there",
                         f"see {files.log}; a node without this file did not start the step's task")
 
-    def _place(self, made: JobPlan, hellos: dict[str, Hello], verdict: Verdict) -> tuple[JobPlan, Placement]:
+    def _place(self, made: OnCluster, hellos: dict[str, Hello], verdict: Verdict) -> tuple[OnCluster, Placement]:
         switches = switches_of_job(hellos, verdict.accepted, self.slurm, say)
         made, placement, smaller = place_job(made, verdict.accepted, verdict.avoid, hellos, self.attempt.number,
                                              switches)
         made = with_start_deadline(made, self.profile)
         if smaller:
             say(f"too few fit nodes for the whole plan: going on with {smaller}")
-        config, plan = made.prepared.loaded.config, made.prepared.plan
+        plan = made.plan
         nics = rails.for_nccl(self.reports, placement.nodes, made.cluster.nics_per_node, self.profile, say)
         placement = placement.model_copy(update={"nics": nics})
-        self.attempt.write(config, plan, placement, envvars.recordable())
+        self.attempt.write(made.loaded.config, plan, placement, envvars.recordable())
         spares = f", spare: {listed(placement.spares)}" if placement.spares else ""
         say(f"plan {plan.fingerprint()} placed on {listed(placement.nodes)}{spares}")
         write_atomically(self.attempt.folder / "slurm-calls.json", json.dumps(self.slurm.calls))

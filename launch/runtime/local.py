@@ -16,7 +16,7 @@ from types import FrameType
 
 from launch import envvars, processes
 from launch.cluster import local
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from launch.planner.prepare import Prepared
 from launch.planner.seats.local import LOCAL_NODE, LOOPBACK, place_local
 from launch.ports import Ports, allocate
@@ -43,14 +43,14 @@ def run_local(prepared: Prepared, *, quiet: bool = False) -> tuple[Attempt, Outc
     Raises:
         UserError: another job works in this run, or its ports are taken.
     """
-    config = prepared.loaded.config
+    config = prepared.config
     with RunFolder(config.run) as run:
         ports = allocate(pinned=config.run.port_base, address=LOOPBACK)
         try:
             attempt = run.new_attempt()
             gpus = local.gpus() if prepared.plan.device == "gpu" else ()
             placement = place_local(prepared.plan, attempt.number, ports, gpus=gpus)
-            attempt.write(config, prepared.plan, placement, envvars.recordable())
+            attempt.write(prepared.loaded.config, prepared.plan, placement, envvars.recordable())
             job = LocalJob(attempt, config, prepared.plan.device, ports)
             with make_display(config.run.name, config.run.steps, quiet=quiet) as display:
                 if prepared.plan.no_forecast:
@@ -65,7 +65,7 @@ class LocalJob:
     """The processes of one attempt on this machine."""
 
     attempt: Attempt
-    config: RunConfig
+    config: ResolvedConfig
     device: envvars.Device
     ports: Ports
     session: RaySession = field(default_factory=RaySession)

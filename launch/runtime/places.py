@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launch import envvars
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from launch.plan.plan import Placement
 
 NICS = "MEGATRON_RL_NICS"
@@ -49,7 +49,7 @@ def places(placement: Placement) -> tuple[PlacedProcess, ...]:
     return tuple(found)
 
 
-def variables(place: PlacedProcess, config: RunConfig, placement: Placement, device: envvars.Device,
+def variables(place: PlacedProcess, config: ResolvedConfig, placement: Placement, device: envvars.Device,
               mark: str) -> dict[str, str]:
     """What this process is started with, on top of what its node's supervisor inherited."""
     return {**envvars.environment(place.role, device, config, job=mark, gpus=place.visible,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from launch import processes
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from launch.errors import UserError
 from launch.ports import Ports
 
@@ -131,7 +131,7 @@ class RaySession:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def object_store_bytes(config: RunConfig, free_shm: int) -> int:
+def object_store_bytes(config: ResolvedConfig, free_shm: int) -> int:
     """What the completions of a step may take, and no more than half of the shared memory that is free: Ray would go to
     the disk with the rest either way."""
     completions = config.algorithm.prompts_per_step * config.algorithm.group_size

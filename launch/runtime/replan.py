@@ -6,17 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from launch.cluster.spec import ClusterSpec
-from launch.config.checks import check
-from launch.config.load import LoadedConfig
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
-from launch.plan.layouts import RolloutLayout, TrainingLayout
-from launch.planner.build import plan
+from launch.plan.layouts import TrainingLayout
 from launch.planner.explain.forecast import forecast
+from launch.planner.from_config import plan_of, problem_of
 from launch.planner.here import pinned_candidate
-from launch.planner.planning import Planned, sources_of
-from launch.planner.prepare import Prepared
+from launch.planner.prepare import OnCluster
 from launch.planner.seats.cluster import nodes_needed
 
 
@@ -34,53 +30,51 @@ class Sizes:
         return f"{self.replicas} engine(s), trainer.dp {self.dp}, {self.nodes} node(s)"
 
 
-def sizes_for(nodes: int, prepared: Prepared, cluster: ClusterSpec) -> Sizes | None:
+def sizes_for(nodes: int, planned: OnCluster) -> Sizes | None:
     """The largest sizes that fit: all data parallel replicas and as many engines as possible; if not one engine fits,
     the next smaller divisor of DP. None if nothing does."""
-    return next((sizes for sizes in _candidates(prepared, cluster) if sizes.nodes <= nodes), None)
+    return next((sizes for sizes in _candidates(planned) if sizes.nodes <= nodes), None)
 
 
-def for_fewer(nodes: int, prepared: Prepared, cluster: ClusterSpec, min_nodes: int | None) -> tuple[Prepared, Sizes]:
+def for_fewer(nodes: int, planned: OnCluster, min_nodes: int | None) -> tuple[OnCluster, Sizes]:
     """The plan for `nodes` nodes.
 
     Args:
-        prepared: the plan that needs more.
-        cluster: the nodes' kind; its node names do not matter.
+        planned: the plan that needs more.
         min_nodes: `run.min_nodes`; None: no fewer than planned.
 
     Raises:
         UserError: fewer nodes than `min_nodes`, or nothing fits; exit code PREFLIGHT.
     """
-    whole = next(_candidates(prepared, cluster))
     if min_nodes is None or nodes < min_nodes:
         least = f"run.min_nodes = {min_nodes}" if min_nodes is not None else "run.min_nodes is not set"
+        whole = next(_candidates(planned))
         raise UserError(f"{nodes} fit node(s), the plan needs {whole.nodes}, and {least}", where="run.min_nodes",
                         fix=f"set run.min_nodes to at most {nodes} to go on with a smaller plan, or add spare nodes",
                         exit_code=ExitCode.PREFLIGHT)
-    sizes = sizes_for(nodes, prepared, cluster)
+    sizes = sizes_for(nodes, planned)
     if sizes is None:
         raise UserError(f"no part of the plan fits {nodes} fit node(s): one data parallel replica and one engine need "
                         "more",
                         where="trainer.tp, trainer.pp, rollout.tp", fix="plan for fewer nodes, or give more",
                         exit_code=ExitCode.PREFLIGHT)
-    return _planned(sizes, prepared, cluster), sizes
+    return _smaller(sizes, planned), sizes
 
 
-def _candidates(prepared: Prepared, cluster: ClusterSpec) -> Iterator[Sizes]:
+def _candidates(planned: OnCluster) -> Iterator[Sizes]:
     """From the plan itself down."""
-    planned = prepared.planned
-    assert planned is not None, "a job on a cluster was planned for a cluster"
-    training, rollout, mode = planned.found.training.layout, planned.found.rollout.layout, planned.found.mode
+    found, cluster = planned.found, planned.cluster
+    training, rollout = found.training.layout, found.rollout.layout
     for dp in (dp for dp in range(training.dp, 0, -1) if training.dp % dp == 0):
         fewer = replace(training, dp=dp)
-        alone = nodes_needed(fewer, replace(rollout, replicas=0), cluster, mode)
+        alone = nodes_needed(fewer, replace(rollout, replicas=0), cluster, found.mode)
         for replicas in range(rollout.replicas, 0, -1):
-            needed = (_cpu_nodes(planned, fewer, replicas, cluster) if cluster.gpu.device == "cpu" else
-                      (alone, nodes_needed(fewer, replace(rollout, replicas=replicas), cluster, mode)))
+            needed = (_cpu_nodes(planned, fewer, replicas) if cluster.gpu.device == "cpu" else
+                      (alone, nodes_needed(fewer, replace(rollout, replicas=replicas), cluster, found.mode)))
             yield Sizes(dp, replicas, *needed)
 
 
-def _cpu_nodes(planned: Planned, training: TrainingLayout, replicas: int, cluster: ClusterSpec) -> tuple[int, int]:
+def _cpu_nodes(planned: OnCluster, training: TrainingLayout, replicas: int) -> tuple[int, int]:
     """(nodes that train, all nodes) as `launch.planner.seats.local.place_cpu` spreads them: as many processes a
     node as planned."""
     split = planned.plan.forecast.split
@@ -90,21 +84,14 @@ def _cpu_nodes(planned: Planned, training: TrainingLayout, replicas: int, cluste
     return train, train + -(-replicas // a_node)
 
 
-def _planned(sizes: Sizes, prepared: Prepared, cluster: ClusterSpec) -> Prepared:
-    """The plan with these sizes, checked and forecast."""
-    planned = prepared.planned
-    loaded: LoadedConfig = prepared.loaded.with_values(
-        {"trainer.dp": sizes.dp, "rollout.replicas": sizes.replicas, "placement.training_nodes": sizes.training_nodes},
-        "planner")
-    check(loaded, prepared.architecture, prepared.plan.device)
-    made = plan(loaded.config, prepared.architecture, prepared.plan.device)
-    mode = planned.found.mode
-    found = pinned_candidate(loaded, planned.found.problem.shape, made, cluster, mode)
-    made = made.model_copy(update={"forecast": forecast(None, found, sources_of(loaded, cluster))})
-    return replace(prepared, loaded=loaded, plan=made, planned=replace(planned, loaded=loaded, plan=made, found=found))
-
-
-def layouts(prepared: Prepared) -> tuple[TrainingLayout, RolloutLayout]:
-    """The two layouts of a plan for a cluster."""
-    assert prepared.planned is not None
-    return prepared.planned.found.training.layout, prepared.planned.found.rollout.layout
+def _smaller(sizes: Sizes, planned: OnCluster) -> OnCluster:
+    """The plan with these sizes and its forecast. They need no check: whatever fits a plan fits one with fewer engines and
+    replicas."""
+    chosen = {**planned.plan.chosen, "trainer.dp": sizes.dp, "rollout.replicas": sizes.replicas,
+              "placement.training_nodes": sizes.training_nodes}
+    resolved = planned.loaded.resolved(chosen)
+    plan = plan_of(resolved.config, planned.plan.architecture, planned.plan.device, chosen)
+    problem = problem_of(resolved, planned.found.problem.shape, planned.cluster)
+    found = pinned_candidate(problem, plan, planned.found.mode)
+    return replace(planned, config=resolved.config, found=found, needed=sizes.nodes,
+                   plan=plan.predicted(forecast(None, found, problem.sources(chosen))))

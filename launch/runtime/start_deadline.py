@@ -3,12 +3,10 @@ one. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from launch.config.load import LoadedConfig
-from launch.plan.plan import Plan
+from launch.plan.plan import ForecastPlan
+from launch.planner.prepare import OnCluster
 from launch.run.faults import trains
-from launch.runtime.job_plan import JobPlan
 from launch.slurm.margin import needed
 from launch.slurm.profiles import Profile
 
@@ -22,7 +20,7 @@ IMAGE_S = 1800.0
 """A container's image of tens of gigabytes is fetched and unpacked before the first process of a node starts."""
 
 
-def start_deadline_s(loaded: LoadedConfig, plan: Plan, profile: Profile) -> float:
+def start_deadline_s(loaded: LoadedConfig, plan: ForecastPlan, profile: Profile) -> float:
     """`run.deadline_s` where the user has set it, and where nothing large starts (a rehearsal); else what this plan may
     take, at least the default."""
     asked = loaded.config.run.deadline_s
@@ -34,12 +32,9 @@ def start_deadline_s(loaded: LoadedConfig, plan: Plan, profile: Profile) -> floa
     return max(asked, engine_s + BUSY * need.checkpoint_s, STEPS * need.step_s)
 
 
-def with_start_deadline(made: JobPlan, profile: Profile) -> JobPlan:
+def with_start_deadline(made: OnCluster, profile: Profile) -> OnCluster:
     """The same with this deadline in its configuration: that is what the processes of the job read."""
-    loaded = made.prepared.loaded
-    seconds = start_deadline_s(loaded, made.prepared.plan, profile)
-    loaded = loaded.with_values({"run.deadline_s": seconds}, "auto")
-    return replace(made, prepared=replace(made.prepared, loaded=loaded))
+    return made.changed({"run.deadline_s": start_deadline_s(made.loaded, made.plan, profile)})
 
 
 def greeting_s(deadline_s: float, profile: Profile) -> float:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from launch.files.shared import seen
 from launch.files.waiting import listed, wait_for
 from launch.plan.plan import Placement
@@ -40,7 +40,7 @@ class Watch:
         tick: called in every round: deadlines and signals become stop requests there.
     """
 
-    def __init__(self, attempt: Attempt, config: RunConfig, placement: Placement, step: Child, view: View,
+    def __init__(self, attempt: Attempt, config: ResolvedConfig, placement: Placement, step: Child, view: View,
                  tick: Callable[[], None], say: Callable[[str], None]) -> None:
         self.attempt, self.config, self.placement, self.step = attempt, config, placement, step
         self.view, self.tick, self.say = view, tick, say

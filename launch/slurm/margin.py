@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from launch.errors import UserError
-from launch.plan.plan import Plan
+from launch.plan.plan import ForecastPlan
 from launch.slurm.profiles import Profile
 
 RESERVE_S = 60.0
@@ -53,8 +53,8 @@ class Needed:
                 f"= {self.total_s:.0f} s")
 
 
-def needed(plan: Plan, profile: Profile) -> Needed:
-    """What this plan needs. The plan must hold a forecast."""
+def needed(plan: ForecastPlan, profile: Profile) -> Needed:
+    """What this plan needs."""
     forecast = plan.forecast
     numbers = {number.key: number.value for number in forecast.numbers}
     bandwidth = numbers["coefficients.reliability.checkpoint_bandwidth"] * forecast.split.training
@@ -67,7 +67,7 @@ def needed(plan: Plan, profile: Profile) -> Needed:
     return Needed(forecast.step_high_s, size, rate, disk)
 
 
-def stop_margin(config: RunConfig, plan: Plan, profile: Profile) -> int:
+def stop_margin(config: ResolvedConfig, plan: ForecastPlan, profile: Profile) -> int:
     """Seconds before the end at which the job is told to stop: `run.stop_margin_s`; where that is auto, what the plan
     needs in whole minutes, at least the profile's. A rehearsal needs the reserve only.
 
@@ -96,7 +96,7 @@ def measured_s(steps_s: Sequence[float], checkpoints_s: Sequence[float]) -> floa
     return max(steps_s, default=0.0) + 1.5 * max(checkpoints_s, default=0.0) + RESERVE_S
 
 
-def explained(config: RunConfig, plan: Plan, profile: Profile) -> str:
+def explained(config: ResolvedConfig, plan: ForecastPlan, profile: Profile) -> str:
     """The margin and what it is made of, for who submits."""
     seconds = stop_margin(config, plan, profile)
     why = "a rehearsal saves nothing" if config.run.rehearse else f"needed: {needed(plan, profile).text}"

@@ -13,8 +13,8 @@ from pydantic import AfterValidator, Field
 
 from launch import envvars
 from launch.config import typed_file, yaml_file
-from launch.config.problems import Problems
 from launch.config.schema import Section
+from launch.errors import Problems
 
 KIND, EXAMPLE = "site profile", "slurm/profiles/default.yaml"
 Option = Literal["exclusive", "mem", "requeue", "signal", "dependency", "comment", "open_mode", "ntasks_per_node"]

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from launch import envvars
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from launch.errors import UserError
-from launch.plan.plan import Plan
+from launch.plan.plan import ForecastPlan
 from launch.slurm.margin import PORTABLE_S
 from launch.slurm.profiles import Profile
 
@@ -57,7 +57,7 @@ class Places:
     """sbatch makes no folder for it: where one is missing the job fails without a word."""
 
 
-def render(config_path: str, words: Sequence[str], config: RunConfig, plan: Plan, profile: Profile, *,
+def render(config_path: str, words: Sequence[str], config: ResolvedConfig, plan: ForecastPlan, profile: Profile, *,
            flags: Flags = Flags(), places: Places = Places(), margin_s: int = PORTABLE_S,
            plan_hash: str | None = None) -> str:
     """The text of the batch script.
@@ -109,7 +109,7 @@ def plan_hash_of(comment: str) -> str | None:
     return match["hash"] if match else None
 
 
-def _options(config: RunConfig, nodes: int, gpus: int, profile: Profile, flags: Flags, places: Places,
+def _options(config: ResolvedConfig, nodes: int, gpus: int, profile: Profile, flags: Flags, places: Places,
              margin_s: int) -> list[str]:
     kind = f"{profile.gpu_type}:" if profile.gpu_type else ""
     asked = {"gpus_per_node": [f"--gpus-per-node={kind}{gpus}"], "gres": [f"--gres=gpu:{kind}{gpus}"], "none": []}
@@ -173,7 +173,7 @@ def _python(profile: Profile, places: Places) -> str:
     return shlex.quote(profile.python or places.python or "python3")
 
 
-def _heading(config_path: str, words: Sequence[str], config: RunConfig, plan: Plan, nodes: int, flags: Flags,
+def _heading(config_path: str, words: Sequence[str], config: ResolvedConfig, plan: ForecastPlan, nodes: int, flags: Flags,
              places: Places) -> list[str]:
     cluster = plan.forecast.cluster
     spares = f", {config.placement.spare_nodes} of them spare" if config.placement.spare_nodes else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 import launch
 from launch.errors import UserError
 from launch.files.shared import write_atomically
-from launch.planner.prepare import Prepared, prepare
+from launch.planner.prepare import OnCluster, prepare_job
 from launch.slurm.client import Slurm
 from launch.slurm.margin import explained, stop_margin
 from launch.slurm.profiles import Profile, load_profile
@@ -30,7 +30,7 @@ NO_LIMIT = ("unlimited", "infinite", "-1")
 class Submission:
     """A job that could be submitted."""
 
-    prepared: Prepared
+    prepared: OnCluster
     profile: Profile
     script: str
     margin: str
@@ -49,18 +49,18 @@ def compose(config: str, words: Sequence[str], flags: Flags, *, profile: str | N
     words = [*words, *([f"run.profile={profile}"] if profile is not None else []),
              *([f"placement.spare_nodes={spares}"] if spares is not None else [])]
     limit = seconds(flags.time)
-    prepared = prepare(config, words, to_run=True, on="slurm")
-    run = prepared.loaded.config.run
+    prepared = prepare_job(config, words)
+    run = prepared.config.run
     site = load_profile(run.profile)
-    margin_s = stop_margin(prepared.loaded.config, prepared.plan, site)
+    margin_s = stop_margin(prepared.config, prepared.plan, site)
     _check_time(flags.time, limit, margin_s)
     folder = Path(run.dir).absolute() / run.name / "slurm"
     root, here = Path(launch.__file__).resolve().parents[1], Path.cwd()
     places = Places(root=str(root), work_dir=None if here == root else str(here), python=sys.executable,
                     output=_pattern(folder))
-    text = render(config, words, prepared.loaded.config, prepared.plan, site, flags=flags, places=places,
+    text = render(config, words, prepared.config, prepared.plan, site, flags=flags, places=places,
                   margin_s=margin_s, plan_hash=prepared.plan.fingerprint())
-    return Submission(prepared, site, text, explained(prepared.loaded.config, prepared.plan, site), folder)
+    return Submission(prepared, site, text, explained(prepared.config, prepared.plan, site), folder)
 
 
 def submit(job: Submission, say: Say, slurm: Slurm | None = None) -> str:

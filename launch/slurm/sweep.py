@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from launch import envvars
-from launch.config.load import load_config
-from launch.config.schema import RunConfig
+from launch.config.load import ResolvedLoaded, load_config
+from launch.config.resolved import ResolvedConfig
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
 from launch.files.shared import write_atomically
@@ -122,22 +122,20 @@ def plan_sweep(config: str, words: Sequence[str], flags: Flags, *, device: str =
     base = load_config(config, [word for word in words if len(split(word.partition("=")[2])) < 2]).config
     found = []
     for point in points(words, base.run.name):
-        loaded = load_config(config, point.words).config
-        folder = (Path(loaded.run.dir) / point.name).absolute()
+        loaded = load_config(config, point.words)
+        folder = (Path(loaded.config.run.dir) / point.name).absolute()
         log = str(folder / "slurm" / "launcher.log")
-        if loaded.cluster == "local":
+        if isinstance(loaded, ResolvedLoaded):          # for one machine
             on_gpu = device == "gpu" or (device == "auto" and gpus_there)
             limit = submit.seconds(flags.time)
             stop = limit - min(600.0, LOCAL_MARGIN * limit) if limit is not None else None
             task = SweepTask(str(folder), ("launch", config, *point.words, "--on", "local", "--quiet", "--device",
                                            "gpu" if on_gpu else "cpu"), log, stop)
-            found.append((point, task, _one_node(loaded, on_gpu)))
+            found.append((point, task, _one_node(loaded.config, on_gpu)))
         else:
             job = submit.compose(config, (*point.words, "run.max_attempts=1"), flags, profile=profile, spares=spares)
-            forecast = job.prepared.plan.forecast
-            spare = job.prepared.loaded.config.placement.spare_nodes
-            nodes = forecast.split.training + forecast.split.rollout + spare
-            gpus = forecast.cluster.gpus_per_node if job.profile.gpus != "none" else 0
+            nodes = job.prepared.needed + job.prepared.spares
+            gpus = job.prepared.cluster.gpus_per_node if job.profile.gpus != "none" else 0
             extra = [*([f"run.profile={profile}"] if profile else []),
                      *([f"placement.spare_nodes={spares}"] if spares is not None else [])]
             task = SweepTask(str(folder), ("job", config, *point.words, "run.max_attempts=1", *extra), log)
@@ -265,13 +263,10 @@ def _call(task: SweepTask) -> dict[str, object]:
     return task()
 
 
-def _one_node(config: RunConfig, on_gpu: bool) -> Shape:
+def _one_node(config: ResolvedConfig, on_gpu: bool) -> Shape:
     """Processes of a run on one machine: a GPU each, or its threads."""
-    def size(value: object) -> int:
-        return value if isinstance(value, int) else 1
     trainer, rollout = config.trainer, config.rollout
-    ranks = size(trainer.tp) * size(trainer.pp) * size(trainer.cp) * size(trainer.dp)
-    engines = size(rollout.replicas) * size(rollout.tp)
+    ranks, engines = trainer.tp * trainer.pp * trainer.cp * trainer.dp, rollout.replicas * rollout.tp
     if on_gpu:
         return Shape(1, ranks + engines, False, 8 * (ranks + engines))
     return Shape(1, 0, False, ranks * trainer.threads + engines * rollout.threads)

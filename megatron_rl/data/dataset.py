@@ -12,7 +12,8 @@ import pyarrow
 import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
-from launch.config.schema import Data, RunConfig
+from launch.config.resolved import ResolvedConfig
+from launch.config.schema import Data
 from launch.errors import UserError, nearest
 from megatron_rl.data.batch import Prompt
 from megatron_rl.data.template import PromptTemplate
@@ -21,7 +22,7 @@ Row = dict[str, Any]
 Split = Literal["train", "eval"]
 
 
-def load_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> list[Prompt]:
+def load_prompts(config: ResolvedConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> list[Prompt]:
     """Load the prompts of `data.train` or `data.eval` in file order. `Prompt.index` is the row, counted from 0.
 
     Raises UserError if the file is missing, empty or broken, if a column is missing or has the wrong type, or if a

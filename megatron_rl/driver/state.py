@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from launch.errors import UserError
 from launch.run.attempts import Attempt
 from megatron_rl.data import dataset, template
@@ -23,7 +23,7 @@ class RunState:
     version cannot diverge on a resume.
     """
 
-    config: RunConfig
+    config: ResolvedConfig
     prompts: list[Prompt]
     held_out: list[Prompt]
     sampler: PromptSampler
@@ -38,7 +38,7 @@ class RunState:
     """Step of the newest checkpoint written or loaded."""
 
     @staticmethod
-    def from_data(config: RunConfig, attempt: Attempt) -> RunState:
+    def from_data(config: ResolvedConfig, attempt: Attempt) -> RunState:
         """Read, render and tokenise the data once, for engines and trainer.
 
         Raises:
@@ -104,7 +104,7 @@ def refuse_old_export(state: RunState, attempt: Attempt) -> None:
                                                          "checkpoint.export=never")
 
 
-def newest_checkpoint(attempt: Attempt, config: RunConfig) -> Path | None:
+def newest_checkpoint(attempt: Attempt, config: ResolvedConfig) -> Path | None:
     """Return the checkpoint to resume from, if there is one.
 
     Raises:

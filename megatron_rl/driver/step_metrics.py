@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from megatron_rl.algorithms.batch import BatchStatistics
 from megatron_rl.data.batch import Group
 from megatron_rl.rewards.sample import Score
@@ -51,7 +51,7 @@ def _rates(groups: Sequence[Group], times: Mapping[str, float]) -> dict[str, flo
 
 
 def of_evaluation(file: Path, groups: Sequence[Group], scores: Sequence[Sequence[Score]],
-                  config: RunConfig) -> dict[str, float]:
+                  config: ResolvedConfig) -> dict[str, float]:
     """Compute the metrics of greedy answers, one per question, and write each answer to `file` (JSONL), so that two
     evaluations can be compared by question. The reward function `eval.right` decides which answers are right."""
     decides = config.eval.right or config.reward.functions[0].function

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from launch.fabric.estimate import KINDS, Kind
 from launch.fabric.seated import Seats, seats_of
 from launch.fabric.shards import Flow, Shard, flows
 from launch.model.builtin import from_architecture
 from launch.plan.layouts import RolloutLayout, TrainingLayout
-from launch.plan.plan import Placement, Plan
+from launch.plan.plan import Placement, Plan, forecast_of
 from megatron_rl.weight_sync.plan.manifest import SyncManifest
 
 MIB = 1 << 20
@@ -25,10 +25,10 @@ class SyncPlan(NamedTuple):
     seats: Seats
 
 
-def sync_plan(config: RunConfig, plan: Plan, placement: Placement) -> SyncPlan:
+def sync_plan(config: ResolvedConfig, plan: Plan, placement: Placement) -> SyncPlan:
     """The route that the configuration pins, otherwise the plan's. The plan's chunks are the buckets. The route is
     `direct` if the plan has no forecast."""
-    forecast, most = plan.forecast, int(config.weight_sync.bucket_mb * MIB)
+    forecast, most = forecast_of(plan), int(config.weight_sync.bucket_mb * MIB)
     predicted = {route.route: route for route in forecast.sync.routes} if forecast else {}
     pinned = config.weight_sync.route
     wanted: str = pinned if pinned != "auto" else forecast.sync.chosen if forecast else "direct"
@@ -38,7 +38,7 @@ def sync_plan(config: RunConfig, plan: Plan, placement: Placement) -> SyncPlan:
                     seats_of(placement, plan.rollout.tp, forecast.cluster if forecast else None))
 
 
-def announced(config: RunConfig, plan: Plan) -> tuple[Flow, ...]:
+def announced(config: ResolvedConfig, plan: Plan) -> tuple[Flow, ...]:
     """The bytes that the plan's fabric moves from each shard to each worker of an engine."""
     sizes = plan.training
     layout = TrainingLayout(tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, cp=sizes.cp, dp=sizes.dp,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from launch.run.metrics import attempt_dirs, metric_history
 from megatron_rl.data.batch import Group
 from megatron_rl.monitor.divergence import Detectors, TrainingWarning
@@ -28,7 +28,7 @@ class Monitor:
     in runs/<name>/tensorboard, shared by all attempts. `first_step` is the first step that this attempt will log.
     """
 
-    def __init__(self, config: RunConfig, attempt_dir: Path, *, first_step: int = 1, strict: bool = False) -> None:
+    def __init__(self, config: ResolvedConfig, attempt_dir: Path, *, first_step: int = 1, strict: bool = False) -> None:
         run_dir = attempt_dir.parent.parent
         attempt_dir.mkdir(parents=True, exist_ok=True)
         earlier = [row for row in metric_history(attempt_dirs(run_dir)) if row["step"] < first_step]

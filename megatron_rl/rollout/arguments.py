@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from launch.errors import UserError
 from launch.plan.plan import Placement, Plan
 from megatron_rl.rollout.sampling import engine_seed
@@ -20,7 +20,7 @@ _DEFAULT_CHUNK = 8192
 """Default number of tokens in one engine iteration."""
 
 
-def engine_arguments(config: RunConfig, plan: Plan, placement: Placement, replica: int,
+def engine_arguments(config: ResolvedConfig, plan: Plan, placement: Placement, replica: int,
                      version_folder: Path | None) -> dict[str, Any]:
     """Arguments for vLLM's `AsyncEngineArgs`.
 
@@ -58,7 +58,7 @@ def engine_arguments(config: RunConfig, plan: Plan, placement: Placement, replic
     return arguments
 
 
-def _chunk_tokens(config: RunConfig, seeded_on_cpu: bool) -> int:
+def _chunk_tokens(config: ResolvedConfig, seeded_on_cpu: bool) -> int:
     """Number of tokens in one engine iteration. A seeded request with a split prefill crashes vLLM's CPU engine."""
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens

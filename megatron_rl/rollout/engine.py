@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from launch.errors import UserError
 from launch.plan.plan import Placement, Plan
 from megatron_rl.data import template
@@ -38,7 +38,7 @@ STOP_S = 10.0
 class RolloutEngine:
     """A running replica, created with `start`. All methods must be called from one event loop."""
 
-    def __init__(self, config: RunConfig, plan: Plan, replica: int, rendering: template.PromptTemplate,
+    def __init__(self, config: ResolvedConfig, plan: Plan, replica: int, rendering: template.PromptTemplate,
                  vllm: VllmEngine, weights: EngineWeights, facts: dict[str, Any]) -> None:
         self._config, self._plan, self._replica = config, plan, replica
         self._template, self._vllm = rendering, vllm
@@ -51,7 +51,7 @@ class RolloutEngine:
         (`PromptTemplate.fingerprint` of the tokenizer that decodes), `vllm` (version), and `process_facts`."""
 
     @classmethod
-    async def start(cls, config: RunConfig, plan: Plan, placement: Placement, replica: int,
+    async def start(cls, config: ResolvedConfig, plan: Plan, placement: Placement, replica: int,
                     log_path: str | Path | None = None, version_folder: Path | None = None) -> RolloutEngine:
         """Start vLLM with dummy weights. Returns once vLLM answers. The engine serves nothing yet.
 
@@ -187,7 +187,7 @@ class RolloutEngine:
                             fix="raise it or remove the prompt")
 
 
-def load_template(config: RunConfig) -> template.PromptTemplate:
+def load_template(config: ResolvedConfig) -> template.PromptTemplate:
     """The template with which this end decodes."""
     return template.PromptTemplate(template.load_tokenizer(config.model.path), chat_template=config.data.chat_template,
                                    system=config.data.system)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from megatron_rl.data.batch import Prompt
 
 
@@ -22,12 +22,12 @@ class Sampling:
     max_new_tokens: int
 
     @staticmethod
-    def training(config: RunConfig) -> Sampling:
+    def training(config: ResolvedConfig) -> Sampling:
         """G trajectories at the run's temperature."""
         return Sampling(config.algorithm.group_size, config.rollout.temperature, config.rollout.max_new_tokens)
 
     @staticmethod
-    def greedy(config: RunConfig) -> Sampling:
+    def greedy(config: ResolvedConfig) -> Sampling:
         """One greedy trajectory, for evaluation."""
         return Sampling(1, 0.0, config.rollout.max_new_tokens)
 

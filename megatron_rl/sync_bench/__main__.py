@@ -37,11 +37,10 @@ def main() -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    prepared = prepare(options.config, options.overrides, options.device)
-    check(prepared, options.on)
+    prepared = check(prepare(options.config, options.overrides, options.device), options.on)
     # The environment of ranks and workers, before anything imports torch or vLLM; members fork from here.
     for role in ("trainer", "rollout"):
-        envvars.set_for_this_process(envvars.environment(role, prepared.plan.device, prepared.loaded.config,
+        envvars.set_for_this_process(envvars.environment(role, prepared.plan.device, prepared.config,
                                                          job="sync-bench"))
     from megatron_rl.sync_bench.measure import bench
     from megatron_rl.sync_bench.members import MemberError

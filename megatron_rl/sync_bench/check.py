@@ -8,13 +8,13 @@ from typing import Literal
 import psutil
 
 from launch.errors import UserError
-from launch.planner.prepare import Prepared
+from launch.planner.prepare import OnCluster, Predicted, Prepared
 
 MOST_PROCESSES = 16
 
 
-def check(prepared: Prepared, on: Literal["local", "slurm"] = "local") -> None:
-    """Before anything is started.
+def check(prepared: Prepared, on: Literal["local", "slurm"] = "local") -> Predicted:
+    """The same, before anything is started.
 
     Args:
         on: this machine, or the nodes of the job that this is a part of.
@@ -23,16 +23,16 @@ def check(prepared: Prepared, on: Literal["local", "slurm"] = "local") -> None:
         UserError: the plan is not for what it is to run on, has no sync, or is too large for it.
     """
     loaded = prepared.loaded
-    if on == "local" and prepared.planned is not None:
+    if on == "local" and isinstance(prepared, OnCluster):
         raise UserError(f"this is planned for {loaded.config.cluster}, and what is measured is this machine",
                         where=loaded.where("cluster"),
                         fix="measure its nodes in an allocation with --on slurm, or add cluster=local, with sizes that "
                             "fit here: trainer.tp=1 trainer.pp=1 trainer.dp=1 rollout.tp=1 rollout.replicas=1")
-    if on == "slurm" and prepared.planned is None:
+    if on == "slurm" and not isinstance(prepared, OnCluster):
         raise UserError("this is planned for this machine, and --on slurm measures the nodes of an allocation",
                         where=loaded.where("cluster"),
                         fix="name their cluster file: cluster=configs/clusters/h100x2.yaml")
-    if prepared.found is None or prepared.found.sync is None:
+    if not isinstance(prepared, Predicted) or prepared.found.sync is None:
         raise UserError(prepared.plan.no_forecast or "no weights travel in this plan", where=loaded.path,
                         fix="plan with placement.mode=disaggregated, and with a workload that can be predicted")
     if not (prepared.model_folder / "config.json").is_file():
@@ -40,10 +40,11 @@ def check(prepared: Prepared, on: Literal["local", "slurm"] = "local") -> None:
                         f"{prepared.model_folder}",
                         where=loaded.where("model.path"), fix="give the model's folder")
     if on == "local":
-        _check_size(prepared)
+        _check_size(prepared, prepared.found.sync.replica_bytes)
+    return prepared
 
 
-def _check_size(prepared: Prepared) -> None:
+def _check_size(prepared: Predicted, replica_bytes: int) -> None:
     training, rollout = prepared.found.training.layout, prepared.found.rollout.layout
     count = training.gpus + rollout.gpus
     if count > MOST_PROCESSES:
@@ -52,7 +53,7 @@ def _check_size(prepared: Prepared) -> None:
                         where=prepared.loaded.path, fix="lower trainer.dp, trainer.tp or rollout.replicas")
     if prepared.plan.device == "cpu":
         copies = training.dp * training.cp + 2 * rollout.replicas           # an engine's second one is measured, too
-        needed = prepared.found.sync.replica_bytes * copies
+        needed = replica_bytes * copies
         available = psutil.virtual_memory().available
         if needed > available:
             raise UserError(f"the weights of all ranks and engines are {needed / 1e9:.1f} GB, and "

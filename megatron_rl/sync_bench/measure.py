@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from launch.coefficients.sync import SyncCoefficients
 from launch.fabric.simulate import arrivals
-from launch.planner.prepare import Prepared
+from launch.planner.prepare import Predicted
 from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.sync_bench.compare import EdgeTime, Lane, Part, edges, found_coefficients, parts, pauses
 from megatron_rl.sync_bench.lane_probe import LINKS
@@ -49,10 +49,10 @@ class Bench:
     """Coefficients of what was measured, by their keys in a cluster file."""
 
 
-async def bench(prepared: Prepared, site: Site, repeats: int) -> Bench:
+async def bench(prepared: Predicted, site: Site, repeats: int) -> Bench:
     """Start the plan's processes without trainer and engine, sync `repeats` + 1 times and take the median of those
     after the first; once more with engines that receive into a second copy of their weights, for their pause."""
-    plan, config, sync, coefficients = prepared.plan, prepared.loaded.config, site.sync, site.coefficients
+    plan, config, sync, coefficients = prepared.plan, prepared.config, site.sync, site.coefficients
     backend: Backend = "nccl" if plan.device == "gpu" else "gloo"
     rates, lane = await _alone(site, plan.device, backend, TORCH_NAMES[config.trainer.dtype],
                                config.weight_sync.timeout_s, site.bucket_bytes)

@@ -10,18 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.cluster import local
-from launch.cluster.file import load_cluster
 from launch.coefficients.sync import SyncCoefficients
 from launch.fabric.choose import SyncPrediction
 from launch.fabric.estimate import Kind
 from launch.fabric.lanes import Place, engine_gpus
 from launch.fabric.seated import Seats
 from launch.plan.plan import Placement
-from launch.planner.prepare import Prepared
+from launch.planner.prepare import OnCluster, Predicted
 from launch.planner.search.candidate import Candidate
 from launch.planner.seats.local import place_local
 from launch.ports import allocate
-from launch.runtime.job_plan import job_plan, place_job, switches_of_job
+from launch.runtime.job_plan import place_job, switches_of_job
 from launch.slurm import job_facts
 from launch.slurm.client import Slurm
 from launch.slurm.profiles import load_profile
@@ -53,9 +52,9 @@ class Site:
 
 
 @contextmanager
-def this_machine(prepared: Prepared, logs: Path) -> Iterator[Site]:
+def this_machine(prepared: Predicted, logs: Path) -> Iterator[Site]:
     """Everything here, over loopback; routed as planned, as if nodes were apart."""
-    plan, found = prepared.plan, prepared.found
+    plan, found, sync = prepared.plan, prepared.found, _sync_of(prepared.found)
     host = Host("this machine")
     ports = allocate(address=host.address)
     try:
@@ -63,45 +62,52 @@ def this_machine(prepared: Prepared, logs: Path) -> Iterator[Site]:
             gpus = local.gpus() if plan.device == "gpu" else ()
             placement = place_local(plan, 0, ports, gpus=gpus, node=host.name, address=host.address)
             seats = planned_seats(found)
-            bucket = int(prepared.loaded.config.weight_sync.bucket_mb * (1 << 20))
+            bucket = int(prepared.config.weight_sync.bucket_mb * (1 << 20))
             yield Site(f"{len(os.sched_getaffinity(0))} cores", members, placement, {host.name: host}, seats, seats,
-                       found.sync.chosen, min(bucket, found.sync.cost.chunk_bytes), found.sync,
+                       sync.chosen, min(bucket, sync.cost.chunk_bytes), sync,
                        found.problem.coefficients.sync)
     finally:
         ports.release()
 
 
 @contextmanager
-def allocation(prepared: Prepared, logs: Path) -> Iterator[Site]:
+def allocation(prepared: Predicted, logs: Path) -> Iterator[Site]:
     """The nodes of the Slurm job that this runs in (salloc, sbatch), placed as a run is placed on them.
 
     Raises:
         UserError: this is no job, or it has fewer nodes than the plan needs.
         MemberError: a node did not answer.
     """
-    config, slurm = prepared.loaded.config, Slurm()
+    assert isinstance(prepared, OnCluster), "`check` lets no other through"
+    config, slurm = prepared.config, Slurm()
     facts = job_facts.read(slurm)
-    made = job_plan(prepared, load_cluster(config.cluster))
     profile = load_profile(config.run.profile)
     run_on_all = functools.partial(step, nodes=facts.nodes, cpus=facts.cpus_per_node, profile=profile, wait_s=0)
     with Agents(facts.nodes, run_on_all, PRELOAD, logs, config.run.deadline_s, profile.interfaces.socket) as agents:
         switches = switches_of_job(agents.hellos, facts.nodes, slurm)
-        made, placement, _ = place_job(made, facts.nodes, (), agents.hellos, 0, switches)
-        plan, found = made.prepared.plan, made.prepared.found
+        made, placement, _ = place_job(prepared, facts.nodes, (), agents.hellos, 0, switches)
+        plan, found = made.plan, made.found
         planned = sync_plan(config, plan, placement)
         with Members(PRELOAD, logs, agents) as members:
             yield Site(f"{len(placement.nodes)} nodes of job {facts.job_id}", members, placement,
                        {node: Host(node, placement.addresses[node]) for node in placement.nodes}, planned.seats,
-                       planned_seats(found), planned.route, planned.bucket_bytes, found.sync,
+                       planned_seats(found), planned.route, planned.bucket_bytes, _sync_of(found),
                        found.problem.coefficients.sync)
+
+
+def _sync_of(found: Candidate) -> SyncPrediction:
+    """The predicted sync of a plan that has one, as `check` made sure."""
+    assert found.sync is not None
+    return found.sync
 
 
 def planned_seats(found: Candidate) -> Seats:
     """Where the plan's fabric puts everybody: training ranks first, engines on nodes of their own."""
-    fabric, rollout = found.sync.traffic.fabric, found.rollout.layout
+    sync, rollout = _sync_of(found), found.rollout.layout
+    fabric = sync.traffic.fabric
     ranks = found.training.layout.gpus
     first = -(-ranks // fabric.gpus_per_node)
     places = {(replica, worker): place._replace(node=first + place.node) for replica in range(rollout.replicas)
-              for worker, place in enumerate(engine_gpus(rollout.tp, rollout.pp, replica, found.sync.gpu_order,
+              for worker, place in enumerate(engine_gpus(rollout.tp, rollout.pp, replica, sync.gpu_order,
                                                          fabric.gpus_per_node))}
     return Seats(fabric, tuple(Place(*divmod(rank, fabric.gpus_per_node)) for rank in range(ranks)), places)

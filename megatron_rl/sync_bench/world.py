@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import envvars
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from launch.plan.plan import Placement, Plan
 from megatron_rl.rollout.weights import EngineWeights
 from megatron_rl.sync_bench.members import Host, Member, Members, together
@@ -93,7 +93,7 @@ class World:
                               for engine in self.engines for worker in engine.workers)
 
 
-def start_world(members: Members, config: RunConfig, plan: Plan, model_folder: Path, placement: Placement,
+def start_world(members: Members, config: ResolvedConfig, plan: Plan, model_folder: Path, placement: Placement,
                 hosts: Mapping[str, Host], *, rank_kind: str = RANK, worker_kind: str = WORKER) -> World:
     """Start every training rank and every rollout worker of a plan.
 

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 
-from launch.config.schema import Trainer
+from launch.config.resolved import ResolvedTrainer
 from launch.model.architecture import Architecture
 from launch.plan.plan import TrainingPlan
 from megatron_rl.trainer import cpu
@@ -27,7 +27,7 @@ from megatron_rl.trainer.rope import inverse_frequencies
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def build_model(architecture: Architecture, plan: TrainingPlan, trainer: Trainer,
+def build_model(architecture: Architecture, plan: TrainingPlan, trainer: ResolvedTrainer,
                 device: torch.device) -> list[GPTModel]:
     """This rank's model chunks, in order of their virtual stage, with random weights (`initializer_range`).
 
@@ -77,7 +77,7 @@ def _keep_selected_rows(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
     return None if rows_P is None else (inputs[0].index_select(0, rows_P), *inputs[1:])
 
 
-def transformer_config(architecture: Architecture, plan: TrainingPlan, trainer: Trainer) -> TransformerConfig:
+def transformer_config(architecture: Architecture, plan: TrainingPlan, trainer: ResolvedTrainer) -> TransformerConfig:
     """Megatron's config for this architecture, layout and precision."""
     dtype = DTYPES[trainer.dtype]
     on_gpu = not cpu.needed()
@@ -123,7 +123,7 @@ def _pipeline_layout(plan: TrainingPlan) -> list[list[str]] | None:
     return layout
 
 
-def _recompute(trainer: Trainer) -> dict[str, Any]:
+def _recompute(trainer: ResolvedTrainer) -> dict[str, Any]:
     if trainer.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if trainer.recompute == "selective":

@@ -16,9 +16,8 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer import TransformerConfig
 
+from launch.config.resolved import ResolvedConfig, ResolvedTrainer
 from launch.config.schema import Optimizer as OptimizerSection
-from launch.config.schema import RunConfig
-from launch.config.schema import Trainer as TrainerSection
 from launch.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ class LearningRate:
         return self.final + (self.peak - self.final) * share
 
 
-def learning_rate(config: RunConfig) -> LearningRate:
+def learning_rate(config: ResolvedConfig) -> LearningRate:
     """The schedule of a run, in optimizer steps: `run.steps` rollout batches of `updates_per_batch` steps each."""
     section = config.trainer.optimizer
     return LearningRate(section.schedule, section.lr, section.min_lr, section.warmup_steps,
@@ -81,7 +80,7 @@ class PolicyOptimizer:
         skipped_in_a_row: steps skipped since the last one applied.
     """
 
-    def __init__(self, chunks: list[torch.nn.Module], model_config: TransformerConfig, trainer: TrainerSection,
+    def __init__(self, chunks: list[torch.nn.Module], model_config: TransformerConfig, trainer: ResolvedTrainer,
                  schedule: LearningRate) -> None:
         if not model_config.calculate_per_token_loss:
             raise ValueError("TransformerConfig.calculate_per_token_loss must be set before DDP is built: "
@@ -156,7 +155,7 @@ def _wrap(chunks: list[torch.nn.Module], model_config: TransformerConfig,
     return [DistributedDataParallel(model_config, ddp, chunk) for chunk in chunks]
 
 
-def _build(chunks: list[DistributedDataParallel], trainer: TrainerSection) -> MegatronOptimizer:
+def _build(chunks: list[DistributedDataParallel], trainer: ResolvedTrainer) -> MegatronOptimizer:
     section: OptimizerSection = trainer.optimizer
     bf16 = trainer.dtype == "bf16"
     optimizer = get_megatron_optimizer(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from launch.config.schema import Trainer
+from launch.config.resolved import ResolvedTrainer
 from launch.plan.plan import Plan
 from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.trainer.model import build_model
@@ -23,7 +23,7 @@ class ReferenceModel:
     a pass.
     """
 
-    def __init__(self, policy: list[torch.nn.Module], plan: Plan, trainer: Trainer, device: torch.device, *,
+    def __init__(self, policy: list[torch.nn.Module], plan: Plan, trainer: ResolvedTrainer, device: torch.device, *,
                  offload: bool) -> None:
         """Copy `policy`, the bare chunks of this rank."""
         self.plan, self.device = plan, device

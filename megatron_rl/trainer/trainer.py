@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from launch.plan.plan import Plan
 from megatron_rl.algorithms.objective import token_objective
 from megatron_rl.data.batch import PolicyBatch
@@ -43,7 +43,7 @@ class MegatronTrainer:
     `load_initial_weights`.
     """
 
-    def __init__(self, config: RunConfig, plan: Plan, rank: int) -> None:
+    def __init__(self, config: ResolvedConfig, plan: Plan, rank: int) -> None:
         self.config, self.plan = config, plan
         self.coordinates = plan.training.ranks[rank]
         self.device = device_of_rank()

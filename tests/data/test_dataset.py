@@ -8,6 +8,8 @@ import datasets
 import numpy as np
 import pytest
 
+from launch.config.auto import on_this_machine
+from launch.config.resolved import ResolvedConfig
 from launch.config.schema import RunConfig
 from launch.errors import UserError
 from megatron_rl.data.dataset import fingerprint, load_prompts
@@ -16,12 +18,12 @@ ROWS = [{"prompt": "max 3 7=", "answer": "7", "level": 1}, {"prompt": "max 9 2="
 CHAT = [{"messages": [{"role": "user", "content": "Add 2 and 3."}], "answer": 5}]
 
 
-def config(train: str, *, limit: int = 64, **data) -> RunConfig:
-    return RunConfig.model_validate({
+def config(train: str, *, limit: int = 64, **data) -> ResolvedConfig:
+    return on_this_machine(RunConfig.model_validate({
         "run": {"name": "t", "steps": 1}, "model": {"path": "unused"}, "trainer": {"optimizer": {"lr": 1e-3}},
         "rollout": {"max_prompt_tokens": limit, "max_new_tokens": 4},
         "algorithm": {"group_size": 2, "prompts_per_step": 1}, "reward": {"functions": [{"function": "exact_match"}]},
-        "data": {"train": str(train), **data}})
+        "data": {"train": str(train), **data}}))
 
 
 def write_jsonl(path, rows):

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from launch import envvars
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from launch.model.architecture import from_hf_config
 from launch.plan.plan import Plan
-from launch.planner.build import plan
+from launch.planner.from_config import plan_of
 from megatron_rl.layouts.digest import digest_layouts
 from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
 from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
@@ -38,7 +38,7 @@ EPOCH, VERSION = 1, 1
 
 
 @contextmanager
-def _engine(config: RunConfig, made: Plan, log: Path) -> Iterator[tuple[asyncio.Runner, RolloutEngine]]:
+def _engine(config: ResolvedConfig, made: Plan, log: Path) -> Iterator[tuple[asyncio.Runner, RolloutEngine]]:
     """A started engine of the plan's device whose worker takes buckets from an RPC."""
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
         for name, value in envvars.environment("rollout", made.device, config, job="tests", gpus=(0,)).items():
@@ -58,7 +58,7 @@ def assert_serves_the_weights_of_a_trainer(base: Path, device: Literal["cpu", "g
     folder = make_tiny(base / "model", "qwen2", dtype=torch.bfloat16)
     config = run_config(folder, trainer={"dtype": "bf16"}, dtype="bf16", memory_utilization=0.15)
     architecture = from_hf_config(folder)
-    made = plan(config, architecture, device)
+    made = plan_of(config, architecture, device)
     on = torch.device("cuda:0" if device == "gpu" else "cpu")
     canonical = canonical_tensors(architecture)
     layouts = megatron_layout(architecture, made.training, 0, "transformer_engine")

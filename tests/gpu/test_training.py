@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.layouts.step_folder import checkpoint_folder
 from megatron_rl.trainer.trainer import MegatronTrainer
@@ -25,7 +25,7 @@ LENGTHS = [17, 40, 9, 33, 5, 61, 1, 2, 22]
 Device = Literal["cpu", "gpu"]
 
 
-def _one_update(rank: Rank, config: RunConfig, batch: PolicyBatch, device: Device) -> dict[str, Any]:
+def _one_update(rank: Rank, config: ResolvedConfig, batch: PolicyBatch, device: Device) -> dict[str, Any]:
     trainer = start(rank, config, device)
     trainer.load_initial_weights()
     logprobs_N = trainer.logprobs(batch)
@@ -86,7 +86,7 @@ def _state(trainer: MegatronTrainer) -> dict[str, Any]:
             "drawn": torch.rand(3, device=trainer.device).tolist()}
 
 
-def _train_and_save(rank: Rank, config: RunConfig, folder: Path, device: Device) -> dict[str, Any]:
+def _train_and_save(rank: Rank, config: ResolvedConfig, folder: Path, device: Device) -> dict[str, Any]:
     trainer = start(rank, config, device)
     trainer.load_initial_weights()
     for batch in batches(VOCAB, 2):
@@ -95,7 +95,7 @@ def _train_and_save(rank: Rank, config: RunConfig, folder: Path, device: Device)
     return _state(trainer)
 
 
-def _load(rank: Rank, config: RunConfig, folder: Path, device: Device) -> dict[str, Any]:
+def _load(rank: Rank, config: ResolvedConfig, folder: Path, device: Device) -> dict[str, Any]:
     trainer = start(rank, config, device)
     loaded = trainer.load(folder)
     assert loaded["rng_restored"] and loaded["extra"] == {"step": 2}

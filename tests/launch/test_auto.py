@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.config import auto, keys
-from launch.config.load import load_config
+from launch.config import keys
+from launch.config.load import ResolvedLoaded, load_config
+from launch.config.resolved import KEYS, open_keys, with_values
+from launch.model.padding import token_budget
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SEVENTY, TINY = CONFIGS / "70b" / "grpo.yaml", CONFIGS / "tiny" / "grpo.yaml"
@@ -17,18 +19,18 @@ def test_every_key_that_takes_auto_is_known():
     takes = {key.dotted for key in keys.all_keys() if "auto" in keys.type_in_words(key.field).split() or
              "auto" in keys.type_in_words(key.field).replace(",", " ").split()}
     stay = {"run.resume", "run.stop_margin_s", "data.chat_template", "trainer.share_prompts", "weight_sync.route"}
-    assert set(auto.KEYS) == takes - stay
+    assert set(KEYS) == takes - stay
 
 
 def test_on_a_cluster_they_stay_open():
     config = load_config(SEVENTY).config
-    assert set(auto.open_keys(config)) >= {"trainer.tp", "trainer.dp", "rollout.replicas", "trainer.token_budget"}
-    assert "trainer.tp" not in auto.open_keys(load_config(SEVENTY, ["trainer.tp=4"]).config)
+    assert set(open_keys(config)) >= {"trainer.tp", "trainer.dp", "rollout.replicas", "trainer.token_budget"}
+    assert "trainer.tp" not in open_keys(load_config(SEVENTY, ["trainer.tp=4"]).config)
 
 
 def test_on_this_machine_they_have_values():
     loaded = load_config(SEVENTY, ["cluster=local"])
-    assert auto.open_keys(loaded.config) == ()
+    assert isinstance(loaded, ResolvedLoaded)
     assert (loaded.config.trainer.tp, loaded.config.rollout.replicas, loaded.config.placement.mode) == (
         1, 1, "disaggregated")
     assert loaded.config.trainer.token_budget == 512 + 8192
@@ -38,8 +40,8 @@ def test_on_this_machine_they_have_values():
 
 @pytest.mark.parametrize("multiple, expected", [(1, 8704), (64, 8704), (1000, 9000)])
 def test_token_budget(multiple, expected):
-    assert auto.token_budget(load_config(SEVENTY).config, multiple) == expected
-    assert auto.token_budget(load_config(TINY).config) == 8192
+    assert token_budget(512 + 8192, multiple) == expected
+    assert token_budget(96) == 8192
 
 
 @pytest.mark.parametrize("words, expected", [
@@ -53,7 +55,7 @@ def test_the_token_budget_of_this_machine_suits_the_layout(words, expected):
 
 def test_with_values_changes_a_copy():
     config = load_config(SEVENTY).config
-    changed = auto.with_values(config, {"trainer.tp": 4, "algorithm.kl.reference_offload": True, "rollout.tp": 2})
+    changed = with_values(config, {"trainer.tp": 4, "algorithm.kl.reference_offload": True, "rollout.tp": 2})
     assert (changed.trainer.tp, changed.rollout.tp, changed.algorithm.kl.reference_offload) == (4, 2, True)
     assert (config.trainer.tp, config.rollout.tp, config.algorithm.kl.reference_offload) == ("auto", "auto", False)
     assert changed.trainer.optimizer == config.trainer.optimizer

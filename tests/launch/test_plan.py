@@ -8,13 +8,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from launch.config.auto import round_up, sequence_multiple
 from launch.config.checks import check
 from launch.config.load import load_config
 from launch.errors import UserError
 from launch.model.architecture import from_hf_dict
-from launch.plan.plan import Placement, Plan
-from launch.planner.build import layers_of_stage, plan, rank_coordinates
+from launch.model.padding import round_up, sequence_multiple
+from launch.plan.plan import Placement, read_plan
+from launch.planner.build import layers_of_stage, rank_coordinates
+from launch.planner.from_config import plan_of
 from launch.planner.seats.local import place_local
 from launch.ports import Ports
 from tests.launch.conftest import HF_CONFIGS
@@ -99,7 +100,7 @@ def test_what_passes_the_checks_can_be_planned(run_yaml, tiny_architecture, size
     except UserError as error:
         assert "fix:" in str(error)
         return
-    the_plan = plan(loaded.config, tiny_architecture, "cpu")
+    the_plan = plan_of(loaded.config, tiny_architecture, "cpu")
     training, batch = the_plan.training, the_plan.batch
     assert training.world_size == training.tp * training.cp * training.dp * training.pp
     assert sorted(layer for stage in training.layers_of_stage for chunk in stage for layer in chunk) == [0, 1, 2, 3]
@@ -118,14 +119,14 @@ def test_sequence_multiple_and_padded_vocab(run_yaml, tiny_architecture):
     cases = ((2, 1, False), (2, 1, True), (2, 2, False), (2, 2, True), (1, 4, False))
     assert [sequence_multiple(*case) for case in cases] == [1, 2, 4, 8, 8]
     assert round_up(96, 256) == 256 and round_up(256, 256) == 256 and round_up(257, 256) == 512
-    assert plan(load_config(run_yaml).config, tiny_architecture, "cpu").training.padded_vocab == 256
+    assert plan_of(load_config(run_yaml).config, tiny_architecture, "cpu").training.padded_vocab == 256
 
 
 @pytest.mark.parametrize("device, words, shared", [
     ("cpu", [], True), ("cpu", ["trainer.share_prompts=off"], False), ("cpu", ["trainer.cp=2"], False),
     ("cpu", ["trainer.sequence_parallel=true"], False), ("gpu", [], False)])
 def test_prompts_are_shared_where_the_trainer_can(run_yaml, tiny_architecture, device, words, shared):
-    assert plan(load_config(run_yaml, words).config, tiny_architecture, device).batch.share_prompts == shared
+    assert plan_of(load_config(run_yaml, words).config, tiny_architecture, device).batch.share_prompts == shared
 
 
 def test_plan_is_the_same_bytes_in_another_process(run_yaml, cli):
@@ -137,23 +138,23 @@ def test_plan_is_the_same_bytes_in_another_process(run_yaml, cli):
                                env={"PYTHONHASHSEED": seed, "PATH": "/usr/bin", "HOME": "/nonexistent"},
                                capture_output=True, text=True, check=True, timeout=patient(60))
         assert other.stdout == first
-    again = Plan.model_validate_json(first)
+    again = read_plan(json.loads(first))
     assert again.model_dump_json(indent=2) == first.rstrip("\n")
-    assert again.fingerprint() == plan(load_config(run_yaml).config, again.architecture, "cpu").fingerprint()
+    assert again.fingerprint() == plan_of(load_config(run_yaml).config, again.architecture, "cpu").fingerprint()
 
 
 def test_what_changes_the_plan_changes_its_fingerprint(run_yaml, tiny_architecture):
-    prints = {plan(load_config(run_yaml, words).config, tiny_architecture, device).fingerprint()
+    prints = {plan_of(load_config(run_yaml, words).config, tiny_architecture, device).fingerprint()
               for words, device in (([], "cpu"), ([], "gpu"), (["trainer.dp=2"], "cpu"), (["run.seed=1"], "cpu"))}
     assert len(prints) == 4
     text = run_yaml.read_text()
-    before = plan(load_config(run_yaml).config, tiny_architecture, "cpu").fingerprint()
+    before = plan_of(load_config(run_yaml).config, tiny_architecture, "cpu").fingerprint()
     run_yaml.write_text("# a comment\n" + text)
-    assert plan(load_config(run_yaml).config, tiny_architecture, "cpu").fingerprint() == before
+    assert plan_of(load_config(run_yaml).config, tiny_architecture, "cpu").fingerprint() == before
 
 
 def test_placement_on_a_cpu(run_yaml, tiny_architecture):
-    the_plan = plan(load_config(run_yaml, ["rollout.replicas=2"]).config, tiny_architecture, "cpu")
+    the_plan = plan_of(load_config(run_yaml, ["rollout.replicas=2"]).config, tiny_architecture, "cpu")
     ports = Ports(20480)
     placement = place_local(the_plan, 3, ports)
     assert placement.attempt == 3 and placement.plan_fingerprint == the_plan.fingerprint()
@@ -165,7 +166,7 @@ def test_placement_on_a_cpu(run_yaml, tiny_architecture):
 
 
 def test_placement_on_gpus_uses_each_once(run_yaml, tiny_architecture):
-    the_plan = plan(load_config(run_yaml, ["rollout.replicas=2", "rollout.tp=2"]).config, tiny_architecture, "gpu")
+    the_plan = plan_of(load_config(run_yaml, ["rollout.replicas=2", "rollout.tp=2"]).config, tiny_architecture, "gpu")
     placement = place_local(the_plan, 1, Ports(20480), gpus=[7, 6, 5, 4, 3, 2, 1, 0])
     assert [each.gpu for each in placement.training] == [7, 6, 5, 4]
     assert [each.gpus for each in placement.rollout] == [(3, 2), (1, 0)]
@@ -175,7 +176,7 @@ def test_placement_on_gpus_uses_each_once(run_yaml, tiny_architecture):
 
 
 def test_more_ranks_than_lanes_are_refused(run_yaml, tiny_architecture):
-    the_plan = plan(load_config(run_yaml, ["trainer.dp=64"]).config, tiny_architecture, "cpu")
+    the_plan = plan_of(load_config(run_yaml, ["trainer.dp=64"]).config, tiny_architecture, "cpu")
     with pytest.raises(UserError, match="128 training ranks on one machine"):
         place_local(the_plan, 1, Ports(20480))
 
@@ -186,7 +187,7 @@ def test_plan_verb(run_yaml, cli, tmp_path):
     assert code == 0 and max(map(len, out.splitlines())) <= 100 + len(str(run_yaml))
     for fragment in ("TP2 CP1 DP1 PP2", "16 prompts x 8 completions"):
         assert fragment in out
-    assert Plan.model_validate_json(out_file.read_text()).training.pp == 2
+    assert read_plan(json.loads(out_file.read_text())).training.pp == 2
     code, _, err = cli("plan", run_yaml, "--device", "cpu", "--out", tmp_path / "no" / "plan.json")
     assert code == 2 and "cannot write" in err and "--out" in err
 

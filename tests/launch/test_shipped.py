@@ -12,7 +12,7 @@ from launch.config.checks import check
 from launch.config.keys import all_keys
 from launch.config.load import load_config
 from launch.model.architecture import from_hf_config, from_hf_dict
-from launch.planner.build import plan
+from launch.planner.from_config import plan_of
 from launch.planner.seats.local import place_local
 from launch.ports import Ports
 from tests.launch.conftest import HF_CONFIGS
@@ -38,7 +38,7 @@ def test_configuration_plans(file, device, monkeypatch):
     architecture = (from_hf_config(folder) if Path(folder).is_dir() else
                     from_hf_dict(json.loads((HF_CONFIGS / f"{NOT_YET_MADE[folder]}.json").read_text())))
     check(loaded, architecture, device, gpus=8)
-    the_plan = plan(loaded.config, architecture, device)
+    the_plan = plan_of(loaded.config, architecture, device)
     place_local(the_plan, 1, Ports(20480), gpus=range(8))
     for data in (loaded.config.data.train, loaded.config.data.eval):
         assert data is None or Path(data).is_file(), f"{file}: {data} is missing"
@@ -50,7 +50,7 @@ def test_the_gpu_configuration_of_make_grpo_fits_two_gpus(monkeypatch):
     cpu, gpu = (load_config(f"configs/tiny/{name}.yaml") for name in ("grpo", "gpu"))
     architecture = from_hf_config(gpu.config.model.path)
     check(gpu, architecture, "gpu", gpus=2)
-    placement = place_local(plan(gpu.config, architecture, "gpu"), 1, Ports(20480), gpus=range(2))
+    placement = place_local(plan_of(gpu.config, architecture, "gpu"), 1, Ports(20480), gpus=range(2))
     assert [rank.gpu for rank in placement.training] + [engine.gpus for engine in placement.rollout] == [0, (1,)]
     for section in ("algorithm", "reward", "data", "model", "eval"):
         assert getattr(gpu.config, section) == getattr(cpu.config, section)

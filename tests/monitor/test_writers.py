@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from launch.config.auto import on_this_machine
+from launch.config.resolved import ResolvedConfig
 from launch.config.schema import RunConfig
 from launch.errors import UserError
 from launch.run.metrics import attempt_dirs, metric_history, metric_rows
@@ -18,12 +20,12 @@ from megatron_rl.monitor.monitor import Monitor
 from megatron_rl.monitor.writers import JsonlWriter, TensorBoardWriter, WandbWriter
 
 
-def config(**monitor) -> RunConfig:
-    return RunConfig.model_validate({
+def config(**monitor) -> ResolvedConfig:
+    return on_this_machine(RunConfig.model_validate({
         "run": {"name": "tiny", "steps": 10}, "model": {"path": "model"},
         "trainer": {"optimizer": {"lr": 1e-3}}, "rollout": {"max_prompt_tokens": 8, "max_new_tokens": 4},
         "algorithm": {"group_size": 2, "prompts_per_step": 1}, "reward": {"functions": [{"function": "exact_match"}]},
-        "data": {"train": "train.jsonl"}, "monitor": {"tensorboard": False, "samples_every": 2} | monitor})
+        "data": {"train": "train.jsonl"}, "monitor": {"tensorboard": False, "samples_every": 2} | monitor}))
 
 
 def tensorboard_scalars(folder: Path, name: str) -> dict[int, float]:

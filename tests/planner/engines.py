@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from launch.planner.explain.givens import write_gpu, write_model, write_rollout
+
 from launch.cluster import gpus
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.rollout import RolloutCoefficients
 from launch.model.shape import ModelShape
 from launch.plan.book import Book
 from launch.plan.layouts import RolloutLayout
-from launch.planner.explain.givens import write_gpu, write_model, write_rollout
 
 LLAMA_70B = ModelShape("llama3-70b", 80, 8192, 28672, 64, 8, 128, 128256, False)
 LLAMA_8B = ModelShape("llama3-8b", 32, 4096, 14336, 32, 8, 128, 128256, False)

@@ -13,16 +13,17 @@ import yaml
 from launch.cli.main import main
 from launch.cluster.calibration import with_coefficients
 from launch.cluster.file import load_cluster
+from launch.cluster.spec import ClusterSpec
 from launch.coefficients.site import SiteCoefficients
-from launch.config.load import load_config
+from launch.config.load import LoadedConfig, load_config
 from launch.errors import UserError
 from launch.model.builtin import from_architecture
+from launch.plan.plan import Plan
 from launch.planner.calibrate.calibrate import Calibration, calibrate, phase_seconds
-from launch.planner.calibrate.run import length_words
+from launch.planner.from_config import problem_of, workload_of
 from launch.planner.here import pinned_candidate, this_machine
-from launch.planner.planning import plan_on_cluster
-from launch.planner.prepare import planning_inputs, prepare
-from launch.planner.workload.workload import workload_of
+from launch.planner.prepare import Predicted, prepare, prepare_for
+from launch.planner.search.candidate import Candidate
 
 HERE = "configs/clusters/local-cpu.yaml"
 TINY = "configs/tiny/grpo.yaml"
@@ -57,8 +58,8 @@ def coefficients(file: str) -> dict[str, float]:
     return {key.removeprefix("coefficients."): value for key, value in load_cluster(file).coefficients.items()}
 
 
-def write_attempt(folder: Path, loaded, plan, phases: dict[str, float], *, response: float, prompt: float,
-                  transfer: float = 0.001, steps: int = len(NOISE), slower: float = 1.0) -> Path:
+def write_attempt(folder: Path, loaded: LoadedConfig, plan: Plan, phases: dict[str, float], *, response: float,
+                  prompt: float, transfer: float = 0.001, steps: int = len(NOISE), slower: float = 1.0) -> Path:
     """An attempt that took `phases` in the median, after two steps of warm-up that took ten times as long."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(loaded.config.model_dump(mode="json"), sort_keys=False))
@@ -155,11 +156,11 @@ def test_measured_lengths_take_the_place_of_assumed_ones(file, tmp_path):
 
 @pytest.mark.parametrize("mean, cap, distribution", [(1.25, 2, "lognormal"), (1.993, 2, "fixed"),
                                                      (2.0, 2, "lognormal"), (300.5, 1024, "lognormal"),
-                                                     (1.0, 2, "histogram")])
-def test_words_for_a_measured_length_give_that_mean(mean, cap, distribution):
-    asked = [f"rollout.max_new_tokens={cap}", f"workload.response.distribution={distribution}"]
-    words = length_words(load_config(TINY, asked).config, mean, 3.5)
-    workload = workload_of(load_config(TINY, [*asked, *words]))
+                                                     (1.0, 2, "fixed")])
+def test_measured_lengths_have_the_mean_that_was_measured(mean, cap, distribution):
+    asked = [f"rollout.max_new_tokens={cap}", f"workload.response.distribution={distribution}",
+             "workload.response.mean=null"]
+    workload = workload_of(load_config(TINY, asked)).with_means(mean, 3.5)
     assert (workload.lengths.mean, workload.prompt_tokens) == (pytest.approx(mean, rel=1e-6), 3.5)
 
 
@@ -173,14 +174,18 @@ def test_everything_else_in_the_file_stays(file, tmp_path):
     assert any(line.lstrip().startswith("#") for line in after)
 
 
+def again(prepared: Predicted, machine: ClusterSpec) -> Candidate:
+    """The plan of a configuration, computed once more on a machine."""
+    resolved = prepared.loaded.resolved(prepared.plan.chosen)
+    problem = problem_of(resolved, from_architecture(prepared.plan.architecture), machine)
+    return pinned_candidate(problem, prepared.plan, prepared.plan.forecast.split.mode)
+
+
 def cluster_run(folder: Path, truth_file: str, cluster_file: str, *words: str) -> Path:
     """A run of the 7B configuration on two nodes, as the planner lays it out."""
     loaded = load_config("configs/7b/grpo.yaml", ["algorithm.asynchronous=false", f"cluster={cluster_file}", *words])
-    real = planning_inputs(loaded, load_cluster(truth_file))
-    planned = plan_on_cluster(real.loaded, real.architecture, real.shape, load_cluster(cluster_file))
-    machine = load_cluster(truth_file)
-    taken = pinned_candidate(planned.loaded, from_architecture(planned.plan.architecture), planned.plan, machine,
-                             planned.plan.forecast.split.mode)
+    planned = prepare_for(loaded, load_cluster(cluster_file))
+    taken = again(planned, load_cluster(truth_file))
     write_attempt(folder / "attempts" / "1", planned.loaded, planned.plan, phase_seconds(taken), response=1024,
                   prompt=256, transfer=taken.sync.cost.wire_s)
     return folder
@@ -202,16 +207,12 @@ def test_a_plan_computed_again_is_the_plan(tmp_path):
     """What a calibration fits is what the planner predicts: same phases for same coefficients."""
     loaded = load_config("configs/7b/grpo.yaml",
                          ["algorithm.asynchronous=false", "cluster=configs/clusters/h100x2.yaml"])
-    inputs = planning_inputs(loaded)
-    planned = plan_on_cluster(inputs.loaded, inputs.architecture, inputs.shape, inputs.cluster)
-    again = pinned_candidate(planned.loaded, inputs.shape, planned.plan, inputs.cluster,
-                             planned.plan.forecast.split.mode)
-    assert phase_seconds(again) == pytest.approx(
+    planned = prepare_for(loaded)
+    assert phase_seconds(again(planned, planned.cluster)) == pytest.approx(
         {phase.name: phase.seconds for phase in planned.plan.forecast.phases}, rel=1e-9)
     local = prepare(TINY, RECIPE, "cpu")
-    machine = this_machine("cpu", local.plan, local.loaded.config)
-    assert phase_seconds(pinned_candidate(local.loaded, from_architecture(local.architecture), local.plan, machine))[
-        "train"] == next(phase.seconds for phase in local.plan.forecast.phases if phase.name == "train")
+    machine = this_machine("cpu", local.plan, local.config.trainer.threads)
+    assert phase_seconds(again(local, machine))["train"] == next(phase.seconds for phase in local.plan.forecast.phases if phase.name == "train")
 
 
 def broken(tmp_path: Path, what: str) -> Path:

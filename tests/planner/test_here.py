@@ -11,8 +11,9 @@ from launch.cluster.file import load_cluster
 from launch.config.load import load_config
 from launch.errors import UserError
 from launch.model.builtin import from_builtin
-from launch.planner.build import plan
+from launch.plan.plan import ForecastPlan
 from launch.planner.calibrate.measured import compare
+from launch.planner.from_config import plan_of
 from launch.planner.here import this_machine
 from launch.planner.prepare import prepare
 from tests.planner.problems import CONFIGS
@@ -23,10 +24,10 @@ TINY = str(CONFIGS / "tiny" / "grpo.yaml")
 def test_coefficients_of_a_cpu_are_not_those_of_a_gpu(monkeypatch):
     monkeypatch.setattr(inventory, "read", lambda: None)
     config = load_config(CONFIGS / "tiny" / "grpo.yaml", ["cluster=local"]).config
-    made = plan(config, from_builtin("qwen2.5-0.5b", "here"), "cpu")
+    made = plan_of(config, from_builtin("qwen2.5-0.5b", "here"), "cpu")
     described = load_cluster(CONFIGS / "clusters" / "local-cpu.yaml")
     assert described.coefficients
-    on_cpu, on_gpu = (this_machine(device, made, config, described) for device in ("cpu", "gpu"))
+    on_cpu, on_gpu = (this_machine(device, made, described=described) for device in ("cpu", "gpu"))
     assert on_cpu.coefficients == described.coefficients and on_cpu.sources == described.sources
     assert on_gpu.coefficients == {} and on_gpu.sources == {} and on_gpu.gpu == gpus.H100
 
@@ -37,10 +38,10 @@ def test_a_cpu_that_no_file_describes_has_the_coefficients_that_are_shipped(monk
     plain = prepare(TINY, (), "cpu").plan.forecast
     assert plain.step_s == prepare(TINY, (f"cluster={CONFIGS / 'clusters' / 'local-cpu.yaml'}",), "cpu").plan.forecast.step_s
     config = load_config(TINY, ["cluster=local"]).config
-    made = plan(config, from_builtin("qwen2.5-0.5b", "here"), "cpu")
-    assert this_machine("cpu", made, config).coefficients == described.coefficients
+    made = plan_of(config, from_builtin("qwen2.5-0.5b", "here"), "cpu")
+    assert this_machine("cpu", made).coefficients == described.coefficients
     bare = replace(described, coefficients={}, sources={})
-    assert this_machine("cpu", made, config, bare).coefficients == {}
+    assert this_machine("cpu", made, described=bare).coefficients == {}
     assert "another machine" in next(each.message for each in plain.warnings if each.code == "W012")
 
 
@@ -49,7 +50,7 @@ def test_a_gpu_without_figures_gets_no_forecast_and_is_no_obstacle(monkeypatch):
     monkeypatch.setattr(local, "gpus", lambda: (0, 1))
     for to_run in (False, True):
         made = prepare(str(CONFIGS / "tiny" / "gpu.yaml"), (), "gpu", to_run=to_run).plan
-        assert made.forecast is None and "no figures for a GPU named 'NVIDIA L40S'" in made.no_forecast
+        assert not isinstance(made, ForecastPlan) and "no figures for a GPU named 'NVIDIA L40S'" in made.no_forecast
 
 
 def test_the_gpu_is_the_first_that_may_be_used(monkeypatch):
@@ -62,10 +63,10 @@ def test_the_gpu_is_the_first_that_may_be_used(monkeypatch):
 def test_a_run_goes_on_without_a_forecast_where_its_workload_does_not_fit():
     words = ["rollout.max_prompt_tokens=3", "workload.prompt_tokens=4"]
     made = prepare(TINY, words, "cpu", to_run=True).plan
-    assert made.forecast is None and "workload.prompt_tokens = 4" in made.no_forecast
+    assert not isinstance(made, ForecastPlan) and "workload.prompt_tokens = 4" in made.no_forecast
     assert made.fingerprint() == prepare(TINY, ["rollout.max_prompt_tokens=3", "workload.prompt_tokens=2"], "cpu").plan \
         .model_copy(update={"config_hash": made.config_hash}).fingerprint()
-    nothing = compare(made.forecast, [], made.no_forecast)
+    nothing = compare(None, [], made.no_forecast)
     assert "workload.prompt_tokens = 4" in nothing.nothing
     with pytest.raises(UserError, match="workload.prompt_tokens = 4"):
         prepare(TINY, words, "cpu")

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from launch.cluster.file import load_cluster, parse_cluster
 from launch.cluster.spec import ClusterSpec
+from launch.config.checks import check
 from launch.config.load import load_config
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
-from launch.planner.planning import Planned, plan_on_cluster
-from launch.planner.prepare import planning_inputs
+from launch.planner.prepare import OnCluster, prepare_for
 from tests.planner.problems import CONFIGS, h100
 
 
@@ -36,6 +36,8 @@ KEYS = {
                      "workload.target_prompts_per_hour", "weight_sync.bucket_mb", "algorithm.kl.beta"), figures),
     "rollout.memory_utilization": st.one_of(st.floats(0.001, 1), figures),
     "trainer.sequence_parallel": st.sampled_from([True, False, "auto", 3]),
+    "trainer.share_prompts": st.sampled_from(["on", "off", "auto"]),
+    "rollout.max_num_batched_tokens": st.one_of(st.integers(8, 600), counts),
     "trainer.recompute": st.sampled_from(["none", "selective", "full", "auto", "some"]),
     "trainer.dtype": st.sampled_from(["bf16", "fp32", "fp8"]), "rollout.dtype": st.sampled_from(["bf16", "fp32", "fp8"]),
     "trainer.distributed_optimizer": st.booleans(), "rollout.enforce_eager": st.booleans(),
@@ -57,10 +59,9 @@ def _yaml(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def outcome(name: str, overrides: tuple[str, ...], cluster: ClusterSpec) -> Planned | UserError:
+def outcome(name: str, overrides: tuple[str, ...], cluster: ClusterSpec) -> OnCluster | UserError:
     try:
-        inputs = planning_inputs(load_config(CONFIGS / name, overrides), cluster)
-        return plan_on_cluster(inputs.loaded, inputs.architecture, inputs.shape, inputs.cluster)
+        return prepare_for(load_config(CONFIGS / name, overrides), cluster)
     except UserError as error:
         assert error.exit_code in (ExitCode.USER_ERROR, ExitCode.NO_FEASIBLE_PLAN)
         return error
@@ -88,16 +89,17 @@ def test_any_plausible_configuration(overrides, nodes):
     _check(outcome("7b/grpo.yaml", overrides, h100(nodes)))
 
 
-def _check(made: Planned | UserError) -> None:
+def _check(made: OnCluster | UserError) -> None:
     """A plan keeps its promises whatever it was made from."""
     if isinstance(made, UserError):
         return
     forecast, found = made.plan.forecast, made.found
-    assert forecast is not None and forecast.throughput.nominal > 0
+    check(made.loaded.resolved(made.plan.chosen), made.plan.architecture, made.plan.device)
+    assert forecast.throughput.nominal > 0
     assert forecast.throughput.low <= forecast.throughput.nominal <= forecast.throughput.high
     assert all(sum(row.components.values()) == row.total <= row.limit for row in forecast.memory)
     assert forecast.split.training + forecast.split.rollout + forecast.split.spare == forecast.cluster.nodes
-    limit = made.loaded.config.algorithm.max_staleness
+    limit = made.config.algorithm.max_staleness
     assert limit is None or forecast.staleness.versions <= limit
     assert len(made.seating.training) == found.training.layout.gpus
 

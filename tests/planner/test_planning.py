@@ -7,40 +7,36 @@ from dataclasses import replace
 
 import pytest
 
-from launch.config import auto
 from launch.config.load import load_config
 from launch.errors import UserError
 from launch.planner.explain.choices import choices
-from launch.planner.planning import Planned, best_of, plan_on_cluster
-from launch.planner.prepare import planning_inputs
-from launch.planner.search.problem import problem_of
+from launch.planner.planning import best_of
+from launch.planner.prepare import OnCluster, posed, prepare_for
 from launch.planner.search.search import Search
 from tests.planner.problems import CONFIGS, h100, loaded
 
 
-def planned(*words: str, name: str = "7b/grpo.yaml", nodes: int = 4) -> Planned:
-    inputs = planning_inputs(load_config(CONFIGS / name, words), h100(nodes))
-    return plan_on_cluster(inputs.loaded, inputs.architecture, inputs.shape, inputs.cluster)
+def planned(*words: str, name: str = "7b/grpo.yaml", nodes: int = 4) -> OnCluster:
+    return prepare_for(load_config(CONFIGS / name, words), h100(nodes))
 
 
 def test_nothing_is_auto_any_more():
     made = planned()
-    config, layout, engines = made.loaded.config, made.found.training.layout, made.found.rollout.layout
-    assert auto.open_keys(config) == ()
+    config, layout, engines = made.config, made.found.training.layout, made.found.rollout.layout
     assert (config.trainer.tp, config.trainer.pp, config.trainer.vpp, config.trainer.cp, config.trainer.dp) == (
         layout.tp, layout.pp, layout.vpp, layout.cp, layout.dp)
     assert (config.rollout.tp, config.rollout.replicas, config.rollout.max_num_seqs) == (
         engines.tp, engines.replicas, engines.max_num_seqs)
     assert config.placement.training_nodes == made.found.training.units
     assert len(made.plan.training.ranks) == layout.gpus and len(made.plan.rollout.engines) == engines.replicas
-    assert made.loaded.where("trainer.tp").endswith("(planner)")
+    assert made.loaded.config.trainer.tp == "auto" and made.plan.chosen["trainer.tp"] == layout.tp
 
 
 def test_pins_keep_their_source():
     made = planned("trainer.tp=2", "rollout.tp=2")
-    assert made.loaded.config.trainer.tp == made.found.training.layout.tp == 2
+    assert made.config.trainer.tp == made.found.training.layout.tp == 2
     assert made.found.rollout.layout.tp == 2
-    assert "override" in made.loaded.where("trainer.tp")
+    assert "override" in made.loaded.where("trainer.tp") and "trainer.tp" not in made.plan.chosen
 
 
 @pytest.mark.parametrize("nodes, words", [(1, ()), (2, ()), (4, ("placement.spare_nodes=1",)), (5, ("trainer.pp=2",)),
@@ -55,7 +51,7 @@ def test_every_gpu_is_used_once(nodes, words):
     assert len(places) == len(set(places))
     assert len(made.seating.training) == made.found.training.layout.gpus
     assert sum(map(len, made.seating.rollout)) == made.found.rollout.layout.gpus
-    spare = made.loaded.config.placement.spare_nodes
+    spare = made.config.placement.spare_nodes
     assert len(made.seating.spares) >= spare == (1 if "placement.spare_nodes=1" in words else 0)
 
 
@@ -75,23 +71,22 @@ def test_auto_of_a_mode_that_takes_turns_is_synchronous():
     """A configuration that asks for asynchronous training and gets shared GPUs says that it is synchronous."""
     made = planned("placement.mode=auto", "rollout.max_new_tokens=1024", "workload.response.mean=512", nodes=1,
                    name="7b/grpo.yaml")
-    config = made.loaded.config
+    config = made.config
     assert config.placement.mode == made.found.mode
     assert config.algorithm.asynchronous == (made.found.mode == "disaggregated")
-    assert made.plan.forecast is not None and made.plan.forecast.asynchronous == config.algorithm.asynchronous
+    assert made.plan.forecast.asynchronous == config.algorithm.asynchronous
 
 
 def test_the_engines_share_is_written_down():
     made = planned("placement.mode=hybrid", "algorithm.asynchronous=false", nodes=2)
     share = made.found.rollout.layout.memory_utilization
-    assert made.loaded.config.rollout.memory_utilization == share < 0.85
+    assert made.config.rollout.memory_utilization == share < 0.85
 
 
 @pytest.mark.parametrize("gpus_per_node, words", [(8, ()), (6, ("trainer.cp=3",)), (4, ()), (8, ("trainer.token_budget=9216",))])
 def test_the_token_budget_suits_the_layout(gpus_per_node, words):
     cluster = replace(h100(6), gpus_per_node=gpus_per_node, nics_per_node=gpus_per_node, rails=gpus_per_node)
-    inputs = planning_inputs(load_config(CONFIGS / "7b/grpo.yaml", words), cluster)
-    made = plan_on_cluster(inputs.loaded, inputs.architecture, inputs.shape, cluster)
+    made = prepare_for(load_config(CONFIGS / "7b/grpo.yaml", words), cluster)
     assert made.plan.batch.token_budget % made.plan.batch.sequence_multiple == 0
 
 
@@ -108,20 +103,16 @@ def test_two_problems_at_once_are_told_at_once():
 
 
 def test_best_of_is_what_the_plan_holds():
-    loaded = load_config(CONFIGS / "7b/grpo.yaml", ["weight_sync.disk.every=20"])
-    inputs = planning_inputs(loaded, h100(3))
-    assert problem_of(loaded, inputs.shape, inputs.cluster).disk_every == 20
-    _, found = best_of(problem_of(loaded, inputs.shape, inputs.cluster), loaded, inputs.architecture)
-    made = planned(nodes=3)
-    assert made.plan.forecast is not None and made.plan.forecast.step_s == found.step_s
+    problem = posed(load_config(CONFIGS / "7b/grpo.yaml", ["weight_sync.disk.every=20"]), h100(3))
+    assert problem.disk_every == 20
+    assert planned(nodes=3).plan.forecast.step_s == best_of(problem)[1].step_s
 
 
 def test_where_rollout_sets_the_pace_the_trainer_gets_the_slack():
     """The sync of one layout is microseconds shorter; a trainer that is done a second earlier is worth more."""
-    inputs = planning_inputs(loaded("7b/grpo.yaml"))
-    problem = problem_of(inputs.loaded, inputs.shape, inputs.cluster)
+    problem = posed(loaded("7b/grpo.yaml"))
     search = Search(problem)
-    shortest, chosen = search.best(), best_of(problem, inputs.loaded, inputs.architecture)[1]
+    shortest, chosen = search.best(), best_of(problem)[1]
     assert chosen.training.seconds == min(option.seconds for option in search.training_options(chosen.training.units))
     assert chosen.step_s == pytest.approx(shortest.step_s, rel=1e-4)
     choice = next(each for each in choices(search, chosen) if each.key == "trainer")
@@ -130,8 +121,7 @@ def test_where_rollout_sets_the_pace_the_trainer_gets_the_slack():
 
 @pytest.mark.parametrize("name", ["7b/grpo.yaml", "70b/grpo_lora.yaml"])
 def test_no_rejected_layout_beats_the_chosen_one(name):
-    inputs = planning_inputs(loaded(name))
-    found = plan_on_cluster(inputs.loaded, inputs.architecture, inputs.shape, inputs.cluster)
+    found = prepare_for(loaded(name))
     choice = next(each for each in found.plan.forecast.choices if each.key == "trainer")
     for each in choice.alternatives:
         if seconds := re.match(r"training ([\d.]+) s against ([\d.]+) s", each.rejected_by):
@@ -140,7 +130,6 @@ def test_no_rejected_layout_beats_the_chosen_one(name):
 
 def test_what_the_planner_chose_is_not_given_by_the_file():
     """`rollout.max_num_seqs: auto` stands in a line of the file; its value does not."""
-    inputs = planning_inputs(loaded("7b/grpo.yaml"))
-    found = plan_on_cluster(inputs.loaded, inputs.architecture, inputs.shape, inputs.cluster)
+    found = prepare_for(loaded("7b/grpo.yaml"))
     sources = {number.key: number.source for number in found.plan.forecast.numbers}
     assert sources["rollout.max_num_seqs"] == "planner" and "grpo.yaml:" in sources["rollout.memory_utilization"]

@@ -11,17 +11,15 @@ from launch.config.load import load_config
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
 from launch.planner.explain.remedies import MOST, with_nodes
-from launch.planner.planning import Planned, plan_on_cluster
-from launch.planner.prepare import planning_inputs
+from launch.planner.prepare import OnCluster, prepare_for
 from tests.planner.problems import CONFIGS, h100
 
 SEVENTY = CONFIGS / "70b" / "grpo.yaml"
 
 
-def planned(words: list[str], nodes: int) -> Planned:
+def planned(words: list[str], nodes: int) -> OnCluster:
     cluster = with_nodes(load_cluster(CONFIGS / "clusters" / "h100x32.yaml"), nodes)
-    inputs = planning_inputs(load_config(SEVENTY, words), cluster)
-    return plan_on_cluster(inputs.loaded, inputs.architecture, inputs.shape, inputs.cluster)
+    return prepare_for(load_config(SEVENTY, words), cluster)
 
 
 @pytest.mark.parametrize("words, nodes, why, least", [

@@ -12,8 +12,8 @@ from launch.planner.search.candidate import (
     Candidate,
     TrainingOption,
     candidate,
+    max_num_seqs_to_try,
     rollout_option,
-    sequence_limits,
     training_memory_of,
     training_option,
 )
@@ -72,7 +72,7 @@ def _engines(found: Problem, units: int) -> Iterator[RolloutLayout]:
         if (shape.kv_heads % tp and tp % shape.kv_heads) or (shape.moe_ffn or shape.ffn) % tp:
             continue
         if _obeys(pins, rollout_tp=tp, replicas=replicas):
-            for limit in sequence_limits(found, replicas):
+            for limit in max_num_seqs_to_try(found, replicas):
                 yield RolloutLayout(tp=tp, replicas=replicas, weight_precision=pins.rollout_precision, max_num_seqs=limit,
                                     memory_utilization=pins.memory_utilization, cuda_graphs=pins.cuda_graphs)
 

@@ -9,14 +9,14 @@ import pytest
 from launch.cluster.file import load_cluster
 from launch.config.load import load_config
 from launch.errors import UserError
-from launch.planner.planning import plan_on_cluster
-from launch.planner.prepare import planning_inputs
+from launch.planner.prepare import posed, prepare_for
+from launch.planner.search.problem import Problem
 from launch.planner.sweep import MOST_POINTS, parse, remarks, smallest_that_reaches, sweep
 from tests.planner.problems import CONFIGS, h100
 
 
-def inputs(*words: str, nodes: int = 4):
-    return planning_inputs(load_config(CONFIGS / "7b" / "grpo.yaml", words), h100(nodes))
+def asked(*words: str, nodes: int = 4, largest: int = 4) -> Problem:
+    return posed(load_config(CONFIGS / "7b" / "grpo.yaml", words), h100(nodes), largest=largest)
 
 
 @pytest.mark.parametrize("text, expected", [("nodes=8..64", (8, 64)), ("nodes = 1..1", (1, 1)), ("nodes=2..4096", (2, 4096))])
@@ -33,12 +33,11 @@ def test_parse_refuses(text):
 
 @pytest.mark.parametrize("words", [(), ("placement.mode=auto", "placement.spare_nodes=1")])
 def test_every_point_is_the_plan_of_that_size(words):
-    points = sweep(inputs(*words), 2, 5)
+    points = sweep(asked(*words), 2, 5)
     assert [point.nodes for point in points] == [2, 3, 4, 5]
     for point in points:
-        alone = inputs(*words, nodes=point.nodes)
         try:
-            made = plan_on_cluster(alone.loaded, alone.architecture, alone.shape, alone.cluster).found
+            made = prepare_for(load_config(CONFIGS / "7b" / "grpo.yaml", words), h100(point.nodes)).found
         except UserError:
             assert point.prompts_per_hour is None
             continue
@@ -47,31 +46,31 @@ def test_every_point_is_the_plan_of_that_size(words):
 
 
 def test_a_single_node_is_divided_by_gpus():
-    first, second = sweep(inputs(), 1, 2)
+    first, second = sweep(asked(), 1, 2)
     assert first.split.endswith("GPUs") and first.prompts_per_hour < second.prompts_per_hour
-    assert sweep(inputs("placement.spare_nodes=1"), 1, 3)[0].verdict == "no plan fits"
+    assert sweep(asked("placement.spare_nodes=1"), 1, 3)[0].verdict == "no plan fits"
 
 
 def test_the_smallest_that_reaches():
-    points = sweep(inputs(), 1, 4)
+    points = sweep(asked(), 1, 4)
     target = points[2].prompts_per_hour
     assert smallest_that_reaches(points, target) is points[2]
     assert smallest_that_reaches(points, 1e9) is None and smallest_that_reaches(points, None) is None
 
 
 def test_many_sizes_are_sampled():
-    points = sweep(inputs("trainer.tp=4", "trainer.pp=1", "trainer.cp=2", "rollout.tp=4"), 2, 200)
+    points = sweep(asked("trainer.tp=4", "trainer.pp=1", "trainer.cp=2", "rollout.tp=4"), 2, 200)
     assert len(points) <= MOST_POINTS + 1 and points[0].nodes == 2 and points[-1].nodes == 200
 
 
 def test_the_smallest_of_a_wide_range_is_found_to_the_node():
     """Among the sampled sizes it may be missing: every size planned one by one gives the same answer."""
     pins = ("trainer.tp=2", "trainer.pp=1", "trainer.cp=1", "rollout.tp=1", "algorithm.asynchronous=true")
-    every = sweep(inputs(*pins), 20, 60)
+    every = sweep(asked(*pins), 20, 60)
     assert [point.nodes for point in every] == list(range(20, 61))
     fewer, first = next((a, b) for a, b in pairwise(every) if b.nodes % 7 == 3 and b.prompts_per_hour > a.prompts_per_hour)
     target = (fewer.prompts_per_hour + first.prompts_per_hour) / 2
-    wide = inputs(*pins, f"workload.target_prompts_per_hour={target}")
+    wide = asked(*pins, f"workload.target_prompts_per_hour={target}")
     points = sweep(wide, 2, 400)
     assert len(points) < 80 and smallest_that_reaches(points, target).nodes == first.nodes
     said = remarks(wide.cluster, len(points), 2, 400)
@@ -85,12 +84,12 @@ def test_sizes_beyond_the_switch_tree_say_so():
     assert cluster.switches
     [said] = remarks(cluster, 5, 30, 34)
     assert "beyond the 32 nodes of h100x32" in said and remarks(cluster, 3, 30, 32) == ()
-    wired = planning_inputs(load_config(CONFIGS / "7b" / "grpo.yaml"), cluster)
-    last = sweep(wired, 32, 34)[0]
-    made = plan_on_cluster(wired.loaded, wired.architecture, wired.shape, wired.cluster).found
+    loaded = load_config(CONFIGS / "7b" / "grpo.yaml")
+    last = sweep(posed(loaded, cluster), 32, 34)[0]
+    made = prepare_for(loaded, cluster).found
     assert last.prompts_per_hour == pytest.approx(made.prompts_per_hour, rel=1e-12)
 
 
 def test_impossible_pins_are_refused_once():
     with pytest.raises(UserError, match=r"trainer\.tp = 3"):
-        sweep(inputs("trainer.tp=3"), 1, 4)
+        sweep(asked("trainer.tp=3"), 1, 4)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from launch.errors import UserError
 from launch.plan.layouts import TrainingLayout
+from launch.planner.from_config import workload_of
 from launch.planner.workload.lengths import Counted, LogNormal
-from launch.planner.workload.workload import training_work, workload_of
+from launch.planner.workload.workload import training_work
 from tests.planner.problems import loaded, workload
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from launch.config.auto import round_up
 from launch.model.architecture import Architecture
+from launch.model.padding import round_up
 from launch.plan.book import Book
 from launch.plan.forecast import (
     Alternative,
@@ -29,11 +29,13 @@ from launch.plan.plan import (
     BatchPlan,
     EnginePlacement,
     EnginePlan,
+    ForecastPlan,
     Placement,
     Plan,
     RankPlacement,
     RolloutPlan,
     TrainingPlan,
+    read_plan,
 )
 from launch.planner.build import layers_of_stage, rank_coordinates
 
@@ -60,7 +62,7 @@ GPU_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 def example_plan(*, dp: int = 5, engines: int = 12, spare: int = 0, pp: int = 4, vpp: int = 5, device: str = "gpu",
                  mode: str = "disaggregated", asynchronous: bool = True, faster: float = 1.0, hostile: str = "",
-                 leaves: tuple[int, ...] = ()) -> Plan:
+                 leaves: tuple[int, ...] = ()) -> ForecastPlan:
     """A plan with TP4 x CP2 training and engines of TP8.
 
     Args:
@@ -135,7 +137,7 @@ def example_plan(*, dp: int = 5, engines: int = 12, spare: int = 0, pp: int = 4,
         ),
         numbers=_numbers(faster, hostile),
     )
-    return Plan(config_hash="0123456789abcdef", architecture=LLAMA_70B, device=device, training=plan,
+    return ForecastPlan(config_hash="0123456789abcdef", architecture=LLAMA_70B, device=device, training=plan,
                 rollout=RolloutPlan(tp=8, engines=tuple(EnginePlan(replica=n, tp=8) for n in range(engines))),
                 batch=BatchPlan(prompts_per_step=256, group_size=16, samples_per_step=4096, updates_per_batch=1,
                                 token_budget=8704, sequence_multiple=16, share_prompts=False), forecast=forecast)
@@ -279,3 +281,8 @@ def _numbers(faster: float, hostile: str) -> tuple[Number, ...]:
                   ("training.compute_s", "training.dp_s", "training.optimizer_s"))
     return tuple(Number(key=e.key, value=e.value, unit=e.unit, formula=e.formula, inputs=e.inputs, source=e.source)
                  for e in book)
+
+
+def without_forecast(plan: Plan) -> Plan:
+    """The same plan, of which nothing is predicted."""
+    return read_plan(plan.model_dump() | {"forecast": None})

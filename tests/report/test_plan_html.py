@@ -16,7 +16,7 @@ from launch.report.plan import map as plan_map
 from launch.report.plan import routes as plan_routes
 from launch.report.plan import svg as plan_svg
 from launch.report.plan.html import render, write_html
-from tests.report.plan_example import example_placement, example_plan
+from tests.report.plan_example import example_placement, example_plan, without_forecast
 from tests.report.test_html import Page
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
@@ -171,7 +171,7 @@ def test_unwritable_file_and_empty_plan(tmp_path):
     with pytest.raises(UserError, match="cannot write"):
         write_html(plan, None, tmp_path / "no" / "plan.html")
     with pytest.raises(UserError, match="has no forecast"):
-        render(plan.model_copy(update={"forecast": None}), None)
+        render(without_forecast(plan), None)
     assert "Nodes and GPUs" not in render(plan, None)
 
 

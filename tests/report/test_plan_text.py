@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.errors import UserError
-from launch.plan.plan import Plan
+from launch.plan.plan import ForecastPlan
 from launch.report.plan.diff import diff
 from launch.report.plan.explain import explain
 from launch.report.plan.file import load_plan
 from launch.report.plan.timeline import one_f_one_b
 from launch.report.plan.trace import trace
-from tests.report.plan_example import example_plan
+from tests.report.plan_example import example_plan, without_forecast
 
 
 def test_a_number_is_explained_down_to_what_was_given():
@@ -71,7 +71,7 @@ def test_an_unknown_key_names_the_nearest():
         explain(example_plan(), "memory.trainig.stage0.weight")
     assert "memory.training.stage0.weights" in str(caught.value)
     with pytest.raises(UserError, match="has no forecast"):
-        explain(example_plan().model_copy(update={"forecast": None}), "model")
+        explain(without_forecast(example_plan()), "model")
 
 
 def test_a_plan_survives_its_file(tmp_path):
@@ -142,7 +142,7 @@ def test_diff_says_when_only_the_forecast_changed():
     plan = example_plan()
     text = diff(plan, example_plan(faster=1.1))
     assert f"the same plan ({plan.fingerprint()}), another forecast" in text
-    assert "numbers only in the first" in diff(plan, plan.model_copy(update={"forecast": None}))
+    assert "numbers only in the first" in diff(plan, without_forecast(plan))
 
 
 def test_diff_shows_differences_behind_the_rounding():
@@ -242,5 +242,5 @@ def test_schedule_with_few_micro_batches():
 
 
 def test_texts_are_deterministic():
-    a, b = example_plan(), Plan.model_validate_json(example_plan().model_dump_json())
+    a, b = example_plan(), ForecastPlan.model_validate_json(example_plan().model_dump_json())
     assert explain(a) == explain(b) and json.dumps(trace(a)) == json.dumps(trace(b))

@@ -13,17 +13,19 @@ import pytest
 import torch
 
 from launch import envvars
+from launch.config.auto import on_this_machine
+from launch.config.resolved import ResolvedConfig
 from launch.config.schema import RunConfig
 from launch.model.architecture import from_hf_config
 from launch.plan.plan import EnginePlacement, Placement, Plan, RankPlacement
-from launch.planner.build import plan
+from launch.planner.from_config import plan_of
 from megatron_rl.data.batch import Prompt, Trajectory
 from megatron_rl.rollout.engine import RolloutEngine
 
 
 def run_config(model: Path, *, tp: int = 1, deterministic: bool = False, trainer: dict | None = None,
-               staging: str = "in_place", **rollout) -> RunConfig:
-    return RunConfig.model_validate({
+               staging: str = "in_place", **rollout) -> ResolvedConfig:
+    return on_this_machine(RunConfig.model_validate({
         "run": {"name": "test", "steps": 1, "seed": 7},
         "model": {"path": str(model)},
         "trainer": {"dtype": "fp32", "optimizer": {"lr": 1e-3}, **(trainer or {})},
@@ -33,11 +35,11 @@ def run_config(model: Path, *, tp: int = 1, deterministic: bool = False, trainer
         "algorithm": {"group_size": 4, "prompts_per_step": 4},
         "reward": {"functions": [{"function": "exact_match"}]},
         "data": {"train": "unused.jsonl"},
-    })
+    }))
 
 
-def run_plan(config: RunConfig) -> Plan:
-    return plan(config, from_hf_config(Path(config.model.path)), "cpu")
+def run_plan(config: ResolvedConfig) -> Plan:
+    return plan_of(config, from_hf_config(Path(config.model.path)), "cpu")
 
 
 def local_placement(made: Plan) -> Placement:
@@ -55,7 +57,7 @@ def make_prompts(count: int, length: int = 9) -> list[Prompt]:
 
 
 @contextmanager
-def engine_environment(config: RunConfig | None = None) -> Iterator[None]:
+def engine_environment(config: ResolvedConfig | None = None) -> Iterator[None]:
     """What the launcher sets before an engine's Python starts, for as long as the context lasts."""
     with pytest.MonkeyPatch.context() as patch:
         values = envvars.environment("rollout", "cpu", config or run_config(Path("unused")), job="tests")
@@ -65,7 +67,7 @@ def engine_environment(config: RunConfig | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def running_engine(config: RunConfig, log: Path, replica: int = 0,
+def running_engine(config: ResolvedConfig, log: Path, replica: int = 0,
                    version_folder: Path | None = None) -> Iterator[tuple[asyncio.Runner, RolloutEngine]]:
     """A started engine and the event loop it lives on; stopped at the end, with nothing left running."""
     made = run_plan(config)

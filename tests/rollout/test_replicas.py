@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from launch.model.architecture import from_hf_config
 from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.rollout.engine import RolloutEngine
@@ -37,7 +37,7 @@ class _Replica:
     """An engine that lives on an event loop and a thread of its own; its methods answer with awaitables on any loop,
     as those of an actor do."""
 
-    def __init__(self, config: RunConfig, number: int) -> None:
+    def __init__(self, config: ResolvedConfig, number: int) -> None:
         made = run_plan(config)
         self._thread = ThreadPoolExecutor(1)
         self._loop = asyncio.new_event_loop()
@@ -64,7 +64,7 @@ class _Replica:
         return stopping
 
 
-async def _started(config: RunConfig, folder: Path, sources: list, stack: ExitStack) -> list[_Replica]:
+async def _started(config: ResolvedConfig, folder: Path, sources: list, stack: ExitStack) -> list[_Replica]:
     replicas = [_Replica(config, number) for number in range(2)]
     stack.callback(lambda: [closing.result(60) for closing in [replica.close() for replica in replicas]])
     await asyncio.gather(*[replica.start() for replica in replicas])

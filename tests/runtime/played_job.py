@@ -57,7 +57,7 @@ def played(runs: Path, nodes: list[str], training_nodes: int, *words: str) -> It
     """The tiny run on simulated nodes of this host, from the moment when it is placed. At the end every supervisor
     must end what is its node's, and nothing may be left."""
     prepared = prepare(CONFIG, (f"run.dir={runs}", *words), "cpu", to_run=True)
-    config = prepared.loaded.config
+    config = prepared.config
     with RunFolder(config.run) as run:
         attempt = run.new_attempt()
         expected_of(config, None, "cpu", profile=Profile()).write(attempt.folder)

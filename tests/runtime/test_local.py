@@ -37,7 +37,7 @@ def test_a_slow_end_does_not_turn_the_users_error_into_a_crash(tmp_path, monkeyp
     """Its actors are gone before it is."""
     monkeypatch.setattr(local, "DRIVER_GRACE_S", 0.0)
     prepared = prepare(CONFIG, (f"run.dir={tmp_path}",), "cpu")
-    config = prepared.loaded.config
+    config = prepared.config
     with RunFolder(config.run) as run:
         attempt = run.new_attempt()
         attempt.write(config, prepared.plan, place_local(prepared.plan, 1, Ports(20000)), {})

@@ -16,7 +16,7 @@ from tests.runtime.played_job import CONFIG, supervisor, until
 def test_a_node_takes_the_block_that_the_user_pinned(tmp_path):
     free = ports.allocate(17)
     free.release()
-    config = prepare(CONFIG, (f"run.dir={tmp_path}", f"run.port_base={free.base}"), "cpu").loaded.config
+    config = prepare(CONFIG, (f"run.dir={tmp_path}", f"run.port_base={free.base}"), "cpu").config
     with RunFolder(config.run) as run:
         attempt = run.new_attempt()
         expected_of(config, None, "cpu", profile=Profile()).write(attempt.folder)

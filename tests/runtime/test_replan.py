@@ -11,10 +11,11 @@ from launch.cluster.tree import path_of, switches_of
 from launch.config.load import load_config
 from launch.errors import UserError
 from launch.exit_codes import ExitCode
+from launch.planner.prepare import OnCluster
 from launch.planner.seats.cluster import nodes_needed
 from launch.run.node_files import Hello
-from launch.runtime.job_plan import JobPlan, place_job, plan_job
-from launch.runtime.replan import for_fewer, layouts, sizes_for
+from launch.runtime.job_plan import place_job, plan_job
+from launch.runtime.replan import for_fewer, sizes_for
 from launch.slurm.job_facts import JobFacts, combine
 from launch.slurm.records import job_records
 from tests.runtime.slurm_text import JOB
@@ -33,7 +34,7 @@ WORDS = ("trainer.tp=1", "trainer.pp=2", "trainer.dp=4", "rollout.replicas=auto"
 def job(tmp_path):
     """A function that plans the tiny model for so many nodes and is given others."""
     def make(planned: int, given: int, *words: str, kind: str = "H100-SXM-80GB", gpus: int = 2,
-             comment: str = "") -> JobPlan:
+             comment: str = "") -> OnCluster:
         file = tmp_path / f"cluster-{planned}-{kind}.yaml"
         file.write_text(CLUSTER.format(nodes=planned, kind=kind, per_node=2), encoding="utf-8")
         words = (f"cluster={file}", *WORDS, *words)
@@ -77,7 +78,7 @@ def test_one_that_differs_is_an_error_that_names_both(job, given, gpus, text):
 
 
 def test_a_plan_that_is_not_the_submitted_one_is_refused(job):
-    submitted = job(6, 6).prepared.plan.fingerprint()
+    submitted = job(6, 6).plan.fingerprint()
     assert job(6, 6, comment=f"megatron-rl:plan:{submitted}").needed == 6
     with pytest.raises(UserError, match=submitted):
         job(6, 6, "algorithm.group_size=8", comment=f"megatron-rl:plan:{submitted}")
@@ -86,7 +87,7 @@ def test_a_plan_that_is_not_the_submitted_one_is_refused(job):
 def test_with_replan_the_given_nodes_are_planned_for(job):
     made = job(6, 8, "run.replan=true")
     assert made.needed == 8 and made.cluster.nodes[0] == "h1"
-    assert made.prepared.loaded.config.rollout.replicas == 8, "four nodes of two train, as pinned; four roll out"
+    assert made.config.rollout.replicas == 8, "four nodes of two train, as pinned; four roll out"
 
 
 def test_fewer_nodes_are_taken_as_they_are_down_to_min_nodes(job):
@@ -106,7 +107,7 @@ def test_spares_belong_to_the_allocation(job):
 def test_engines_go_first_then_replicas_of_the_trainer(job, kind):
     """Six nodes: four of two GPUs train with DP 4, two roll out with an engine a GPU."""
     made = job(6, 6, kind=kind)
-    found = {nodes: (sizes.dp, sizes.replicas) if (sizes := sizes_for(nodes, made.prepared, made.cluster)) else None
+    found = {nodes: (sizes.dp, sizes.replicas) if (sizes := sizes_for(nodes, made)) else None
              for nodes in range(1, 7)}
     assert found == {6: (4, 4), 5: (4, 2), 4: (2, 4), 3: (2, 2), 2: (1, 2), 1: None}
 
@@ -114,25 +115,28 @@ def test_engines_go_first_then_replicas_of_the_trainer(job, kind):
 def test_what_was_made_smaller_really_fits(job):
     made = job(6, 6)
     for nodes in range(2, 6):
-        smaller, sizes = for_fewer(nodes, made.prepared, made.cluster, min_nodes=1)
-        assert sizes.nodes == nodes_needed(*layouts(smaller), made.cluster) <= nodes
-        assert len(smaller.plan.training.ranks) == 2 * sizes.dp == 2 * smaller.loaded.config.trainer.dp
+        smaller, sizes = for_fewer(nodes, made, min_nodes=1)
+        layouts = smaller.found.training.layout, smaller.found.rollout.layout
+        assert sizes.nodes == nodes_needed(*layouts, made.cluster) == smaller.needed <= nodes
+        assert len(smaller.plan.training.ranks) == 2 * sizes.dp == 2 * smaller.config.trainer.dp
         assert len(smaller.plan.rollout.engines) == sizes.replicas
-        assert smaller.plan.forecast.step_s > 0 and smaller.plan.batch == made.prepared.plan.batch
+        split = smaller.plan.forecast.split
+        assert (split.training, split.training + split.rollout) == (sizes.training_nodes, sizes.nodes)
+        assert smaller.plan.forecast.step_s > 0 and smaller.plan.batch == made.plan.batch
 
 
 @pytest.mark.parametrize("least", [None, 5])
 def test_below_min_nodes_it_is_a_failed_preflight(job, least):
     made = job(6, 6)
     with pytest.raises(UserError, match="4 fit node.*plan needs 6") as error:
-        for_fewer(4, made.prepared, made.cluster, least)
+        for_fewer(4, made, least)
     assert error.value.exit_code == ExitCode.PREFLIGHT
 
 
 def test_nothing_that_fits_is_a_failed_preflight_too(job):
     made = job(6, 6)
     with pytest.raises(UserError, match="no part of the plan fits 1") as error:
-        for_fewer(1, made.prepared, made.cluster, 1)
+        for_fewer(1, made, 1)
     assert error.value.exit_code == ExitCode.PREFLIGHT
 
 
@@ -158,7 +162,7 @@ def test_a_short_job_is_placed_smaller(job):
     names = ["h1", "h2", "h4", "h5", "h6"]
     small, placement, text = place_job(made, names, [], hellos(names), attempt=1)
     assert sorted(placement.nodes) == names and len(placement.rollout) == 2 and "2 engine(s)" in text
-    assert placement.plan_fingerprint == small.prepared.plan.fingerprint() != made.prepared.plan.fingerprint()
+    assert placement.plan_fingerprint == small.plan.fingerprint() != made.plan.fingerprint()
 
 
 def test_the_switch_tree_from_the_addresses_of_the_nodes():

@@ -25,7 +25,7 @@ def test_a_large_model_has_longer_than_a_tiny_one_and_than_two_of_its_slowest_st
     seconds = start_deadline_s(large.loaded, large.plan, Profile())
     assert seconds > start_deadline_s(tiny.loaded, tiny.plan, Profile()) >= 180
     assert seconds >= 2 * need.step_s and seconds > 600 + 2 * need.checkpoint_s
-    config = large.loaded.with_values({"run.deadline_s": seconds}, "auto").config
+    config = large.changed({"run.deadline_s": seconds}).config
     (first_save,) = Progress.doing(1, "save").open
     assert allowed_s(first_save, config) > 2 * need.checkpoint_s
 

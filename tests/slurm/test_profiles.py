@@ -31,7 +31,8 @@ def test_every_key_is_explained():
 @pytest.mark.parametrize(("text", "what", "fix"), [
     ("contaner: {kind: pyxis}", "unknown key contaner", "did you mean container?"),
     ("container: {imgae: x}", "unknown key container.imgae", "did you mean container.image?"),
-    ("container: {kind: docker}", "container.kind = 'docker' (text) is not valid", "one of none, pyxis, enroot, apptainer"),
+    ("container: {kind: docker}", "container.kind = 'docker' (text) is not valid",
+     "one of none, pyxis, enroot, apptainer"),
     ("refuses: [exclusiv]", "refuses", "exclusive"),
     ("container: {kind: pyxis}", "without container.image", "add container.image"),
     ("container: {image: x.sif}", "no effect with container.kind = none", "pyxis, enroot or apptainer"),

@@ -37,14 +37,14 @@ def prepared():
 
 @pytest.fixture(scope="module")
 def placement(prepared) -> Placement:
-    seating = prepared.planned.seating
+    seating = prepared.seating
     return bind(seating, prepared.plan.fingerprint(), 1,
                 {node: "10.0.0.1" for node in (*seating.training_nodes, *seating.rollout_nodes)}, Ports(12288))
 
 
 @pytest.fixture(scope="module")
 def given(prepared, placement) -> dict[str, dict[str, str]]:
-    return {place.process: variables(place, prepared.loaded.config, placement, "gpu", MARK)
+    return {place.process: variables(place, prepared.config, placement, "gpu", MARK)
             for place in places(placement)}
 
 

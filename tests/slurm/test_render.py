@@ -12,7 +12,7 @@ from launch.config.load import load_config
 from launch.errors import UserError
 from launch.plan.forecast import DiskForecast
 from launch.planner import prepare as preparing
-from launch.planner.prepare import prepare
+from launch.planner.prepare import prepare, prepare_for, prepare_job
 from launch.slurm.margin import PORTABLE_S, needed, stop_margin
 from launch.slurm.profiles import Profile, parse_profile
 from launch.slurm.render import Flags, Places, comment_of, plan_hash_of, render
@@ -44,13 +44,13 @@ def portable(config: str) -> str:
     """The script that is shipped for a configuration: no site, no absolute path, any overrides. It starts what this
     version trains: a configuration that is planned asynchronous, synchronously."""
     words = ("algorithm.asynchronous=false",) if load_config(config).config.algorithm.asynchronous else ()
-    prepared = prepare(config, words)
-    return render(config, words, prepared.loaded.config, prepared.plan, Profile())
+    prepared = prepare_for(load_config(config, words))
+    return render(config, words, prepared.config, prepared.plan, Profile())
 
 
 @functools.cache
 def planned(config: str):
-    return prepare(config)
+    return prepare_for(load_config(config))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def prepared():
 
 
 def rendered(prepared, words=(), **how) -> str:
-    return render(CONFIG, words, prepared.loaded.config, prepared.plan, how.pop("profile", Profile()), **how)
+    return render(CONFIG, words, prepared.config, prepared.plan, how.pop("profile", Profile()), **how)
 
 
 def site_script(prepared) -> str:
@@ -96,15 +96,15 @@ def test_a_shipped_script_starts_what_this_version_trains(script, monkeypatch):
     config, words, asked = started(script)
     monkeypatch.chdir(REPOSITORY)
     with pytest.raises(UserError) as error:
-        prepare(config, words, to_run=True, on="slurm")
+        prepare_job(config, words)
     assert "model folder" in error.value.what and "does not exist" in error.value.what, error.value
     monkeypatch.setattr(preparing, "_check_files", lambda loaded: None)
-    made = prepare(config, words, to_run=True, on="slurm")
+    made = prepare_job(config, words)
     split = made.plan.forecast.split
-    assert int(asked["nodes"]) == split.training + split.rollout + made.loaded.config.placement.spare_nodes
+    assert int(asked["nodes"]) == split.training + split.rollout + made.config.placement.spare_nodes
     assert int(asked["gpus-per-node"]) == made.plan.forecast.cluster.gpus_per_node
-    assert asked["signal"] == f"B:USR1@{PORTABLE_S}" and asked["job-name"] == made.loaded.config.run.name
-    assert stop_margin(made.loaded.config, made.plan, Profile()) <= PORTABLE_S
+    assert asked["signal"] == f"B:USR1@{PORTABLE_S}" and asked["job-name"] == made.config.run.name
+    assert stop_margin(made.config, made.plan, Profile()) <= PORTABLE_S
 
 
 def test_golden(prepared):
@@ -166,7 +166,7 @@ def test_spares_are_nodes_beyond_the_plan():
     more = prepare(CONFIG, ["placement.spare_nodes=1", "cluster=configs/clusters/h100x8.yaml",
                             "placement.training_nodes=1"])
     used = more.plan.forecast.split.training + more.plan.forecast.split.rollout
-    script = render(CONFIG, (), more.loaded.config, more.plan, Profile())
+    script = render(CONFIG, (), more.config, more.plan, Profile())
     assert f"#SBATCH --nodes={used + 1}" in script.splitlines() and "1 of them spare" in script
 
 
@@ -234,7 +234,7 @@ def test_the_plans_hash_in_the_comment():
 
 def test_the_margin_is_what_the_plan_needs(prepared):
     """14 bytes a parameter (bf16 weight, fp32 master weight, two moments), at the site's rate."""
-    config = prepared.loaded.config
+    config = prepared.config
     need = needed(prepared.plan, Profile(file_system_gb_per_s=2.0))
     parameters = {number.key: number.value for number in prepared.plan.forecast.numbers}["model.parameters"]
     assert 7e9 < parameters < 8e9 and need.checkpoint_bytes == 14 * parameters
@@ -256,8 +256,8 @@ def test_a_version_that_is_being_written_to_disk_is_waited_for(prepared):
 
 
 def test_a_margin_that_is_too_short_is_refused_with_the_sum(prepared):
-    run = prepared.loaded.config.run
-    config = prepared.loaded.config.model_copy(update={"run": run.model_copy(update={"stop_margin_s": 61.0})})
+    run = prepared.config.run
+    config = prepared.config.model_copy(update={"run": run.model_copy(update={"stop_margin_s": 61.0})})
     need = needed(prepared.plan, Profile())
     with pytest.raises(UserError) as error:
         stop_margin(config, prepared.plan, Profile())

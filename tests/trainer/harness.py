@@ -13,10 +13,12 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from transformers import AutoModelForCausalLM
 
+from launch.config.auto import on_this_machine
+from launch.config.resolved import ResolvedConfig
 from launch.config.schema import RunConfig
 from launch.model.architecture import from_hf_config
 from launch.plan.plan import Plan
-from launch.planner.build import plan as build_plan
+from launch.planner.from_config import plan_of
 from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
 from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
@@ -26,18 +28,18 @@ from megatron_rl.trainer.model import build_model
 from tests.ranks import Rank
 
 
-def run_config(folder: Path | str, **trainer) -> RunConfig:
+def run_config(folder: Path | str, **trainer) -> ResolvedConfig:
     """A run's configuration in which only the trainer matters."""
     trainer = {"dtype": "fp32", "token_budget": 128, "optimizer": {"lr": 1e-3}, **trainer}
-    return RunConfig.model_validate({
+    return on_this_machine(RunConfig.model_validate({
         "run": {"name": "test", "steps": 1}, "model": {"path": str(folder)}, "trainer": trainer,
         "rollout": {"max_prompt_tokens": 64, "max_new_tokens": 64, "dtype": trainer["dtype"]},
         "algorithm": {"group_size": 2, "prompts_per_step": 2}, "reward": {"functions": [{"function": "length"}]},
-        "data": {"train": "none.jsonl"}})
+        "data": {"train": "none.jsonl"}}))
 
 
-def make_plan(config: RunConfig, device: Literal["cpu", "gpu"] = "cpu") -> Plan:
-    return build_plan(config, from_hf_config(config.model.path), device)
+def make_plan(config: ResolvedConfig, device: Literal["cpu", "gpu"] = "cpu") -> Plan:
+    return plan_of(config, from_hf_config(config.model.path), device)
 
 
 def make_batch(lengths: list[int], vocab: int, seed: int = 0, tools: float = 0.0) -> PolicyBatch:
@@ -117,7 +119,7 @@ def hugging_face(folder: Path | str, batch: PolicyBatch, temperature: float = 1.
 class TrainingRank:
     """A real rank with Hugging Face's weights and Megatron's DDP around its chunks."""
 
-    def __init__(self, rank: Rank, config: RunConfig) -> None:
+    def __init__(self, rank: Rank, config: ResolvedConfig) -> None:
         self.plan = make_plan(config)
         parallel.initialise(self.plan, rank.rank, rank.address, rank.port, rank.timeout_s)
         chunks = build_model(self.plan.architecture, self.plan.training, config.trainer, torch.device("cpu"))

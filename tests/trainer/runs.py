@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from launch.config.auto import on_this_machine
+from launch.config.resolved import ResolvedConfig
 from launch.config.schema import RunConfig
 from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.layouts.megatron import canonical_tensors
@@ -23,7 +25,7 @@ LENGTHS = [9, 23, 5, 16, 12, 7]
 
 
 def config_of(folder: Path | str, *, run: dict | None = None, model: dict | None = None,
-              algorithm: dict | None = None, checkpoint: dict | None = None, **trainer) -> RunConfig:
+              algorithm: dict | None = None, checkpoint: dict | None = None, **trainer) -> ResolvedConfig:
     """A configuration with a learning rate that changes at every step."""
     optimizer = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2, "weight_decay": 0.1, "clip_grad": 0.5,
                  **trainer.pop("optimizer", {})}
@@ -31,10 +33,10 @@ def config_of(folder: Path | str, *, run: dict | None = None, model: dict | None
     for section, keys in (("run", {"steps": 10, **(run or {})}), ("model", model), ("checkpoint", checkpoint),
                           ("algorithm", {"importance_cap": None, **(algorithm or {})})):
         values[section].update(keys or {})
-    return RunConfig.model_validate(values)
+    return on_this_machine(RunConfig.model_validate(values))
 
 
-def start(rank: Rank, config: RunConfig, device: Literal["cpu", "gpu"] = "cpu") -> MegatronTrainer:
+def start(rank: Rank, config: ResolvedConfig, device: Literal["cpu", "gpu"] = "cpu") -> MegatronTrainer:
     """Join the group and build the trainer; weights are not loaded yet."""
     plan = make_plan(config, device)
     parallel.initialise(plan, rank.rank, rank.address, rank.port, rank.timeout_s)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from launch.errors import UserError
 from launch.model.architecture import from_hf_config
 from megatron_rl.trainer import cpu, parallel
@@ -56,7 +56,7 @@ def test_device_shim_notices_another_megatron() -> None:
         cpu._replace(cpu, "renamed", without_a_device)
 
 
-def _mistaken_plan(rank: Rank, config: RunConfig) -> str:
+def _mistaken_plan(rank: Rank, config: ResolvedConfig) -> str:
     plan = make_plan(config)
     swapped = {"ranks": tuple(reversed(plan.training.ranks))}
     plan = plan.model_copy(update={"training": plan.training.model_copy(update=swapped)})
@@ -67,7 +67,7 @@ def _mistaken_plan(rank: Rank, config: RunConfig) -> str:
     return "accepted"
 
 
-def _nobody_else_comes(rank: Rank, config: RunConfig) -> str:
+def _nobody_else_comes(rank: Rank, config: ResolvedConfig) -> str:
     try:
         parallel.initialise(make_plan(config), 0, rank.address, rank.port, timeout_s=2)
     except TimeoutError as error:

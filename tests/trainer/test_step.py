@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.data.packing import pack
 from megatron_rl.data.schedule import make_schedule
@@ -44,7 +44,7 @@ def _with_maximum(**tensors) -> tuple[torch.Tensor, dict]:
     return loss, {**sums, "advantage_max": (tensors["weights_T"] * tensors["advantages_T"]).max()}
 
 
-def _step(rank: Rank, config: RunConfig, batch: PolicyBatch) -> tuple:
+def _step(rank: Rank, config: ResolvedConfig, batch: PolicyBatch) -> tuple:
     training = TrainingRank(rank, config)
     before = step.run_logprobs(training.chunks, training.plan, batch, TEMPERATURE)
     training.zero_grad()
@@ -176,7 +176,7 @@ def test_attention_never_builds_a_mask_over_the_whole_pack(cp: int, shared: bool
         assert any(b.key > b.query for b in plan.sub_batches) == (cp > 1 or shared)
 
 
-def _rows_of_layers(rank: Rank, config: RunConfig, batch: PolicyBatch) -> dict[str, int]:
+def _rows_of_layers(rank: Rank, config: ResolvedConfig, batch: PolicyBatch) -> dict[str, int]:
     """Rows that went through the first layer and came out as logits."""
     training, rows = TrainingRank(rank, config), {"layer": 0, "logits": 0}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.plan.plan import EnginePlacement, Placement, RankPlacement
+from launch.plan.plan import EnginePlacement, Placement, RankPlacement, read_plan
 from launch.planner.prepare import prepare
 from megatron_rl.driver.sync_plan import announced, differences, sync_plan
 from megatron_rl.weight_sync.plan.manifest import build_manifest
@@ -28,7 +28,7 @@ def _placement(plan) -> Placement:
 
 def _with(prepared, chosen: str, route: str, bucket_mb: float = 256.0):
     """(configuration, plan) whose plan has chosen a route and whose configuration says another."""
-    config, plan = prepared.loaded.config, prepared.plan
+    config, plan = prepared.config, prepared.plan
     sync = plan.forecast.sync
     routes = tuple(each.model_copy(update={"chunk_bytes": CHUNKS[each.route]}) for each in sync.routes)
     sync = sync.model_copy(update={"chosen": chosen, "routes": routes})
@@ -55,13 +55,13 @@ def test_the_forecast_follows_a_pinned_route(prepared):
 
 
 def test_without_a_forecast_the_route_is_direct(prepared):
-    plan = prepared.plan.model_copy(update={"forecast": None})
-    found = sync_plan(prepared.loaded.config, plan, _placement(plan))
-    assert (found.route, found.bucket_bytes) == ("direct", int(prepared.loaded.config.weight_sync.bucket_mb * 2**20))
+    plan = read_plan(prepared.plan.model_dump() | {"forecast": None})
+    found = sync_plan(prepared.config, plan, _placement(plan))
+    assert (found.route, found.bucket_bytes) == ("direct", int(prepared.config.weight_sync.bucket_mb * 2**20))
 
 
 def test_bytes_that_were_not_announced_are_told(prepared):
-    config, plan = prepared.loaded.config, prepared.plan
+    config, plan = prepared.config, prepared.plan
     a, tp = plan.architecture, plan.rollout.tp
     sides = sources(a, plan.training), destinations(a, tp, 2)
     manifest = build_manifest(*sides, seats=sync_plan(config, plan, _placement(plan)).seats)

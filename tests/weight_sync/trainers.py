@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from launch.config.schema import RunConfig
+from launch.config.resolved import ResolvedConfig
 from tests.ranks import Rank, free_port
 from tests.trainer.harness import make_plan
 from tests.weight_sync.members import Pipe, processes_of
@@ -35,7 +35,7 @@ class TrainerRank:
 
 
 @contextmanager
-def trainer_ranks(config: RunConfig) -> Iterator[list[TrainerRank]]:
+def trainer_ranks(config: ResolvedConfig) -> Iterator[list[TrainerRank]]:
     """The ranks of a configuration's plan, with the initial weights of its model."""
     world, port = make_plan(config).training.world_size, free_port()
     makers = [(_Trainer, (config, Rank(rank, world, "127.0.0.1", port, 60.0))) for rank in range(world)]
@@ -44,7 +44,7 @@ def trainer_ranks(config: RunConfig) -> Iterator[list[TrainerRank]]:
 
 
 class _Trainer:
-    def __init__(self, config: RunConfig, rank: Rank) -> None:
+    def __init__(self, config: ResolvedConfig, rank: Rank) -> None:
         from tests.trainer.runs import start
 
         self.rank = rank
@@ -54,7 +54,7 @@ class _Trainer:
     def export(self, folder: str, part: str):
         return self.trainer.export(folder, part)
 
-    def train(self, config: RunConfig) -> None:
+    def train(self, config: ResolvedConfig) -> None:
         """Another model in the same layout, and one update of it."""
         from megatron_rl.trainer.trainer import MegatronTrainer
         from tests.trainer.harness import make_plan

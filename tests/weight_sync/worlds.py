@@ -12,8 +12,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from launch.config.auto import round_up
 from launch.model.architecture import Architecture
+from launch.model.padding import round_up
 from launch.plan.plan import TrainingPlan
 from launch.planner.build import layers_of_stage, rank_coordinates
 from megatron_rl.layouts.megatron import EMBEDDING, HEAD, canonical_tensors, megatron_layout

@@ -147,8 +147,8 @@ def phase_seconds(found: Candidate) -> dict[str, float]:
 
 
 def _check_kind(run: CalibrationRun, spec: ClusterSpec, cluster_file: str) -> None:
-    if run.forecast.cluster.gpu != spec.gpu.name:
-        raise UserError(f"{run.name} ran on {run.forecast.cluster.gpu}, {cluster_file} describes {spec.gpu.name}",
+    if run.plan.forecast.cluster.gpu != spec.gpu.name:
+        raise UserError(f"{run.name} ran on {run.plan.forecast.cluster.gpu}, {cluster_file} describes {spec.gpu.name}",
                         where=f"{cluster_file}, gpus.kind",
                         fix="calibrate the file of the machine that the run was made on")
 
@@ -231,7 +231,8 @@ def _both(points: Sequence[tuple[float, float, float]]) -> tuple[float, float] |
 
 def _sync(fitting: _Fitting) -> _Fit:
     many = len(fitting.spec.nodes) > 1
-    runs = [run for run in fitting.runs if run.measured.get("sync") and (run.forecast.cluster.nodes > 1 or not many)]
+    runs = [run for run in fitting.runs
+            if run.measured.get("sync") and (run.plan.forecast.cluster.nodes > 1 or not many)]
     if not runs:
         return (), ("weights stayed in one node, and the file describes several" if many else "not measured")
     changes, said = _nic(fitting, runs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import median
@@ -11,15 +11,14 @@ from pydantic import ValidationError
 
 from launch.cluster import gpus
 from launch.cluster.spec import ClusterSpec
-from launch.config.load import LoadedConfig, load_config
-from launch.config.schema import RunConfig
 from launch.errors import UserError
-from launch.model.builtin import from_architecture
 from launch.plan.forecast import Forecast
-from launch.plan.plan import Plan
+from launch.plan.plan import ForecastPlan, read_plan
 from launch.planner.calibrate.measured import KINDS, WARM_UP, mean_of, seconds, steady
+from launch.planner.from_config import problem_of_attempt
 from launch.planner.here import pinned_candidate
 from launch.planner.search.candidate import Candidate
+from launch.planner.search.problem import Problem
 from launch.run.metrics import Row, attempt_dirs, metric_rows
 
 FEWEST_TO_FIT = 4
@@ -32,10 +31,9 @@ class CalibrationRun:
 
     name: str
     """As it was named: the source of what it measured."""
-    loaded: LoadedConfig
-    """With the lengths that the run had."""
-    plan: Plan
-    forecast: Forecast
+    problem: Problem
+    """On the cluster that its plan saw, without coefficients; with the lengths that the run had."""
+    plan: ForecastPlan
     steps: int
     measured: dict[str, float]
     """Median seconds by the names of `planner.measured.KINDS`."""
@@ -47,19 +45,12 @@ class CalibrationRun:
 
     def candidate(self, spec: ClusterSpec) -> Candidate:
         """The run's plan with the coefficients of `spec`, on the machine that the run's own plan saw."""
-        shape = from_architecture(self.plan.architecture)
-        return pinned_candidate(self.loaded, shape, self.plan, self._machine(spec), self.forecast.split.mode)
-
-    def _machine(self, spec: ClusterSpec) -> ClusterSpec:
-        facts, numbers = self.forecast.cluster, {each.key: each.value for each in self.forecast.numbers}
-        gpu = gpus.find(facts.gpu)
-        rates = {each.name: type(getattr(gpu, each.name))(numbers[f"gpu.{each.name}"]) for each in fields(gpu)
-                 if f"gpu.{each.name}" in numbers}
-        same = facts.nodes == len(spec.nodes)
-        return replace(spec, nodes=spec.nodes if same else tuple(f"node{i}" for i in range(facts.nodes)),
-                       switches=spec.switches if same else (), gpus_per_node=facts.gpus_per_node,
-                       gpu=replace(gpu, **rates), nics_per_node=facts.nics_per_node, rails=facts.rails,
-                       nic_bandwidth=facts.nic_bandwidth)
+        own = self.problem.cluster
+        same = len(own.nodes) == len(spec.nodes)
+        machine = replace(spec, nodes=spec.nodes if same else own.nodes, switches=spec.switches if same else (),
+                          gpus_per_node=own.gpus_per_node, gpu=own.gpu, nics_per_node=own.nics_per_node,
+                          rails=own.rails, nic_bandwidth=own.nic_bandwidth)
+        return pinned_candidate(self.problem.on(machine), self.plan, self.plan.forecast.split.mode)
 
 
 def read_run(path: Path) -> CalibrationRun:
@@ -69,8 +60,8 @@ def read_run(path: Path) -> CalibrationRun:
         UserError: not a run, several attempts, no plan or metrics, asynchronous, too few steps.
     """
     attempt = _attempt(path)
-    plan, forecast = _plan(attempt)
-    if forecast.asynchronous:
+    plan = _plan(attempt)
+    if plan.forecast.asynchronous:
         raise UserError(f"{path} is asynchronous: its phases overlap, so that a phase's time is no phase's work",
                         where=str(attempt), fix="calibrate with a synchronous run of the same model")
     metrics = attempt / "metrics.jsonl"
@@ -86,11 +77,13 @@ def read_run(path: Path) -> CalibrationRun:
     if not response or not prompt:
         raise UserError(f"{path} does not say how long its prompts and responses were", where=str(metrics),
                         fix="calibrate with a run that logs response/length_mean and prompt/length_mean")
+    problem = problem_of_attempt(attempt / "config.yaml", plan, _machine(plan.forecast))
     measured = {kind.name: median(times) for kind in KINDS
                 if (times := seconds(rows, kind.metrics)) and median(times) > 0}
     return CalibrationRun(
-        name=str(path), loaded=_config(attempt, response, prompt), plan=plan, forecast=forecast, steps=len(rows),
-        measured=measured, transfer_s=_median(rows, "sync/seconds"), response_tokens=response, prompt_tokens=prompt)
+        name=str(path), problem=replace(problem, workload=problem.workload.with_means(response, prompt)), plan=plan,
+        steps=len(rows), measured=measured, transfer_s=_median(rows, "sync/seconds"), response_tokens=response,
+        prompt_tokens=prompt)
 
 
 def _median(rows: list[Row], name: str) -> float | None:
@@ -109,41 +102,30 @@ def _attempt(path: Path) -> Path:
     return attempts[0]
 
 
-def _plan(attempt: Path) -> tuple[Plan, Forecast]:
+def _machine(forecast: Forecast) -> ClusterSpec:
+    """What a plan says of its cluster."""
+    facts, numbers = forecast.cluster, {each.key: each.value for each in forecast.numbers}
+    gpu = gpus.find(facts.gpu)
+    rates = {each.name: type(getattr(gpu, each.name))(numbers[f"gpu.{each.name}"]) for each in fields(gpu)
+             if f"gpu.{each.name}" in numbers}
+    return ClusterSpec(name=facts.name, nodes=tuple(f"node{number}" for number in range(facts.nodes)),
+                       gpus_per_node=facts.gpus_per_node, gpu=replace(gpu, **rates), nics_per_node=facts.nics_per_node,
+                       nic_bandwidth=facts.nic_bandwidth, rails=facts.rails, host_memory_bytes=0)
+
+
+def _plan(attempt: Path) -> ForecastPlan:
     file = attempt / "plan.json"
     fix = "calibrate with a run that this version of the program made"
     try:
-        plan = Plan.model_validate_json(file.read_text(encoding="utf-8"))
+        plan = read_plan(json.loads(file.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise UserError(f"{attempt} holds no plan.json", where=str(file), fix=fix) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"cannot read {file}: {error}", where=str(file), fix="make it readable") from error
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{file} is not a plan that this program reads: {'.'.join(map(str, first['loc']))}: "
                         f"{first['msg']}", where=str(file), fix=fix) from error
-    if plan.forecast is None:
+    if not isinstance(plan, ForecastPlan):
         raise UserError(f"{file} predicts nothing", where=str(file), fix=fix)
-    return plan, plan.forecast
-
-
-def _config(attempt: Path, response: float, prompt: float) -> LoadedConfig:
-    """The attempt's configuration with measured lengths in place of assumed ones."""
-    file = attempt / "config.yaml"
-    config = load_config(file).config
-    return load_config(file, length_words(config, response, prompt))
-
-
-def length_words(config: RunConfig, response: float, prompt: float) -> list[str]:
-    """Overrides that make a plan assume these mean lengths: the configured log-normal with this mean where one can
-    have it, else the two whole lengths around it."""
-    cap = config.rollout.max_new_tokens
-    response = min(float(cap), max(1.0, response))
-    words = [f"workload.prompt_tokens={min(prompt, config.rollout.max_prompt_tokens)!r}"]
-    if config.workload.response.distribution == "lognormal" and response < 0.95 * cap:
-        return [*words, f"workload.response.mean={response!r}"]
-    low, high = math.floor(response), math.ceil(response)
-    if low == high:
-        return [*words, "workload.response.distribution=fixed", f"workload.response.mean={low}"]
-    return [*words, "workload.response.distribution=histogram", f"workload.response.values=[{low}, {high}]",
-            f"workload.response.counts=[{high - response!r}, {response - low!r}]"]
+    return plan

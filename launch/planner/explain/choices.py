@@ -49,7 +49,8 @@ def _mode(search: Search, found: Candidate) -> Choice:
     for mode in ("disaggregated", "colocated", "hybrid"):
         if mode != found.mode:
             others.append(_other_mode(problem, mode))
-    return Choice(key="placement.mode", value=found.mode, reason=("placement.mode pins it: " if problem.mode_pinned else
+    pinned = len(problem.modes) == 1
+    return Choice(key="placement.mode", value=found.mode, reason=("placement.mode pins it: " if pinned else
                                                                      "the fastest: ") + _per_hour(found),
                   alternatives=tuple(others))
 

@@ -1,20 +1,17 @@
-"""No plan fits: the smallest changes to the configuration or the cluster that would make one."""
+"""No plan fits: the smallest changes to the problem that would make one, with the words to write into the
+configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
-from launch.cluster.spec import ClusterSpec
-from launch.config import auto
-from launch.config.load import LoadedConfig
+from launch.cluster.spec import ClusterSpec, Switch
 from launch.errors import UserError
-from launch.model.architecture import Architecture
-from launch.model.shape import ModelShape
 from launch.planner.search.pins import check_pins
-from launch.planner.search.problem import modes, problem_of
+from launch.planner.search.problem import Problem, with_token_budget
 from launch.planner.search.search import Search
+from launch.planner.search.space import KEY_OF_PIN
 
 MOST = 3
 MOST_NODES = 1024
@@ -30,43 +27,25 @@ class Remedy:
     prompts_per_hour: float
 
 
-def remedies(loaded: LoadedConfig, architecture: Architecture, shape: ModelShape, cluster: ClusterSpec) -> list[Remedy]:
+def remedies(problem: Problem) -> list[Remedy]:
     """At most three, the smallest change first; each was planned with."""
     found: list[Remedy] = []
-    for _, change in sorted(_changes(loaded), key=lambda pair: pair[0]):
-        if len(found) < MOST:
-            found += _remedy(change, loaded, architecture, shape, cluster)
+    for change in sorted(_changes(problem), key=lambda change: change.size):
+        rate = _rate(changed) if len(found) < MOST and (changed := change.make(problem)) is not None else 0.0
+        if rate and changed is not None:
+            words = change.words or f"{len(changed.cluster.nodes)} nodes instead of {len(problem.cluster.nodes)}"
+            found.append(Remedy(words, rate))
     return found
 
 
-def _remedy(change: dict[str, Any], loaded: LoadedConfig, architecture: Architecture, shape: ModelShape,
-            cluster: ClusterSpec) -> Iterator[Remedy]:
-    """The change as a remedy, if it is one; no change stands for more nodes."""
-    if not change:
-        larger = _more_nodes(loaded, architecture, shape, cluster)
-        if larger is not None:
-            rate = _rate(loaded, architecture, shape, larger)
-            if rate:
-                yield Remedy(f"{len(larger.nodes)} nodes instead of {len(cluster.nodes)}", rate)
-        return
-    rate = _rate(loaded.with_values(change, "planner"), architecture, shape, cluster)
-    if rate:
-        yield Remedy(" ".join(f"{key}={_word(value)}" for key, value in change.items()), rate)
-
-
-def _rate(loaded: LoadedConfig, architecture: Architecture, shape: ModelShape, cluster: ClusterSpec) -> float:
+def _rate(problem: Problem) -> float:
     """Prompts an hour of the best plan; 0 without one."""
     try:
-        check_pins(loaded, architecture, cluster)
-        problem = problem_of(loaded, shape, cluster)
+        check_pins(problem)
     except UserError:
         return 0.0
-    rates = [best.prompts_per_hour for mode in modes(loaded) if (best := Search(problem, mode).best()) is not None]
+    rates = [best.prompts_per_hour for mode in problem.modes if (best := Search(problem, mode).best()) is not None]
     return max(rates, default=0.0)
-
-
-def _word(value: Any) -> str:
-    return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def with_nodes(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
@@ -82,7 +61,7 @@ def with_nodes(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
     return replace(cluster, nodes=names, switches=tuple(_without_empty(switches)))
 
 
-def _without_empty(switches) -> list:
+def _without_empty(switches: Iterable[Switch]) -> list[Switch]:
     """Drop switches that connect nothing any more, from the leaves up."""
     left = list(switches)
     while True:
@@ -94,44 +73,72 @@ def _without_empty(switches) -> list:
         left = trimmed
 
 
-def _changes(loaded: LoadedConfig) -> Iterator[tuple[float, dict[str, Any]]]:
-    """(size, key -> value). `{}` is more nodes."""
-    config = loaded.config
-    algorithm, rollout = config.algorithm, config.rollout
-    pinned = [key for key in auto.KEYS if key not in auto.open_keys(config)
-              and key not in ("placement.mode", "trainer.token_budget", "rollout.max_num_seqs")]
-    for key in pinned:
-        yield 1.0, {key: "auto"}
+@dataclass(frozen=True)
+class _Change:
+    """One change of a problem, and the words that write it into the configuration."""
+
+    size: float
+    """The smallest is told first."""
+    words: str
+    """Overrides; "" for more nodes."""
+    make: Callable[[Problem], Problem | None]
+    """None: it is none after all."""
+
+
+def _changes(problem: Problem) -> Iterator[_Change]:
+    pins, work = problem.pins, problem.workload
+    pinned = [name for name in KEY_OF_PIN if getattr(pins, name) is not None
+              and name not in ("token_budget", "max_num_seqs")]
+    for name in pinned:
+        yield _unpinned(1.0, name)
     if len(pinned) > 1:
-        yield 6.0, dict.fromkeys(pinned, "auto")
-    if config.weight_sync.staging == "shadow":
-        yield 1.1, {"weight_sync.staging": "in_place"}
-    if config.placement.spare_nodes:
-        yield 1.2, {"placement.spare_nodes": 0}
-    if algorithm.kl.beta > 0 and not algorithm.kl.reference_offload:
-        yield 1.5, {"algorithm.kl.reference_offload": True}
+        yield _unpinned(6.0, *pinned)
+    if problem.shadow:
+        yield _Change(1.1, "weight_sync.staging=in_place", lambda it: replace(it, shadow=False))
+    if problem.spare_nodes:
+        yield _Change(1.2, "placement.spare_nodes=0", lambda it: replace(it, spare_nodes=0))
+    if work.reference and not work.reference_offload:
+        yield _Change(1.5, "algorithm.kl.reference_offload=true",
+                      lambda it: replace(it, workload=replace(it.workload, reference_offload=True)))
     for divisor in (2, 4):
-        yield 1.5 + divisor / 4, {"rollout.max_new_tokens": max(1, rollout.max_new_tokens // divisor)}
-    if not config.placement.tp_across_nodes:
-        yield 2.6, {"placement.tp_across_nodes": True}
-    if rollout.dtype == "fp8":          # what they receive in bf16 lies beside their weights: bf16 engines take less
-        yield 2.7, {"rollout.dtype": "bf16"}
-    yield 4.0, {}
-    if config.placement.mode == "disaggregated":
-        yield 4.5, {"placement.mode": "colocated", **({"algorithm.asynchronous": False} if algorithm.asynchronous else {})}
-    if config.model.lora_rank is None:
-        yield 5.0, {"model.lora_rank": LORA_RANK}
+        yield _shorter(1.5 + divisor / 4, max(1, work.lengths.cap // divisor))
+    if not pins.tp_across_nodes:
+        yield _Change(2.6, "placement.tp_across_nodes=true",
+                      lambda it: replace(it, pins=replace(it.pins, tp_across_nodes=True)))
+    if pins.rollout_precision == "fp8":     # what they receive in bf16 lies next to their weights: bf16 takes less
+        yield _Change(2.7, "rollout.dtype=bf16",
+                      lambda it: replace(it, pins=replace(it.pins, rollout_precision="bf16")))
+    yield _Change(4.0, "", _more_nodes)
+    # The configuration's check refuses a second copy of the weights with either of the two that follow.
+    if problem.modes == ("disaggregated",) and not problem.shadow:
+        synchronous = " algorithm.asynchronous=false" if problem.asynchronous else ""
+        yield _Change(4.5, f"placement.mode=colocated{synchronous}",
+                      lambda it: replace(it, modes=("colocated",), asynchronous=False))
+    if not problem.lora_rank and not problem.shadow:
+        yield _Change(5.0, f"model.lora_rank={LORA_RANK}", lambda it: replace(it, lora_rank=LORA_RANK))
 
 
-def _more_nodes(loaded: LoadedConfig, architecture: Architecture, shape: ModelShape,
-                cluster: ClusterSpec) -> ClusterSpec | None:
+def _unpinned(size: float, *names: str) -> _Change:
+    return _Change(size, " ".join(f"{KEY_OF_PIN[name]}=auto" for name in names), lambda it: with_token_budget(
+        replace(it, pins=it.pins.without(*names))))
+
+
+def _shorter(size: float, cap: int) -> _Change:
+    def make(problem: Problem) -> Problem | None:
+        try:
+            return with_token_budget(replace(problem, workload=problem.workload.capped(cap)))
+        except UserError:       # the mean that is given is longer
+            return None
+
+    return _Change(size, f"rollout.max_new_tokens={cap}", make)
+
+
+def _more_nodes(problem: Problem) -> Problem | None:
     """The fewest more that make a plan: twice as many until one fits, then halved back."""
-    problem, mode = problem_of(loaded, shape, cluster), modes(loaded)[0]
-
     def fits(count: int) -> bool:
-        return Search(replace(problem, cluster=with_nodes(cluster, count)), mode).feasible()
+        return Search(replace(problem, cluster=with_nodes(problem.cluster, count)), problem.modes[0]).feasible()
 
-    have = nodes = len(cluster.nodes)
+    have = nodes = len(problem.cluster.nodes)
     while nodes < MOST_NODES and not fits(nodes):
         nodes *= 2
     if nodes == have or not fits(nodes):
@@ -140,4 +147,4 @@ def _more_nodes(loaded: LoadedConfig, architecture: Architecture, shape: ModelSh
     while nodes - low > 1:
         middle = (low + nodes) // 2
         low, nodes = (low, middle) if fits(middle) else (middle, nodes)
-    return with_nodes(cluster, nodes)
+    return replace(problem, cluster=with_nodes(problem.cluster, nodes))

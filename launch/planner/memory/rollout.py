@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from launch.cluster.spec import Gpu
 from launch.coefficients.memory import DEFAULT, MemoryCoefficients
-from launch.config.auto import round_up
+from launch.model.padding import round_up
 from launch.model.shape import ModelShape
 from launch.plan.book import line, nonzero, part
 from launch.plan.layouts import RolloutLayout

@@ -357,14 +357,15 @@ def _imbalance(lengths: Lengths, prompt_tokens: float, sequences: int, dp: int) 
     return rl_step.imbalance(lengths, prompt_tokens, sequences, dp)
 
 
-def sequence_limits(problem: Problem, replicas: int) -> tuple[int, ...]:
-    """Values of an engine's `max_num_seqs` to try: the pinned one; else powers of two, synchronous up to what a step asks of
-    an engine (asynchronous, completions of several steps are in flight)."""
+def max_num_seqs_to_try(problem: Problem, replicas: int) -> tuple[int, ...]:
+    """For an engine: the pinned one; else powers of two, synchronous up to what a step asks of an engine (asynchronous,
+    completions of several steps are in flight), and never more than the tokens of an iteration."""
     if problem.pins.max_num_seqs:
         return (problem.pins.max_num_seqs,)
+    tokens = problem.pins.max_num_batched_tokens or MOST_SEQUENCES
     asked = MOST_SEQUENCES if problem.asynchronous else -(-problem.workload.sequences // replicas)
     return tuple(limit for limit in (FEWEST_SEQUENCES << power for power in range(7))
-                 if limit == FEWEST_SEQUENCES or limit < 2 * asked)
+                 if limit == FEWEST_SEQUENCES or limit < 2 * asked and limit <= tokens)
 
 
 def in_ticks(problem: Problem, seconds: float) -> float:

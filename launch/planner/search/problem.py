@@ -1,95 +1,41 @@
-"""From a configuration, a model and a cluster to the `Problem` that the search solves."""
+"""What the search solves: a model, the work of a step, a cluster, what is fixed, and where all that was written down.
+
+`launch.planner.from_config` makes a `Problem` from a configuration. Nothing that reads one asks the configuration
+again: what a remedy would change, it changes here, and says by which words of the configuration.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.site import SiteCoefficients
-from launch.config import auto
-from launch.config.load import LoadedConfig
-from launch.config.schema import RunConfig
+from launch.model.padding import token_budget
 from launch.model.shape import ModelShape
 from launch.planner.search.space import Pins
-from launch.planner.workload.workload import Workload, workload_of
+from launch.planner.workload.workload import Workload
 
 Mode = Literal["disaggregated", "colocated", "hybrid"]
-
-MIB = 1 << 20
-
-
-def problem_of(loaded: LoadedConfig, shape: ModelShape, cluster: ClusterSpec) -> Problem:
-    """The problem, whatever its mode (`modes`).
-
-    Raises:
-        UserError: response lengths that are impossible.
-    """
-    config = loaded.config
-    return Problem(
-        shape=shape, workload=workload_of(loaded), cluster=cluster, pins=pins_of(loaded),
-        coefficients=SiteCoefficients.of(cluster.coefficients), asynchronous=config.algorithm.asynchronous,
-        lora_rank=config.model.lora_rank or 0,
-        token_budget=token_budget(config, cluster), route=config.weight_sync.route,
-        bucket_bytes=int(config.weight_sync.bucket_mb * MIB), shadow=config.weight_sync.staging == "shadow",
-        max_staleness=config.algorithm.max_staleness,
-        mode_pinned=config.placement.mode != "auto", spare_nodes=config.placement.spare_nodes,
-        disk_every=config.weight_sync.disk.every)
+MODES: tuple[Mode, ...] = ("disaggregated", "colocated", "hybrid")
 
 
-def token_budget(config: RunConfig, cluster: ClusterSpec) -> int:
-    """The pinned one, or one that every multiple divides to which a layout of the search pads sequences."""
-    trainer, node = config.trainer, cluster.gpus_per_node
-    if trainer.token_budget != "auto":
-        return trainer.token_budget
-    tp, cp = (1 if size == "auto" else size for size in (trainer.tp, trainer.cp))
-    return auto.token_budget(config, math.lcm(64, 2 * tp * cp, 2 * node * cp))
+@dataclass(frozen=True)
+class Origin:
+    """Where a problem was written down: for messages, and for the sources of the book."""
 
+    path: str = "the problem"
+    """The configuration's file."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Dotted key -> `configs/7b/grpo.yaml:14, trainer.tp`."""
+    given: Mapping[str, str] = field(default_factory=dict)
+    """Key of a number in the book, or a prefix of it -> its source, of what the user wrote."""
 
-def modes(loaded: LoadedConfig) -> tuple[Mode, ...]:
-    """The modes to search."""
-    mode = loaded.config.placement.mode
-    return ("disaggregated", "colocated", "hybrid") if mode == "auto" else (mode,)
-
-
-def pins_of(loaded: LoadedConfig) -> Pins:
-    """The sizes that the configuration fixes."""
-    config = loaded.config
-
-    def pinned(key: str):
-        value = auto.value(config, key)
-        return None if value == "auto" else value
-
-    return Pins(
-        tp=pinned("trainer.tp"), pp=pinned("trainer.pp"), vpp=pinned("trainer.vpp"), cp=pinned("trainer.cp"),
-        dp=pinned("trainer.dp"), sequence_parallel=pinned("trainer.sequence_parallel"),
-        recompute=pinned("trainer.recompute"), training_nodes=pinned("placement.training_nodes"),
-        replicas=pinned("rollout.replicas"), rollout_tp=pinned("rollout.tp"),
-        max_num_seqs=pinned("rollout.max_num_seqs"), precision=config.trainer.dtype,
-        rollout_precision=config.rollout.dtype, distributed_optimizer=config.trainer.distributed_optimizer,
-        memory_utilization=config.rollout.memory_utilization, cuda_graphs=not config.rollout.enforce_eager,
-        tp_across_nodes=config.placement.tp_across_nodes)
-
-
-def chosen_values(found, config) -> dict[str, object]:
-    """The keys that were `auto`, with what the plan says."""
-    training, rollout = found.training.layout, found.rollout.layout
-    names = {(): "none", ("full",): "full", ("core_attn",): "selective"}
-    values = {
-        "trainer.tp": training.tp, "trainer.pp": training.pp, "trainer.vpp": training.vpp, "trainer.cp": training.cp,
-        "trainer.dp": training.dp, "trainer.sequence_parallel": training.sequence_parallel,
-        "trainer.recompute": names[training.recompute], "trainer.token_budget": found.problem.token_budget,
-        "rollout.replicas": rollout.replicas, "rollout.tp": rollout.tp, "rollout.max_num_seqs": rollout.max_num_seqs,
-        "placement.training_nodes": found.training.units, "placement.mode": found.mode}
-    chosen = {key: values[key] for key in auto.open_keys(config)}
-    if found.mode != "disaggregated" and config.algorithm.asynchronous:
-        chosen["algorithm.asynchronous"] = False        # trainer and engine take turns on a GPU
-    if found.mode != "disaggregated" and config.weight_sync.staging == "shadow":
-        chosen["weight_sync.staging"] = "in_place"
-    if rollout.memory_utilization != config.rollout.memory_utilization:
-        chosen["rollout.memory_utilization"] = rollout.memory_utilization
-    return chosen
+    def where(self, *keys: str) -> str:
+        """For messages; several keys are joined."""
+        return "; ".join(self.places.get(key, f"{self.path}, {key}") for key in keys)
 
 
 @dataclass(frozen=True)
@@ -101,9 +47,12 @@ class Problem:
     cluster: ClusterSpec
     pins: Pins
     coefficients: SiteCoefficients
+    modes: tuple[Mode, ...] = ("disaggregated",)
+    """To search; several where the fastest is asked for."""
     asynchronous: bool = False
     lora_rank: int = 0
     token_budget: int = 8192
+    """Of a micro-batch: the pinned one, or that of `with_token_budget`."""
     bucket_bytes: int = 256 << 20
     route: str = "auto"
     shadow: bool = False
@@ -112,12 +61,11 @@ class Problem:
     """Versions that a sample may be old, when asynchronous; the trainer waits rather than use an older one."""
     kv_tokens: int | None = None
     """Cache of an engine where the configuration fixes it (CPU); None: what the GPU's memory leaves."""
-    mode_pinned: bool = True
-    """The configuration names the mode; else the fastest was taken."""
     spare_nodes: int = 0
     """Nodes that the plan leaves alone."""
     disk_every: int = 0
     """Steps between versions of the weights that are written to disk; 0: none is."""
+    origin: Origin = field(default=Origin(), compare=False)
 
     @property
     def unit_gpus(self) -> int:
@@ -126,6 +74,27 @@ class Problem:
     @property
     def units(self) -> int:
         return (len(self.cluster.nodes) - self.spare_nodes) * self.cluster.gpus_per_node // self.unit_gpus
+
+    def sources(self, chosen: Collection[str] = ()) -> dict[str, str]:
+        """Where the given numbers of the book came from, by key or a prefix of it.
+
+        Args:
+            chosen: keys whose values the user did not write.
+        """
+        given = {key: source for key, source in self.origin.given.items() if key not in chosen}
+        return {**given, "gpu": self.cluster.gpu.source, **self.cluster.sources}
+
+    def on(self, cluster: ClusterSpec) -> Problem:
+        """The same on another cluster."""
+        return replace(self, cluster=cluster, coefficients=SiteCoefficients.of(cluster.coefficients))
+
+
+def with_token_budget(problem: Problem) -> Problem:
+    """With the pinned budget, or one that every multiple divides to which a layout of the search pads sequences."""
+    pins, node = problem.pins, problem.cluster.gpus_per_node
+    tp, cp = pins.tp or 1, pins.cp or 1
+    fitting = token_budget(problem.workload.longest, math.lcm(64, 2 * tp * cp, 2 * node * cp))
+    return replace(problem, token_budget=pins.token_budget or fitting)
 
 
 def in_mode(problem: Problem, mode: Mode) -> Problem:

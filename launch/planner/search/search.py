@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from launch.config.auto import round_up, sequence_multiple
 from launch.fabric.choose import fastest, least_seconds
 from launch.fabric.lanes import fabric_of
+from launch.model.padding import round_up, sequence_multiple
 from launch.plan.forecast import Alternative
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.planner.memory.rollout import RolloutMemory
@@ -23,7 +23,7 @@ from launch.planner.search.candidate import (
     RolloutOption,
     TrainingOption,
     in_ticks,
-    sequence_limits,
+    max_num_seqs_to_try,
     share_left,
     shares,
     sync_arguments,
@@ -316,7 +316,7 @@ class Search:
         if not replicas or replicas > self.problem.workload.prompts:
             return []
         return [replace(layout, replicas=replicas, max_num_seqs=limit)
-                for limit in sequence_limits(self.problem, replicas)]
+                for limit in max_num_seqs_to_try(self.problem, replicas)]
 
     def _seconds_of_sync(self, training: TrainingLayout, rollout: RolloutLayout) -> float:
         problem = self.problem

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from launch.config.auto import round_up
+from launch.model.padding import VLLM_VOCAB_MULTIPLE, round_up
 from launch.model.shape import ModelShape
 from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout
 from launch.planner.build import layers_of_stage
 
 MAX_PP = 16
-VLLM_VOCAB_MULTIPLE = 64
 RECOMPUTE: dict[str, tuple[str, ...]] = {"none": (), "selective": ("core_attn",), "full": ("full",)}
 
 
@@ -40,6 +40,31 @@ class Pins:
     memory_utilization: float = 0.85
     cuda_graphs: bool = True
     tp_across_nodes: bool = False
+    max_num_batched_tokens: int | None = None
+    """An engine takes no more sequences at once than that."""
+    kv_cache_bytes: int | None = None
+    """Of an engine on a CPU."""
+    allow_cp: bool = True
+    """Context parallelism goes with the configuration's other keys."""
+    allow_sequence_parallel: bool = True
+
+    def of(self, key: str) -> Any:
+        """The size of a dotted key of `KEY_OF_PIN`; None where it is searched."""
+        return getattr(self, PIN_OF_KEY[key])
+
+    def without(self, *names: str) -> Pins:
+        """The same with these fields searched."""
+        searched: dict[str, Any] = dict.fromkeys(names)
+        return replace(self, **searched)
+
+
+KEY_OF_PIN = {
+    "tp": "trainer.tp", "pp": "trainer.pp", "vpp": "trainer.vpp", "cp": "trainer.cp", "dp": "trainer.dp",
+    "sequence_parallel": "trainer.sequence_parallel", "recompute": "trainer.recompute", "replicas": "rollout.replicas",
+    "rollout_tp": "rollout.tp", "max_num_seqs": "rollout.max_num_seqs",
+    "training_nodes": "placement.training_nodes", "token_budget": "trainer.token_budget"}
+"""Field of `Pins` -> the key of the configuration, of what may also be searched."""
+PIN_OF_KEY = {key: name for name, key in KEY_OF_PIN.items()}
 
 
 @dataclass
@@ -62,9 +87,11 @@ class Space:
 
     def _layout(self, tp: int, cp: int, pp: int, vpp: int, ep: int) -> TrainingLayout:
         parallel = self.pins.sequence_parallel
+        if parallel is None:
+            parallel = tp > 1 and self.pins.allow_sequence_parallel
         stages = layers_of_stage(self.shape.layers, pp, vpp)
         return TrainingLayout(
-            tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, sequence_parallel=tp > 1 if parallel is None else parallel,
+            tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, sequence_parallel=parallel,
             precision=self.pins.precision, distributed_optimizer=self.pins.distributed_optimizer,
             recompute=RECOMPUTE[self.pins.recompute or "none"],
             layers_of_stage=tuple(sum(map(len, stage)) for stage in stages))
@@ -82,7 +109,7 @@ class Space:
             yield replace(layout, recompute=RECOMPUTE[name])
 
     def rollout(self) -> Iterator[RolloutLayout]:
-        """Layouts of one engine."""
+        """Layouts of one engine; how many of them there are and `max_num_seqs` are chosen later."""
         shape = self.shape
         for tp in self._sizes(self.pins.rollout_tp, "rollout TP"):
             kv_ok = shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0
@@ -93,13 +120,15 @@ class Space:
                 self._reject(f"rollout TP {tp}", f"the MLP of {ffn} or the vocabulary does not divide")
             else:
                 yield RolloutLayout(tp=tp, weight_precision=self.pins.rollout_precision,
-                                    max_num_seqs=self.pins.max_num_seqs or 256,
                                     memory_utilization=self.pins.memory_utilization,
                                     cuda_graphs=self.pins.cuda_graphs)
 
     def _training_tp(self) -> Iterator[int]:
         shape = self.shape
         for tp in self._sizes(self.pins.tp, "TP"):
+            if tp == 1 and self.pins.sequence_parallel and self.pins.tp is None:
+                self._reject("TP 1", "trainer.sequence_parallel shards the sequence over a TP group")
+                continue
             for what, size in (("heads", shape.heads), ("KV heads", shape.kv_heads),
                                ("MLP columns", shape.moe_ffn or shape.ffn)):
                 if size % tp:
@@ -119,7 +148,7 @@ class Space:
 
     def _cp(self, tp: int) -> Iterator[int]:
         room = max(1, self.gpus_per_node // tp)
-        for cp in (self.pins.cp,) if self.pins.cp else _divisors(room):
+        for cp in (self.pins.cp,) if self.pins.cp else _divisors(room) if self.pins.allow_cp else (1,):
             if room % cp and (tp * cp) % self.gpus_per_node:
                 self._reject(f"TP {tp} CP {cp}", f"blocks of {tp * cp} GPUs fill no whole number of nodes of "
                                                  f"{self.gpus_per_node}")

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -46,6 +46,10 @@ class Lengths(ABC):
     @abstractmethod
     def expected_max(self, count: float) -> float:
         """E[longest of `count` responses] = integral over [0, cap] of 1 - F(l)^count."""
+
+    @abstractmethod
+    def capped(self, cap: int) -> Lengths:
+        """The same responses under another cap. Raises UserError where the mean does not go with it."""
 
     @property
     def size_biased_mean(self) -> float:
@@ -116,6 +120,9 @@ class LogNormal(Lengths):
             raise UserError(f"a mean response length of {self.mean:g} under a cap of {self.cap} leaves no "
                             "distribution: nearly all responses are cut",
                             fix="a lower mean, a higher cap, or a fixed length")
+
+    def capped(self, cap: int) -> LogNormal:
+        return replace(self, cap=cap)
 
     @cached_property
     def mu(self) -> float:
@@ -204,6 +211,9 @@ class Counted(Lengths):
     def from_file(path: str | Path, cap: int | None = None) -> Counted:
         """Measured lengths from a JSONL of completions: see `lengths_file.read`."""
         return Counted.of(read(path), cap, source=str(path))
+
+    def capped(self, cap: int) -> Counted:
+        return Counted.of(dict(self.counts), cap, source=self.source)
 
     @property
     def capped_share(self) -> float:

@@ -1,11 +1,10 @@
-"""The GRPO workload of a configuration, as the planner's models take it."""
+"""The work of a GRPO step, as the planner's models take it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
-from launch.config.load import LoadedConfig
-from launch.errors import UserError
 from launch.planner.workload.lengths import Counted, Lengths, LogNormal
 
 
@@ -34,6 +33,10 @@ class Workload:
     """Copies of a prompt that are packed for each of its completions: 1, or 1 / G where they share one."""
     measured_lengths: bool = False
     """The lengths are those of completions in a file."""
+    assumed_sigma: float | None = None
+    """Shape of the log-normal that the lengths were asked to be; None: they are given."""
+    assumed_mean: bool = False
+    """Their mean follows the cap: it is not given."""
 
     @property
     def sequences(self) -> int:
@@ -53,55 +56,27 @@ class Workload:
         """That a sequence brings into a micro-batch, on average."""
         return self.prompt_copies * self.prompt_tokens + self.lengths.mean
 
+    def capped(self, cap: int) -> Workload:
+        """With another longest response. Raises UserError where the mean of the lengths does not go with it."""
+        if self.assumed_sigma is not None and self.assumed_mean:
+            return replace(self, lengths=assumed_lengths(None, self.assumed_sigma, cap))
+        return replace(self, lengths=self.lengths.capped(cap))
 
-def workload_of(loaded: LoadedConfig) -> Workload:
-    """The workload of a configuration.
-
-    Raises:
-        UserError: lengths that are impossible, such as a mean above the cap, or a file without lengths.
-    """
-    config = loaded.config
-    asked, cap = config.workload.response, config.rollout.max_new_tokens
-    longest_prompt = config.rollout.max_prompt_tokens
-    prompt = config.workload.prompt_tokens or longest_prompt / 2
-    if prompt > longest_prompt:
-        raise UserError(f"workload.prompt_tokens = {prompt:g} is a mean above rollout.max_prompt_tokens = "
-                        f"{longest_prompt}", where=loaded.where("workload.prompt_tokens", "rollout.max_prompt_tokens"),
-                        fix=f"use a mean of at most {longest_prompt}, or a higher limit")
-    kl = config.algorithm.kl
-    return Workload(
-        prompts=config.algorithm.prompts_per_step, group=config.algorithm.group_size,
-        updates=config.algorithm.updates_per_batch, prompt_tokens=prompt, max_prompt_tokens=longest_prompt,
-        lengths=_lengths(loaded, asked.distribution, cap), logprob_pass=config.algorithm.old_logprobs == "recompute",
-        reference=kl.beta > 0, reference_offload=kl.reference_offload,
-        target=config.workload.target_prompts_per_hour, measured_lengths=asked.distribution == "file")
+    def with_means(self, response: float, prompt: float) -> Workload:
+        """With these mean lengths, as a run had them: the log-normal that was asked for with this mean where one can
+        have it, else the two whole lengths around it."""
+        cap = self.lengths.cap
+        response = min(float(cap), max(1.0, response))
+        if self.assumed_sigma is not None and response < 0.95 * cap:
+            lengths: Lengths = LogNormal(mean=response, sigma=self.assumed_sigma, cap=cap)
+        else:
+            low, high = math.floor(response), math.ceil(response)
+            lengths = Counted.of({low: 1.0} if low == high else {low: high - response, high: response - low}, cap)
+        return replace(self, lengths=lengths, prompt_tokens=min(prompt, self.max_prompt_tokens))
 
 
-def _lengths(loaded: LoadedConfig, distribution: str, cap: int) -> Lengths:
-    asked = loaded.config.workload.response
-    where = loaded.where("workload.response.distribution", "rollout.max_new_tokens")
-    try:
-        if distribution == "lognormal":
-            if asked.mean is None and cap <= 4:     # a quarter of it would be less than a token
-                return Counted.fixed(cap)
-            return LogNormal(mean=asked.mean or max(1.0, cap / 4), sigma=asked.sigma, cap=cap)
-        if distribution == "fixed":
-            return Counted.of({round(asked.mean or cap): 1.0}, cap=cap)
-        if distribution == "histogram":
-            return Counted.of(_pairs(loaded), cap=cap)
-        if asked.path is None:
-            raise UserError("workload.response.distribution = file needs workload.response.path",
-                            fix="name a JSONL of completions")
-        return Counted.from_file(asked.path, cap)
-    except UserError as error:
-        raise UserError(error.what, where=error.where or where, fix=error.fix) from error
-
-
-def _pairs(loaded: LoadedConfig) -> dict[int, float]:
-    asked = loaded.config.workload.response
-    values, counts = asked.values or [], asked.counts or []
-    if not values or len(values) != len(counts):
-        raise UserError(f"a histogram needs as many counts as values: {len(values)} values, {len(counts)} counts",
-                        where=loaded.where("workload.response.values", "workload.response.counts"),
-                        fix="write both lists with one entry a length")
-    return dict(zip(values, counts, strict=True))
+def assumed_lengths(mean: float | None, sigma: float, cap: int) -> Lengths:
+    """Log-normal lengths under a cap; without a mean a quarter of the cap. Raises UserError where there are none."""
+    if mean is None and cap <= 4:       # a quarter of it would be less than a token
+        return Counted.fixed(cap)
+    return LogNormal(mean=mean or max(1.0, cap / 4), sigma=sigma, cap=cap)

@@ -7,7 +7,7 @@ from typing import Any
 
 from launch.errors import UserError
 from launch.plan.forecast import Forecast, Number
-from launch.plan.plan import Plan
+from launch.plan.plan import Plan, forecast_of
 from launch.report.plan.file import load_plan
 from launch.report.plan.overview import layout
 from launch.report.quantities import change, exact, human, plain, plural
@@ -43,14 +43,14 @@ def diff(a: Plan, b: Plan, names: tuple[str, str] = ("A", "B")) -> str:
         lines = list(_changed(values, after[subject]))
         if lines:
             blocks.append("\n".join([subject, *lines]))
-    blocks += _numbers(a.forecast, b.forecast)
+    blocks += _numbers(forecast_of(a), forecast_of(b))
     if len(blocks) == 1:
         blocks.append("only ranks or other derived fields differ")
     return "\n\n".join(blocks)
 
 
 def _subjects(plan: Plan) -> dict[str, dict[str, Value]]:
-    forecast = plan.forecast
+    forecast = forecast_of(plan)
     return {
         "run": {"config hash": (plan.config_hash, ""), "device": (plan.device, "")}
         | {f"model {name}": (value, "") for name, value in plan.architecture.model_dump().items()},

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from launch.errors import UserError
-from launch.plan.plan import SCHEMA_VERSION, Plan
+from launch.plan.plan import SCHEMA_VERSION, Plan, read_plan
 from launch.report.quantities import plain
 
 
@@ -39,7 +39,7 @@ def load_plan(path: str | Path) -> Plan:
             fix=f"{again}, with this version",
         )
     try:
-        return Plan.model_validate(content)
+        return read_plan(content)
     except (ValidationError, RecursionError) as error:
         field, why = "", "nested too deeply"
         if isinstance(error, ValidationError):

@@ -9,7 +9,7 @@ from pathlib import Path
 from launch.errors import UserError
 from launch.model.architecture import parameter_count
 from launch.plan.forecast import Forecast, Number
-from launch.plan.plan import Placement, Plan
+from launch.plan.plan import ForecastPlan, Placement, Plan
 from launch.planner.seats.cluster import Seating
 from launch.report.plan import map as plan_map
 from launch.report.plan import routes as plan_routes
@@ -56,10 +56,10 @@ def write_html(plan: Plan, placement: Placement | Seating | None, path: str | Pa
 
 def render(plan: Plan, placement: Placement | Seating | None, leaves: Sequence[Sequence[str]] = ()) -> str:
     """The whole page as text. Equal plans and placements give equal bytes."""
-    forecast = plan.forecast
-    if forecast is None:
+    if not isinstance(plan, ForecastPlan):
         raise UserError("this plan has no forecast, so there is nothing to draw", where="plan: forecast",
                         fix="plan for a cluster: megatron-rl plan CONFIG --cluster FILE")
+    forecast = plan.forecast
     title = f"Plan {plan.fingerprint()} on {forecast.cluster.name}"
     body = [
         _head(plan, title),
@@ -78,7 +78,7 @@ def render(plan: Plan, placement: Placement | Seating | None, leaves: Sequence[S
             f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>{''.join(body)}</body></html>\n")
 
 
-def _head(plan: Plan, title: str) -> str:
+def _head(plan: ForecastPlan, title: str) -> str:
     forecast, model, batch = plan.forecast, plan.architecture, plan.batch
     cluster = forecast.cluster
     mode = f"{forecast.split.mode}, {'asynchronous' if forecast.asynchronous else 'synchronous'}"
@@ -91,7 +91,7 @@ def _head(plan: Plan, title: str) -> str:
     )
 
 
-def _facts(plan: Plan) -> str:
+def _facts(plan: ForecastPlan) -> str:
     forecast = plan.forecast
     rate, it, split = forecast.throughput, forecast.reliability, forecast.split
     heaviest, stale = worst(forecast.memory), forecast.staleness
@@ -133,7 +133,7 @@ def _warnings(forecast: Forecast) -> str:
     return f"<h2>Warnings</h2>{cards}"
 
 
-def _map(plan: Plan, placement: Placement | Seating | None, leaves: Sequence[Sequence[str]]) -> str:
+def _map(plan: ForecastPlan, placement: Placement | Seating | None, leaves: Sequence[Sequence[str]]) -> str:
     if placement is None:
         return ""
     cluster = plan.forecast.cluster

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from launch.plan.plan import Placement, Plan, RankCoordinates
+from launch.plan.plan import ForecastPlan, Placement, Plan, RankCoordinates
 from launch.planner.seats.cluster import Seating
 from launch.report import svg
 from launch.report.quantities import plural
@@ -81,7 +81,7 @@ def slots(plan: Plan, placement: Placement | Seating, leaves: Sequence[Sequence[
         for rank, seat in enumerate(seats):
             slot(*seat).engine = (replica, rank)
     for node, row in found.items():
-        for index in range(plan.forecast.cluster.gpus_per_node if plan.forecast else 0):
+        for index in range(plan.forecast.cluster.gpus_per_node if isinstance(plan, ForecastPlan) else 0):
             row.setdefault(index, Slot(f"{node}, {kind} {index}"))
     return [(node, [row[index] for index in sorted(row)]) for node, row in found.items()]
 

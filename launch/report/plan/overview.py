@@ -13,7 +13,7 @@ from rich.text import Text
 
 from launch.model.architecture import parameter_count
 from launch.plan.forecast import Forecast, MemoryOf
-from launch.plan.plan import Plan
+from launch.plan.plan import ForecastPlan, Plan
 from launch.report.plan import bars as plan_bars
 from launch.report.quantities import gigabytes, human, plain, plural, seconds, significant
 
@@ -36,7 +36,7 @@ def terminal() -> Console:
     return Console(width=min(WIDTH, probe.width) if probe.is_terminal else WIDTH, highlight=False)
 
 
-def print_overview(plan: Plan, config: str, console: Console, *, commands: Sequence[str] = ()) -> None:
+def print_overview(plan: ForecastPlan, config: str, console: Console, *, commands: Sequence[str] = ()) -> None:
     """Print a plan that has a forecast. Lines fit into the console's width and `WIDTH`, except for commands.
 
     Args:
@@ -44,8 +44,6 @@ def print_overview(plan: Plan, config: str, console: Console, *, commands: Seque
         commands: commands to run next, one per line.
     """
     forecast, width = plan.forecast, min(WIDTH, console.width)
-    if forecast is None:
-        raise ValueError("this plan has no forecast")
     marks = plan_bars.marks(console.encoding)
     _header(plan, config, console)
     console.print(_roles(plan, width, marks))
@@ -72,7 +70,7 @@ def layout(plan: Plan, role: str) -> str:
     if role == "rollout":
         return f"{plural(len(plan.rollout.engines), 'engine')} of TP{plan.rollout.tp}"
     training = plan.training
-    numbers = plan.forecast.numbers if plan.forecast else ()
+    numbers = plan.forecast.numbers if isinstance(plan, ForecastPlan) else ()
     ep = next((f" EP{int(each.value)}" for each in numbers if each.key == "trainer.ep" and each.value > 1), "")
     return (f"TP{training.tp}{ep} CP{training.cp} DP{training.dp} PP{training.pp}"
             + (f" VPP{training.vpp}" if training.vpp > 1 else ""))
@@ -92,7 +90,7 @@ def role_gpus(plan: Plan, role: str) -> int:
     return sum(engine.tp for engine in plan.rollout.engines)
 
 
-def _header(plan: Plan, config: str, console: Console) -> None:
+def _header(plan: ForecastPlan, config: str, console: Console) -> None:
     forecast, model, batch = plan.forecast, plan.architecture, plan.batch
     cluster = forecast.cluster
     _line(console, "plan", f"{plain(config)}: {forecast.split.mode}, "
@@ -111,7 +109,7 @@ def _header(plan: Plan, config: str, console: Console) -> None:
     console.print()
 
 
-def _roles(plan: Plan, width: int, marks: plan_bars.Marks) -> Table:
+def _roles(plan: ForecastPlan, width: int, marks: plan_bars.Marks) -> Table:
     """One row per role, with the worst stage and both ends of the pipeline under it."""
     forecast, wide = plan.forecast, width >= NARROW
     table = Table(box=None, pad_edge=False, padding=(0, 2 if wide else 1, 0, 0), header_style="bold")

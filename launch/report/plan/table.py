@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.model.architecture import parameter_count
-from launch.plan.plan import Plan
+from launch.plan.plan import ForecastPlan, Plan
 from launch.planner.prepare import Prepared
 from launch.report.plan.overview import WIDTH, print_overview, terminal
 
@@ -20,8 +20,8 @@ def print_plan(prepared: Prepared, console: Console | None = None, *, commands: 
     Args:
         commands: commands to run next, one per line (only for plans with a forecast).
     """
-    plan, architecture = prepared.plan, prepared.architecture
-    if plan.forecast is not None:
+    plan, architecture = prepared.plan, prepared.plan.architecture
+    if isinstance(plan, ForecastPlan):
         print_overview(plan, str(prepared.loaded.path), console or terminal(), commands=commands)
         return
     console = console or Console(width=WIDTH, highlight=False)

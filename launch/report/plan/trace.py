@@ -7,7 +7,7 @@ from typing import Any
 
 from launch.errors import UserError
 from launch.plan.forecast import Forecast
-from launch.plan.plan import Plan
+from launch.plan.plan import ForecastPlan, Plan
 from launch.report.plan.timeline import one_f_one_b, phases
 
 STEPS = 2
@@ -28,11 +28,10 @@ def trace(plan: Plan) -> dict[str, Any]:
     Raises:
         UserError: the plan has no forecast.
     """
-    forecast = plan.forecast
-    if forecast is None:
+    if not isinstance(plan, ForecastPlan):
         raise UserError("this plan has no forecast, so there is no timeline", where="plan: forecast",
                         fix="plan for a cluster: megatron-rl plan CONFIG --cluster FILE")
-    events = _phases(forecast) + _pipeline(plan) + _sync(forecast)
+    events = _phases(plan.forecast) + _pipeline(plan) + _sync(plan.forecast)
     return {"traceEvents": _apart(events), "displayTimeUnit": "ms",
             "otherData": {"plan": plan.fingerprint(), "times": "predicted"}}
 
@@ -55,7 +54,7 @@ def _phases(forecast: Forecast) -> list[Event]:
     return events
 
 
-def _pipeline(plan: Plan) -> list[Event]:
+def _pipeline(plan: ForecastPlan) -> list[Event]:
     """Micro-batches of the first update on the first and the last stage, within the first step's training phase."""
     forecast, training = plan.forecast, plan.training
     train = next((each for each in forecast.phases if each.name == "train"), None)

@@ -16,6 +16,7 @@ from launch.errors import UserError
 from launch.model.architecture import parameter_count
 from launch.model.builtin import known
 from launch.model.folder import check_model_folder
+from launch.plan.plan import ForecastPlan
 from launch.planner.prepare import Prepared, prepare
 from launch.report.quantities import plural
 from launch.run.faults import trains
@@ -91,14 +92,15 @@ def _checked(loaded: LoadedConfig, prepared: Prepared) -> Iterator[Checked]:
     yield Checked("keys", f"{sum(sources.values())} values have the right type and range: {sources['file']} from the "
                           f"file, {plural(sources['override'], 'override')}, "
                           f"{sources['default'] + sources['auto']} defaults")
-    architecture = prepared.architecture
+    architecture = prepared.plan.architecture
     yield Checked("model", f"{loaded.config.model.path}: {architecture.family}, {architecture.layers} layers, "
                            f"{parameter_count(architecture):,} parameters")
     yield Checked("agreement", "parallel sizes, lengths, batch, precision and engines agree with each other and with "
                                "the model")
     plan = prepared.plan
     where = "this machine" if loaded.config.cluster == "local" else loaded.config.cluster
-    rate = "" if plan.forecast is None else f", {plan.forecast.throughput.nominal:,.0f} prompts/h predicted"
+    rate = (f", {plan.forecast.throughput.nominal:,.0f} prompts/h predicted" if isinstance(plan, ForecastPlan)
+            else "")
     yield Checked("plan", f"{plan.fingerprint()} fits {where} ({plan.device.upper()}): "
                           f"{plural(plan.training.world_size, 'training rank')}, "
                           f"{plural(len(plan.rollout.engines), 'engine')} of TP {plan.rollout.tp}{rate}")
@@ -114,7 +116,7 @@ def _warnings(loaded: LoadedConfig, prepared: Prepared) -> Iterator[Caution]:
         yield from _files(loaded)
     if prepared.plan.no_forecast:
         yield Caution("plan", f"no forecast: {prepared.plan.no_forecast}")
-    if prepared.plan.forecast is not None:
+    if isinstance(prepared.plan, ForecastPlan):
         yield from (Caution(each.code, each.message) for each in prepared.plan.forecast.warnings)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from html import escape
 from pathlib import Path
 
 import click
-from pydantic import ValidationError
 
-from launch.plan.plan import Plan
+from launch.plan.plan import forecast_of, read_plan
 from launch.planner.calibrate.calibrate import Calibration
 from launch.planner.calibrate.measured import PlanVsMeasured, compare
 from launch.report.quantities import seconds, significant
@@ -24,10 +24,10 @@ LABEL = 13
 def of_attempt(attempt: Path) -> PlanVsMeasured | None:
     """The comparison of an attempt, from its folder; None if the folder has no plan that this version can read."""
     try:
-        plan = Plan.model_validate_json((attempt / "plan.json").read_text(encoding="utf-8"))
-    except (OSError, ValidationError):
+        plan = read_plan(json.loads((attempt / "plan.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError):       # not JSON, or not a plan
         return None
-    return compare(plan.forecast, metric_rows(attempt / "metrics.jsonl"), plan.no_forecast)
+    return compare(forecast_of(plan), metric_rows(attempt / "metrics.jsonl"), plan.no_forecast)
 
 
 def comparison_text(found: PlanVsMeasured) -> str:

@@ -1,0 +1,195 @@
+"""The planner's door: a configuration becomes a `Problem`; what was found for it becomes the values of its open keys
+and the plan that every process reads. Only `launch.planner.prepare` and this module know configurations."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from launch.cluster.spec import ClusterSpec
+from launch.coefficients.site import SiteCoefficients
+from launch.config import auto
+from launch.config.load import LoadedConfig, ResolvedLoaded, load_config
+from launch.config.resolved import ResolvedConfig, open_keys, value
+from launch.errors import UserError
+from launch.model.architecture import Architecture
+from launch.model.builtin import from_architecture
+from launch.model.padding import round_up, sequence_multiple
+from launch.model.shape import VOCAB_MULTIPLE, ModelShape
+from launch.plan.plan import BatchPlan, EnginePlan, Plan, RolloutPlan, TrainingPlan
+from launch.planner.build import layers_of_stage, rank_coordinates
+from launch.planner.search.candidate import FEWEST_SEQUENCES, Candidate
+from launch.planner.search.problem import MODES, Origin, Problem, with_token_budget
+from launch.planner.search.space import KEY_OF_PIN, RECOMPUTE, Pins
+from launch.planner.workload.lengths import Counted, Lengths
+from launch.planner.workload.workload import Workload, assumed_lengths
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def problem_of(loaded: LoadedConfig, shape: ModelShape, cluster: ClusterSpec) -> Problem:
+    """What a configuration asks of a cluster.
+
+    Raises:
+        UserError: response lengths that are impossible.
+    """
+    config, mode = loaded.config, loaded.config.placement.mode
+    opened = open_keys(config)
+    given = {"model": loaded.where("model.path"), "workload": f"{loaded.path}, workload", "cluster": config.cluster}
+    given |= {key: str(source) for key, source in loaded.sources.items() if source.kind in ("file", "override")
+              and key.startswith(("trainer.", "rollout.")) and key not in opened}
+    return with_token_budget(Problem(
+        shape=shape, workload=workload_of(loaded), cluster=cluster, pins=pins_of(loaded, cluster.gpu.device),
+        coefficients=SiteCoefficients.of(cluster.coefficients), modes=MODES if mode == "auto" else (mode,),
+        asynchronous=config.algorithm.asynchronous, lora_rank=config.model.lora_rank or 0,
+        route=config.weight_sync.route, bucket_bytes=int(config.weight_sync.bucket_mb * MIB),
+        shadow=config.weight_sync.staging == "shadow", max_staleness=config.algorithm.max_staleness,
+        spare_nodes=config.placement.spare_nodes, disk_every=config.weight_sync.disk.every,
+        origin=Origin(loaded.path, {key: loaded.where(key) for key in loaded.sources}, given)))
+
+
+def problem_of_attempt(config_yaml: Path, plan: Plan, cluster: ClusterSpec) -> Problem:
+    """What an attempt was planned from, with all that it chose fixed."""
+    resolved = load_config(config_yaml).resolved(plan.chosen)
+    return problem_of(resolved, from_architecture(plan.architecture), cluster)
+
+
+def pins_of(loaded: LoadedConfig, device: Literal["cpu", "gpu"]) -> Pins:
+    """What the configuration fixes."""
+    config = loaded.config
+    trainer, rollout = config.trainer, config.rollout
+    sizes = {name: value(config, key) for name, key in KEY_OF_PIN.items()}
+    whole = trainer.share_prompts == "on"        # a prompt that several completions share is split nowhere
+    return Pins(
+        **{name: None if size == "auto" else size for name, size in sizes.items()},
+        precision=trainer.dtype, rollout_precision=rollout.dtype, distributed_optimizer=trainer.distributed_optimizer,
+        memory_utilization=rollout.memory_utilization, cuda_graphs=not rollout.enforce_eager,
+        tp_across_nodes=config.placement.tp_across_nodes, max_num_batched_tokens=rollout.max_num_batched_tokens,
+        kv_cache_bytes=int(rollout.kv_cache_gb * GIB) if device == "cpu" else None,
+        allow_cp=not whole and not (device == "gpu" and trainer.dtype == "fp32"), allow_sequence_parallel=not whole)
+
+
+def least(loaded: LoadedConfig, problem: Problem, architecture: Architecture) -> ResolvedLoaded:
+    """With open keys at the values that ask least of the model, so that a check finds only what is fixed wrong."""
+    config, pins = loaded.config, problem.pins
+    values = {key: auto.LOCAL[key] for key in open_keys(config) if key in auto.LOCAL}
+    values |= {"trainer.token_budget": problem.token_budget}
+    if pins.max_num_seqs is None:
+        values["rollout.max_num_seqs"] = FEWEST_SEQUENCES
+    if pins.sequence_parallel is None:
+        values["trainer.sequence_parallel"] = pins.allow_sequence_parallel and (pins.tp or 1) > 1
+    elif pins.sequence_parallel and pins.tp is None:
+        values["trainer.tp"] = 2            # the search takes TP > 1 only
+    if pins.pp is None and (pins.vpp or 1) > 1:
+        fitting = (pp for pp in range(2, architecture.layers + 1) if architecture.layers % (pp * (pins.vpp or 1)) == 0)
+        values["trainer.pp"] = next(fitting, 2)
+    return loaded.resolved(values)
+
+
+def chosen_values(found: Candidate, loaded: LoadedConfig) -> dict[str, Any]:
+    """Values of the configuration's open keys, and of those that the mode found does not go with."""
+    config = loaded.config
+    training, rollout, pins = found.training.layout, found.rollout.layout, found.problem.pins
+    names = {modules: name for name, modules in RECOMPUTE.items()}
+    values: dict[str, Any] = {
+        "trainer.tp": training.tp, "trainer.pp": training.pp, "trainer.vpp": training.vpp, "trainer.cp": training.cp,
+        "trainer.dp": training.dp, "trainer.sequence_parallel": training.sequence_parallel,
+        "trainer.recompute": names[training.recompute], "trainer.token_budget": found.problem.token_budget,
+        "rollout.replicas": rollout.replicas, "rollout.tp": rollout.tp, "rollout.max_num_seqs": rollout.max_num_seqs,
+        "placement.training_nodes": found.training.units, "placement.mode": found.mode}
+    chosen = {key: values[key] for key in open_keys(config)}
+    if found.mode != "disaggregated" and config.algorithm.asynchronous:
+        chosen["algorithm.asynchronous"] = False        # trainer and engine take turns on a GPU
+    if found.mode != "disaggregated" and config.weight_sync.staging == "shadow":
+        chosen["weight_sync.staging"] = "in_place"
+    if rollout.memory_utilization != pins.memory_utilization:
+        chosen["rollout.memory_utilization"] = rollout.memory_utilization
+    return chosen
+
+
+def plan_of(config: ResolvedConfig, architecture: Architecture, device: Literal["cpu", "gpu"],
+            chosen: Mapping[str, Any] | None = None) -> Plan:
+    """The plan of a run, without a forecast. Pure: the same inputs give the same bytes. Run
+    `launch.config.checks.check` first: it explains what does not fit together.
+
+    Args:
+        chosen: those of the configuration's values that the user did not write.
+
+    Raises:
+        UserError: layers that cannot be laid out over the pipeline.
+    """
+    trainer, rollout, algorithm = config.trainer, config.rollout, config.algorithm
+    training = TrainingPlan(
+        tp=trainer.tp, pp=trainer.pp, vpp=trainer.vpp, cp=trainer.cp, dp=trainer.dp,
+        sequence_parallel=trainer.sequence_parallel,
+        padded_vocab=round_up(architecture.vocab, VOCAB_MULTIPLE * trainer.tp),
+        layers_of_stage=layers_of_stage(architecture.layers, trainer.pp, trainer.vpp),
+        ranks=rank_coordinates(trainer.tp, trainer.cp, trainer.dp, trainer.pp))
+    engines = tuple(EnginePlan(replica=replica, tp=rollout.tp) for replica in range(rollout.replicas))
+    shared = trainer.share_prompts != "off" and auto.can_share_prompts(trainer.cp, trainer.sequence_parallel, device)
+    batch = BatchPlan(
+        prompts_per_step=algorithm.prompts_per_step, group_size=algorithm.group_size,
+        samples_per_step=algorithm.prompts_per_step * algorithm.group_size,
+        updates_per_batch=algorithm.updates_per_batch, token_budget=trainer.token_budget,
+        sequence_multiple=sequence_multiple(trainer.tp, trainer.cp, trainer.sequence_parallel), share_prompts=shared)
+    return Plan(config_hash=config_hash(config), architecture=architecture, device=device, training=training,
+                rollout=RolloutPlan(tp=rollout.tp, engines=engines), batch=batch, chosen=dict(chosen or {}))
+
+
+def config_hash(config: ResolvedConfig) -> str:
+    """Hash of the values, not of the file's text: comments do not count."""
+    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
+
+
+def workload_of(loaded: LoadedConfig) -> Workload:
+    """The workload of a configuration.
+
+    Raises:
+        UserError: lengths that are impossible, such as a mean above the cap, or a file without lengths.
+    """
+    config = loaded.config
+    asked, longest_prompt = config.workload.response, config.rollout.max_prompt_tokens
+    prompt = config.workload.prompt_tokens or longest_prompt / 2
+    if prompt > longest_prompt:
+        raise UserError(f"workload.prompt_tokens = {prompt:g} is a mean above rollout.max_prompt_tokens = "
+                        f"{longest_prompt}", where=loaded.where("workload.prompt_tokens", "rollout.max_prompt_tokens"),
+                        fix=f"use a mean of at most {longest_prompt}, or a higher limit")
+    kl = config.algorithm.kl
+    return Workload(
+        prompts=config.algorithm.prompts_per_step, group=config.algorithm.group_size,
+        updates=config.algorithm.updates_per_batch, prompt_tokens=prompt, max_prompt_tokens=longest_prompt,
+        lengths=_lengths(loaded), logprob_pass=config.algorithm.old_logprobs == "recompute",
+        reference=kl.beta > 0, reference_offload=kl.reference_offload,
+        target=config.workload.target_prompts_per_hour, measured_lengths=asked.distribution == "file",
+        assumed_sigma=asked.sigma if asked.distribution == "lognormal" else None,
+        assumed_mean=asked.distribution == "lognormal" and asked.mean is None)
+
+
+def _lengths(loaded: LoadedConfig) -> Lengths:
+    asked, cap = loaded.config.workload.response, loaded.config.rollout.max_new_tokens
+    where = loaded.where("workload.response.distribution", "rollout.max_new_tokens")
+    try:
+        if asked.distribution == "lognormal":
+            return assumed_lengths(asked.mean, asked.sigma, cap)
+        if asked.distribution == "fixed":
+            return Counted.of({round(asked.mean or cap): 1.0}, cap=cap)
+        if asked.distribution == "histogram":
+            return Counted.of(_pairs(loaded), cap=cap)
+        if asked.path is None:
+            raise UserError("workload.response.distribution = file needs workload.response.path",
+                            fix="name a JSONL of completions")
+        return Counted.from_file(asked.path, cap)
+    except UserError as error:
+        raise UserError(error.what, where=error.where or where, fix=error.fix) from error
+
+
+def _pairs(loaded: LoadedConfig) -> dict[int, float]:
+    asked = loaded.config.workload.response
+    values, counts = asked.values or [], asked.counts or []
+    if not values or len(values) != len(counts):
+        raise UserError(f"a histogram needs as many counts as values: {len(values)} values, {len(counts)} counts",
+                        where=loaded.where("workload.response.values", "workload.response.counts"),
+                        fix="write both lists with one entry a length")
+    return dict(zip(values, counts, strict=True))
