@@ -52,7 +52,7 @@ class Job:
         self.attempt, self.config, self.plan = attempt, attempt.config(), attempt.plan()
         self._trainers, self._engines, self._rewards = actors.trainers, actors.engines, actors.rewards
         self._clock = clock
-        self._scheduler = RolloutScheduler(self._engines, max_sequences=self.config.rollout.max_num_seqs,
+        self._scheduler = RolloutScheduler(self._engines, max_num_seqs=self.config.rollout.max_num_seqs,
                                            deterministic=self.config.rollout.deterministic)
         self._coordinator = self._make_coordinator(attempt)
         self._writers = dict(enumerate(self._trainers))

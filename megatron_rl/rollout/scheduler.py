@@ -44,13 +44,13 @@ class RolloutScheduler:
 
     Args:
         engines: one client per replica.
-        max_sequences: number of sequences that an engine decodes at once (`rollout.max_num_seqs`).
+        max_num_seqs: number of sequences that an engine decodes at once (`rollout.max_num_seqs`).
         deterministic: use fixed routing.
     """
 
-    def __init__(self, engines: Sequence[EngineClient], *, max_sequences: int, deterministic: bool) -> None:
+    def __init__(self, engines: Sequence[EngineClient], *, max_num_seqs: int, deterministic: bool) -> None:
         self._lanes = [_Lane(engine) for engine in engines]
-        self._max_sequences = max_sequences
+        self._max_num_seqs = max_num_seqs
         self._deterministic = deterministic
         self._committed: int | None = None
 
@@ -127,7 +127,7 @@ class RolloutScheduler:
     def _least_loaded(self, lanes: Sequence[_Lane], sequences: int) -> _Lane | None:
         """The engine with the fewest outstanding tokens among those with room. An idle engine always has room."""
         free = [lane for lane in lanes if lane.outstanding_sequences == 0
-                or lane.outstanding_sequences + sequences <= self._max_sequences]
+                or lane.outstanding_sequences + sequences <= self._max_num_seqs]
         return min(free, key=lambda lane: lane.outstanding_tokens, default=None)
 
 

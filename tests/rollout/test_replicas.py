@@ -90,9 +90,9 @@ def pair(folder):
         yield runner, runner.run(_started(config, folder, sources, stack))
 
 
-def _rollout(pair, sampling, *, deterministic, backwards=False, step=0, max_sequences=64):
+def _rollout(pair, sampling, *, deterministic, backwards=False, step=0, max_num_seqs=64):
     runner, engines = pair
-    scheduler = RolloutScheduler(engines[::-1] if backwards else engines, max_sequences=max_sequences,
+    scheduler = RolloutScheduler(engines[::-1] if backwards else engines, max_num_seqs=max_num_seqs,
                                  deterministic=deterministic)
     scheduler.committed(0)
     return scheduler, runner.run(scheduler.rollout(PROMPTS, sampling, step))
@@ -104,7 +104,7 @@ def _content(groups) -> list:
 
 def test_groups_are_spread_by_load_and_come_back_by_prompt(pair, folder):
     """At most two groups of an engine at once: the others wait in the scheduler for room."""
-    scheduler, groups = _rollout(pair, Sampling(1, 0.0, 12), deterministic=False, max_sequences=2)
+    scheduler, groups = _rollout(pair, Sampling(1, 0.0, 12), deterministic=False, max_num_seqs=2)
     assert [group.prompt.index for group in groups] == list(range(10))
     model = hf_model(folder)
     for prompt, group in zip(PROMPTS, groups, strict=True):

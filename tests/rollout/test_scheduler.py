@@ -40,8 +40,8 @@ class _Engine:
         return list(await asyncio.gather(*[self.generate_group(prompt, sampling) for prompt in prompts]))
 
 
-def _rollout(engines, prompts, *, deterministic=False, max_sequences=8, versions=None, sampling=SAMPLING):
-    scheduler = RolloutScheduler(engines, max_sequences=max_sequences, deterministic=deterministic)
+def _rollout(engines, prompts, *, deterministic=False, max_num_seqs=8, versions=None, sampling=SAMPLING):
+    scheduler = RolloutScheduler(engines, max_num_seqs=max_num_seqs, deterministic=deterministic)
     scheduler.committed(3, versions)
     return scheduler, asyncio.run(scheduler.rollout(prompts, sampling, 0))
 
@@ -65,13 +65,13 @@ def test_a_slow_engine_gets_fewer_groups():
 
 def test_no_engine_holds_more_sequences_than_it_decodes_at_once():
     engines = [_Engine(0, lambda p: 5), _Engine(1, lambda p: 9)]
-    _rollout(engines, make_prompts(20), max_sequences=12)
+    _rollout(engines, make_prompts(20), max_num_seqs=12)
     assert [engine.peak for engine in engines] == [12, 12]
 
 
 def test_a_group_larger_than_the_limit_still_runs():
     engines = [_Engine(0), _Engine(1)]
-    _, groups = _rollout(engines, make_prompts(4), max_sequences=2)
+    _, groups = _rollout(engines, make_prompts(4), max_num_seqs=2)
     assert len(groups) == 4
 
 
@@ -92,7 +92,7 @@ def test_only_engines_with_the_committed_version_are_routed_to():
     engines = [_Engine(0), _Engine(1), _Engine(2)]
     _rollout(engines, make_prompts(9), versions=[0, 2])
     assert engines[1].asked == [] and engines[0].asked and engines[2].asked
-    scheduler = RolloutScheduler(engines, max_sequences=8, deterministic=False)
+    scheduler = RolloutScheduler(engines, max_num_seqs=8, deterministic=False)
     with pytest.raises(NotServing, match="no engine holds the committed version"):
         asyncio.run(scheduler.rollout(make_prompts(1), SAMPLING, 0))
 
@@ -105,7 +105,7 @@ def test_a_failing_engine_ends_the_rollout_and_leaves_nothing_running():
     waiting = _Engine(0, lambda p: 10_000)
 
     async def run() -> int:
-        scheduler = RolloutScheduler([waiting, Broken(1)], max_sequences=8, deterministic=False)
+        scheduler = RolloutScheduler([waiting, Broken(1)], max_num_seqs=8, deterministic=False)
         scheduler.committed(0)
         with pytest.raises(RuntimeError, match="engine 1 died"):
             await scheduler.rollout(make_prompts(8), SAMPLING, 0)
