@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from launch.coefficients.sync import DEFAULT
 from launch.fabric.estimate import RouteCost
 from launch.fabric.lanes import Fabric, Traffic
-from launch.plan.book import line, nonzero
+from launch.plan.book import line, nonzero, part
 
 
 @dataclass(eq=False)
@@ -27,6 +27,7 @@ class Bounds:
         return self.direct.rollout_nic_in_bytes / self.fabric.nic_bandwidth
 
     @line("s", "all copies over all NICs, relays included", key="egress_s", written=nonzero)
+    @part
     def egress(self) -> float:
         """All NICs of both partitions send what all rollout nodes take: relays included."""
         traffic, fabric = self.traffic, self.fabric
@@ -36,11 +37,13 @@ class Bounds:
         return wanted / (nics * fabric.nic_bandwidth)
 
     @line("s", "one copy out of the holders of the busiest shard", key="source_s", written=nonzero)
+    @part
     def source(self) -> float:
         """Busiest training stage: one copy of each shard leaves its holders."""
         return _source(self.traffic) / self.fabric.nic_bandwidth
 
     @line("s", "one copy into each leaf without a trainer, over its uplinks", key="spine_s", written=nonzero)
+    @part
     def spine(self) -> float:
         """One copy into each leaf that has rollout nodes and no training node; 0 where the spine is not thin."""
         return _spine(self.traffic)
@@ -63,7 +66,7 @@ class Bounds:
 
 def bounds(traffic: Traffic) -> Bounds:
     """Of any route over this traffic."""
-    return Bounds(traffic, traffic.fabric, RouteCost(traffic, traffic.fabric, "direct", DEFAULT))
+    return Bounds(traffic, traffic.fabric, RouteCost("direct", traffic, traffic.fabric, DEFAULT))
 
 
 def _source(traffic: Traffic) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import sqrt
 
 from launch.cluster.spec import ClusterSpec
@@ -24,9 +25,8 @@ TIE = 0.01
 
 
 def _route(kind: Kind) -> made[RouteCost]:
-    return made(RouteCost, traffic=lambda sync: sync.traffic, fabric=lambda sync: sync.fabric, kind=lambda sync: kind,
-                c=lambda sync: sync.coefficients, bucket_bytes=lambda sync: sync.bucket_bytes,
-                quantise=lambda sync: sync.quantise)
+    return made(partial(RouteCost, kind), traffic="traffic", fabric="fabric", c="coefficients", bucket_bytes="bucket_bytes",
+                quantise="quantise")
 
 
 @dataclass(eq=False)
@@ -54,20 +54,22 @@ class SyncPrediction:
     """Most holders of a shard that may send; 0: all DP x CP."""
 
     direct, chain, tree = _route("direct"), _route("chain"), _route("tree")
-    limits = made(Bounds, traffic=lambda sync: sync.traffic, fabric=lambda sync: sync.fabric,
-                  direct=lambda sync: sync.direct)
+    limits = made(Bounds, traffic="traffic", fabric="fabric", direct="direct")
 
     @line("bytes", "sum of the overlaps of training shards and engine ranks; padding never travels")
+    @part
     def replica_bytes(self) -> int:
         """What one engine takes."""
         return sum(flow.bytes for flow in flows(self.shape, self.training, self.rollout, self.weight_bytes, self.lora_rank))
 
     @line("bytes", "into GPUs on whose rail no holder of the shard sits, engines' GPUs in the solved order")
+    @part
     def cross_rail_bytes(self) -> int:
         """Of all rollout nodes' bytes, those that change rails, with this order ..."""
         return self.traffic.crossing_bytes()
 
     @line("bytes", "the same with GPUs in the natural order")
+    @part
     def natural_cross_rail_bytes(self) -> int:
         """... and with the natural order."""
         return self._traffic(solve_order=False).crossing_bytes()
@@ -209,7 +211,7 @@ def least_seconds(shape: ModelShape, training: TrainingLayout, rollout: RolloutL
     each = max(1, fabric.gpus_per_node // (rollout.tp * rollout.pp))
     full = replace(rollout, replicas=min(rollout.replicas, each))
     moved = traffic(shape, training, full, fabric, element_bytes=weight_bytes, lora_rank=lora_rank)
-    found = _EnoughSenders(moved, fabric, "direct", coefficients, bucket_bytes, rollout_precision == "fp8" and not lora_rank)
+    found = _EnoughSenders("direct", moved, fabric, coefficients, bucket_bytes, rollout_precision == "fp8" and not lora_rank)
     # A route over relays has smaller chunks: it packs its first and last one sooner, pays their latency more often, and
     # passes at least one on.
     nvlink_rate = fabric.nvlink_bandwidth * coefficients.nvlink_efficiency
@@ -232,7 +234,7 @@ class _EnoughSenders(RouteCost):
 def expected_seconds(moved: Traffic, kind: Kind, coefficients: SyncCoefficients = DEFAULT, *,
                      bucket_bytes: int = DEFAULT_BUCKET, quantise: bool = False) -> float:
     """Expected time of one route."""
-    return RouteCost(moved, moved.fabric, kind, coefficients, bucket_bytes, quantise).expected_s
+    return RouteCost(kind, moved, moved.fabric, coefficients, bucket_bytes, quantise).expected_s
 
 
 def least(seconds: Mapping[Kind, float]) -> Kind:

@@ -46,9 +46,9 @@ def forwards(cost: RouteCost, value: float) -> bool:
 class RouteCost:
     """One route, predicted: bytes through the busiest NIC of each sort, and seconds."""
 
+    kind: Kind
     traffic: Traffic
     fabric: Fabric
-    kind: Kind
     c: SyncCoefficients
     bucket_bytes: int = DEFAULT_BUCKET
     quantise: bool = False
@@ -60,25 +60,30 @@ class RouteCost:
 
     @line("bytes", lambda self: "busiest training NIC: its shard" + (" x its receivers" if self.kind == "direct" else ""),
           key="trainer_nic_out_bytes", shown=round)
+    @part
     def egress(self) -> float:
         """Out of a training NIC."""
         return _egress(self.traffic, self.kind)
 
     @line("bytes", "busiest rollout NIC: one copy for its node over its NICs")
+    @part
     def rollout_nic_in_bytes(self) -> int:
         return max((max(each.ingress, default=0) for each in self.traffic.kinds), default=0)
 
     @line("bytes", "into a GPU from engines that share its node")
+    @part
     def nvlink_bytes(self) -> int:
         """Between twins of a node, into the busiest GPU."""
         return max((each.twin_bytes for each in self.traffic.kinds), default=0)
 
     @line("", lambda self: f"NIC hops: receivers / senders{', its log2' if self.kind == 'tree' else ''}", written=forwards)
+    @part
     def hops(self) -> int:
         """Of the last receiver."""
         return 1 if self.kind == "direct" else max([1, *(_hops(*each, self.kind) for each in self.by_kind)])
 
     @line("bytes", "busiest rollout NIC: what it forwards", written=forwards)
+    @part
     def rollout_nic_out_bytes(self) -> int:
         """0 for `direct`."""
         if self.kind == "direct" or self.hops == 1:
@@ -91,6 +96,7 @@ class RouteCost:
         return max(self.busiest / self.fabric.nic_bandwidth, self.nvlink_bytes / self.fabric.nvlink_bandwidth)
 
     @line("bytes", "sqrt(W a B / fill), or all where nobody forwards; at most a bucket")
+    @part
     def chunk_bytes(self) -> int:
         """The chunk that makes chunks' latency and the pipeline's fill equal, in whole MiB (or 64 KiB, where it is less
         than one)."""
@@ -101,6 +107,7 @@ class RouteCost:
         return min(self.bucket_bytes, max(1, round(best / step)) * step)
 
     @line("s", "W/(e B) + (W/c) a + fill (c/(e B) + a); fill = H - 1 (chain), 2 (H - 1) (tree)")
+    @part
     def wire_s(self) -> float:
         """First byte to last byte, expected."""
         latency, busiest, chunk = self.c.chunk_latency_s, self.busiest, self.chunk_bytes
@@ -112,6 +119,7 @@ class RouteCost:
         return wire
 
     @line("s", "pause + barriers + wire + 2 c/copy rate + held/digest rate (+ held/quantise rate)", key="seconds")
+    @part
     def expected_s(self) -> float:
         """The whole sync: pause, barriers, wire, packing that nothing overlaps, digest, requantising."""
         c, held = self.c, self.rollout_nic_in_bytes + self.nvlink_bytes
@@ -132,6 +140,7 @@ class RouteCost:
         return RECEIVING * self.chunk_bytes * streams
 
     @line("transfers", "large ones into the busiest rollout NIC", key="sync.transfers")
+    @part
     def transfers(self) -> int:
         return max((_transfers(self.traffic, each) for each in self.traffic.kinds), default=0)
 

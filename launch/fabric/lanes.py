@@ -59,36 +59,38 @@ class Fabric:
 
 def fabric_of(cluster: ClusterSpec, nodes: Sequence[str] | None = None, spine_bandwidth: float = 0.0) -> Fabric:
     """`nodes`: names in the plan's order, training first (default: the cluster's order)."""
-    return Fabric(cluster.gpus_per_node, _nics(cluster), _nic_bandwidth(cluster), cluster.gpu.nvlink_bandwidth,
-                  _rails(cluster), _leaves(cluster, nodes), spine_bandwidth)
+    return ClusterFabric(cluster, nodes, spine_bandwidth).fabric
 
 
-def cluster_fabric() -> made[Fabric]:
-    """A part of an object with a `cluster`: `fabric_of` it."""
-    return made(Fabric, gpus_per_node=lambda owner: owner.cluster.gpus_per_node,
-                nics_per_node=lambda owner: _nics(owner.cluster),
-                nic_bandwidth=lambda owner: _nic_bandwidth(owner.cluster),
-                nvlink_bandwidth=lambda owner: owner.cluster.gpu.nvlink_bandwidth,
-                rails=lambda owner: _rails(owner.cluster), leaf_of_node=lambda owner: _leaves(owner.cluster, None))
+@dataclass(eq=False)
+class ClusterFabric:
+    """What the network of a cluster is to routes, number by number; see `fabric_of`."""
 
+    cluster: ClusterSpec
+    names: Sequence[str] | None = None
+    spine_bandwidth: float = 0.0
 
-def _nics(cluster: ClusterSpec) -> int:
-    return min(cluster.nics_per_node, cluster.gpus_per_node)
+    fabric = made(Fabric, gpus_per_node="cluster.gpus_per_node", nics_per_node="nics", nic_bandwidth="nic_bandwidth",
+                  nvlink_bandwidth="cluster.gpu.nvlink_bandwidth", rails="rails", leaf_of_node="leaves", spine_bandwidth="spine_bandwidth")
 
+    @property
+    def nics(self) -> int:
+        return min(self.cluster.nics_per_node, self.cluster.gpus_per_node)
 
-def _nic_bandwidth(cluster: ClusterSpec) -> float:
-    """A GPU with two NICs has one of twice the rate."""
-    return cluster.nic_bandwidth * cluster.nics_per_node / _nics(cluster)
+    @property
+    def nic_bandwidth(self) -> float:
+        """A GPU with two NICs has one of twice the rate."""
+        return self.cluster.nic_bandwidth * self.cluster.nics_per_node / self.nics
 
+    @property
+    def rails(self) -> int:
+        return min(self.cluster.rails, self.nics)
 
-def _rails(cluster: ClusterSpec) -> int:
-    return min(cluster.rails, _nics(cluster))
-
-
-def _leaves(cluster: ClusterSpec, nodes: Sequence[str] | None) -> tuple[int, ...]:
-    leaf_of = leaf_of_nodes(cluster)
-    leaves = tuple(leaf_of.get(node, 0) for node in nodes or cluster.nodes)
-    return leaves if any(leaves) else ()
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        leaf_of = leaf_of_nodes(self.cluster)
+        leaves = tuple(leaf_of.get(node, 0) for node in self.names or self.cluster.nodes)
+        return leaves if any(leaves) else ()
 
 
 def leaf_of_nodes(cluster: ClusterSpec) -> dict[str, int]:

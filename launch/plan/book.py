@@ -13,22 +13,24 @@ its lines:
         def pp_bubble_s(self) -> float:
             return (sum(self.slots) - self.slot_s) / self.layout.vpp
 
-A search reads `time.pp_bubble_s`, which calls the method once and keeps the result. An explanation reads the same
+A search reads `time.pp_bubble_s`, a property like any other. An explanation reads the same
 attribute of `book.view(time)`: what the method reads on its way is noted, and these are the inputs of the line. Nothing
 is written down a second time, and no input can be forgotten:
 
 - A number reaches a method only through `self`, and every attribute of a view is noted, whether it decides a value or a
   branch. Hence the inputs are those that matter, and guards ("is it 1?").
 - A `part` is a value without a line of its own: who reads it has read all that it was computed from.
-- An object that a part makes carries what the part read, and gives it to whoever reads one of its plain fields. An object
-  that is `made` field by field gives what that field was read from.
+- An object that a part makes carries what the part read, and gives it to whoever reads one of its fields. One that is
+  `made` of attributes gives what that attribute was read from.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
+from operator import attrgetter
 from types import FunctionType, MethodType
 from typing import Any, Generic, Self, TypeVar, cast, overload
 
@@ -40,6 +42,8 @@ T = TypeVar("T")
 class part(Generic[T]):
     """A value of an object that is computed when it is first read, and kept: `functools.cached_property` without its
     lock, which costs more than most formulas."""
+
+    line: Line | None = None
 
     def __init__(self, function: Callable[[Any], T]) -> None:
         self.function = function
@@ -62,15 +66,25 @@ class part(Generic[T]):
 
 
 class made(part[T]):
-    """A part that is an object made of what is read of its owner, field by field: `kind(field=read(owner), ...)`."""
+    """A part that is an object made of attributes of its owner, one for each of the first parameters of `kind`:
+    `made(Demand, prompts="problem.workload.prompts", ...)`."""
 
-    def __init__(self, kind: Callable[..., T], /, **fields: Callable[[Any], Any]) -> None:
-        super().__init__(lambda owner: kind(**{name: read(owner) for name, read in fields.items()}))
-        self.fields = fields
+    def __init__(self, kind: Callable[..., T], /, **fields: str) -> None:
+        names = list(inspect.signature(kind).parameters)[:len(fields)]
+        if set(names) != fields.keys():
+            raise TypeError(f"{kind} is made of {', '.join(names)}, not {', '.join(fields)}")
+        self.kind, self.fields, self.read = kind, fields, attrgetter(*(fields[name] for name in names))
+
+    def __get__(self, owner: Any, kind: type) -> Any:
+        if owner is None:
+            return self
+        value = owner.__dict__[self.name] = self.kind(*self.read(owner))
+        return value
 
 
-class _Line(part[T]):
-    """A part that is a line of the book: see `line`."""
+@dataclass(frozen=True)
+class Line:
+    """What the book says of a number beside its value and its inputs; see `line`."""
 
     unit: str
     formula: str | Callable[[Any], str]
@@ -79,10 +93,16 @@ class _Line(part[T]):
     shown: Callable[[Any], Any]
 
 
+class _Property(property):
+    """A line that is computed at each read."""
+
+    line: Line | None = None
+
+
 def line(unit: str, formula: str | Callable[[Any], str], *, key: str = "",
          written: Callable[[Any, Any], bool] = lambda owner, value: True,
-         shown: Callable[[Any], Any] = lambda value: value) -> Callable[[Callable[[Any], T]], _Line[T]]:
-    """A method that computes a number of the book.
+         shown: Callable[[Any], Any] = lambda value: value) -> Callable[[Callable[[Any], T] | part[T]], part[T]]:
+    """A method that computes a number of the book: a property, or a part where it is read more than once.
 
     Args:
         unit: bytes, s, FLOP, tokens/s, ... or empty.
@@ -92,11 +112,10 @@ def line(unit: str, formula: str | Callable[[Any], str], *, key: str = "",
         written: (object, value) -> whether there is such a line; one that is not written counts as a part.
         shown: value -> how it stands in the book (round).
     """
-    def decorated(function: Callable[[Any], T]) -> _Line[T]:
-        found: _Line[T] = _Line(function)
-        found.unit, found.formula, found.key = unit, formula, key
-        found.written, found.shown = written, shown
-        return found
+    def decorated(function: Callable[[Any], T] | part[T]) -> part[T]:
+        found = function if isinstance(function, part) else _Property(function)
+        found.line = Line(unit, formula, key, written, shown)
+        return cast("part[T]", found)       # what a type checker has to know of either
     return decorated
 
 
@@ -148,7 +167,7 @@ class Book:
             view = self._view(target)
             for kind in reversed(type(view._target).__mro__):
                 for name, found in vars(kind).items():
-                    if isinstance(found, _Line):
+                    if isinstance(found, (part, _Property)) and found.line:
                         getattr(view, name)
 
     def _view(self, target: object) -> _View:
@@ -164,12 +183,12 @@ class Book:
             self._reading.append({})
             try:
                 value = self._value(view, name)
-                view._known[name] = value, tuple(self._reading[-1])
+                view._known[name] = value, self._reading[-1]
             finally:
                 self._reading.pop()
         value, keys = view._known[name]
         if self._reading:
-            self._reading[-1].update(dict.fromkeys(keys))
+            self._reading[-1].update(keys)
         return value
 
     def _value(self, view: _View, name: str) -> Any:
@@ -179,30 +198,26 @@ class Book:
             noted.update(dict.fromkeys([view._keys[name]] if name in view._keys else view._others))
             return getattr(target, name)
         if name in view._makers:
-            value = view._makers[name](view._maker)
+            value = attrgetter(view._makers[name])(view._maker)
             return self._seen(value, tuple(noted))
         found = next((vars(kind)[name] for kind in type(target).__mro__ if name in vars(kind)), None)
         if isinstance(found, made):
-            value = self._view(found.function(view))
+            value = self._view(found.kind(*found.read(view)))
             value._makers, value._maker = found.fields, view
             noted.clear()                   # each of its fields has its own
             return value
-        if isinstance(found, part):
-            value = found.function(view)
+        if isinstance(found, (part, property)):
+            value = (found.function if isinstance(found, part) else found.fget)(view)       # type: ignore[misc]
             value = self._seen(value, tuple(noted), view)
-            if isinstance(found, _Line) and found.written(view, value):
-                inputs = tuple(noted)
-                key = found.key or name
+            told = getattr(found, "line", None)
+            if told and told.written(view, value):
+                inputs, key = tuple(noted), told.key or name
                 key = key if "." in key else f"{target.PREFIX}.{key}"        # type: ignore[attr-defined]
-                formula = found.formula if isinstance(found.formula, str) else found.formula(target)
-                self.computed(key, found.shown(value), found.unit, formula, inputs)
+                formula = told.formula if isinstance(told.formula, str) else told.formula(target)
+                self.computed(key, told.shown(value), told.unit, formula, inputs)
                 noted.clear()
                 noted[key] = None
             return value
-        if isinstance(found, property):
-            assert found.fget is not None
-            value = found.fget(view)
-            return self._seen(value, tuple(noted))
         if isinstance(found, FunctionType):
             return MethodType(found, view)
         value = getattr(target, name)
@@ -253,9 +268,9 @@ class _View:
         self._keys: dict[str, str] = {}
         self._others: tuple[str, ...] = ()
         self._made_from: tuple[str, ...] = ()
-        self._makers: Mapping[str, Callable[[Any], Any]] = {}
+        self._makers: Mapping[str, str] = {}
         self._maker: _View | None = None
-        self._known: dict[str, tuple[Any, tuple[str, ...]]] = {}
+        self._known: dict[str, tuple[Any, dict[str, None]]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return self._book._read(self, name)

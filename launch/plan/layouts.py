@@ -42,6 +42,12 @@ class TrainingLayout:
     layers_of_stage: tuple[int, ...] = ()
     """Layers of each pipeline stage, all its chunks together; () splits evenly."""
 
+    def at_dp(self, dp: int) -> TrainingLayout:
+        """With another DP: `dataclasses.replace`, which takes a search three times as long."""
+        return TrainingLayout(self.tp, self.pp, self.vpp, self.cp, dp, self.ep, self.etp, self.fsdp, self.sequence_parallel,
+                              self.recompute, self.precision, self.grad_bytes, self.distributed_optimizer,
+                              self.fused_attention, self.layers_of_stage)
+
     @property
     def gpus(self) -> int:
         return self.tp * self.pp * self.cp * self.dp

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from launch.model.padding import round_up
 from launch.model.shape import VOCAB_MULTIPLE, ModelShape
-from launch.plan.book import line, made, nonzero, part
+from launch.plan.book import line, nonzero, part
 from launch.plan.layouts import TrainingLayout, stage_layers
 
 FlopsConvention = Literal["noncausal", "causal", "no_attention", "lora_no_attention", "causal_lora",
@@ -136,8 +136,8 @@ class RankParameters:
 
     shape: ModelShape
     tp: int
-    expert_parts: int
-    """Ranks that split the experts: EP x ETP."""
+    ep: int
+    etp: int
     pp: int
     layers: tuple[int, ...]
     """Of each pipeline stage."""
@@ -151,17 +151,19 @@ class RankParameters:
         return count(self.shape)
 
     @line("", "(matrices + their biases)/TP + norms and router, of one layer on one rank, experts left out")
+    @part
     def layer_on_rank(self) -> int:
         each = layer(self.shape)
         return (each.attention + each.mlp + each.split) // self.tp + each.replicated
 
     @line("", "V, padded to a multiple of 128 TP, x h / TP")
+    @part
     def embedding_on_rank(self) -> int:
         return padded_vocab(self.shape, self.tp) // self.tp * self.shape.hidden
 
     @line("", "E 3 h ffn_e / (EP x ETP)", written=nonzero)
     def layer_experts_on_rank(self) -> int:
-        return layer(self.shape).experts // self.expert_parts
+        return layer(self.shape).experts // (self.ep * self.etp)
 
     @part
     def stages(self) -> tuple[StageParameters, ...]:
@@ -180,18 +182,21 @@ class StageParameters:
         return f"parameters.stage{self.number}"
 
     @line("", "layers of this stage")
+    @part
     def layers(self) -> int:
         return self.of.layers[self.number]
 
     @line("", "layers x layer on a rank (first stage + embedding, last + head and final norm)")
+    @part
     def dense(self) -> int:
         """All but the routed experts."""
         return self.layers * self.of.layer_on_rank + self.embedding + self.head
 
     @line("", "layers x experts of a layer on a rank", written=nonzero)
+    @part
     def experts(self) -> int:
         """Routed experts; sharded by the optimizer over fewer ranks than the rest."""
-        return self.layers * layer(self.of.shape).experts // self.of.expert_parts if self.of.shape.experts else 0
+        return self.layers * layer(self.of.shape).experts // (self.of.ep * self.of.etp) if self.of.shape.experts else 0
 
     @part
     def embedding(self) -> int:
@@ -209,24 +214,22 @@ class StageParameters:
         norm = (2 if shape.all_biases else 1) * shape.hidden
         return norm if last == 0 and shape.tied else self.of.embedding_on_rank + norm
 
-    @property
+    @part
     def total(self) -> int:
         return self.dense + self.experts
 
 
 @lru_cache(maxsize=4096)
-def _rank_parameters(shape: ModelShape, tp: int, expert_parts: int, pp: int, layers: tuple[int, ...]) -> RankParameters:
-    return RankParameters(shape, tp, expert_parts, pp, layers)
+def rank_parameters(shape: ModelShape, tp: int, ep: int, etp: int, pp: int, layers: tuple[int, ...]) -> RankParameters:
+    """See `RankParameters`; a search asks for the same ones a thousand times."""
+    return RankParameters(shape, tp, ep, etp, pp, layers)
 
 
-def rank_parameters() -> made[RankParameters]:
-    """A part of an object that has a `shape` and a `layout`."""
-    return made(_rank_parameters, shape=lambda owner: owner.shape, tp=lambda owner: owner.layout.tp,
-                expert_parts=lambda owner: owner.layout.ep * owner.layout.etp, pp=lambda owner: owner.layout.pp,
-                layers=lambda owner: stage_layers(owner.shape, owner.layout))
+def parameters_of(shape: ModelShape, layout: TrainingLayout) -> RankParameters:
+    """What the ranks of a layout hold."""
+    return rank_parameters(shape, layout.tp, layout.ep, layout.etp, layout.pp, stage_layers(shape, layout))
 
 
 def stage_parameters(shape: ModelShape, layout: TrainingLayout) -> tuple[StageParameters, ...]:
     """What one rank of each pipeline stage holds."""
-    return _rank_parameters(shape=shape, tp=layout.tp, expert_parts=layout.ep * layout.etp, pp=layout.pp,
-                            layers=stage_layers(shape, layout)).stages
+    return parameters_of(shape, layout).stages

@@ -11,7 +11,6 @@ from launch.fabric.bounds import bounds
 from launch.fabric.choose import fastest, predict
 from launch.fabric.lanes import fabric_of, traffic
 from launch.model.shape import ModelShape
-from launch.plan.book import Book
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from tests.fabric.cases import FABRIC, LLAMA_70B, cluster
 
@@ -140,42 +139,3 @@ def test_a_thin_spine_bounds():
     fabric = FABRIC.__class__(8, 8, 50e9, 450e9, 8, leaf_of_node=(0,) * 16 + (1,) * 16, spine_bandwidth=100e9)
     limits = bounds(traffic(LLAMA_70B, *REFERENCE, fabric))
     assert limits.spine == pytest.approx(1.411, rel=0.001) and limits.binding == "spine"
-
-
-KEYS = {
-    "model": {field.name: field for field in fields(ModelShape) if field.name != "name"},
-    "trainer": ("tp", "pp", "vpp", "cp", "dp", "ep"), "rollout": ("tp", "pp", "replicas"),
-    "cluster": ("gpus_per_node", "nics_per_node", "nic_bandwidth", "rails"), "gpu": ("nvlink_bandwidth",)}
-
-
-def _book(shape, training, rollout, hardware, coefficients) -> Book:
-    book = Book()
-    owners = {"model": shape, "trainer": training, "rollout": rollout, "cluster": hardware, "gpu": hardware.gpu}
-    for prefix, names in KEYS.items():
-        for name in names:
-            book.given(f"{prefix}.{name}", getattr(owners[prefix], name), "", "test")
-    coefficients.write(book)
-    predict(shape, training, rollout, hardware, coefficients, book=book)
-    return book
-
-
-@pytest.mark.parametrize("key, value", [
-    ("model.hidden", 8448), ("model.layers", 84), ("model.vocab", 152064), ("trainer.dp", 2), ("trainer.tp", 4),
-    ("rollout.replicas", 20), ("rollout.tp", 8), ("cluster.nic_bandwidth", 25e9), ("gpu.nvlink_bandwidth", 100e9),
-    ("coefficients.sync.pause_s", 0.5), ("coefficients.sync.chunk_latency_s", 1e-3),
-    ("coefficients.sync.nic_efficiency", 0.8), ("coefficients.sync.digest_rate", 1e11)])
-def test_the_book_names_every_input(key, value):
-    """One given number changed: nothing changes that does not rest on it."""
-    parts = {"model": LLAMA_70B, "trainer": TrainingLayout(tp=8, pp=4, dp=4),
-             "rollout": RolloutLayout(tp=4, replicas=32), "cluster": cluster(48),
-             "coefficients.sync": DEFAULT}
-    before = _book(*parts.values())
-    prefix, name = key.rsplit(".", 1)
-    if prefix == "gpu":
-        parts["cluster"] = replace(parts["cluster"], gpu=replace(parts["cluster"].gpu, **{name: value}))
-    else:
-        parts[prefix] = replace(parts[prefix], **{name: value})
-    after = _book(*parts.values())
-    changed = {entry.key for entry in before if entry.key not in after or after[entry.key].value != entry.value}
-    assert changed - {key} <= set(before.dependents(key)), changed - {key} - set(before.dependents(key))
-    assert len(changed) > 1

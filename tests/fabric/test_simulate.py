@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from launch.coefficients.sync import DEFAULT
 from launch.fabric import simulate as simulator
 from launch.fabric.bounds import bounds
-from launch.fabric.estimate import KINDS, times
+from launch.fabric.estimate import KINDS, RouteCost
 from launch.fabric.lanes import traffic
 from launch.fabric.routes import build
 from launch.fabric.simulate import simulate
@@ -35,10 +35,10 @@ SYMMETRIC = [
 def test_closed_form_and_simulation_agree(training, rollout, kind):
     """Within 5 %, of the wire and of the whole sync."""
     moved = traffic(LLAMA_70B, training, rollout, FABRIC)
-    expected = times(moved, kind, DEFAULT)
+    expected = RouteCost(kind, moved, FABRIC, DEFAULT)
     found = simulate(build(moved, kind, expected.chunk_bytes), DEFAULT)
-    assert found.wire_s == pytest.approx(expected.wire, rel=0.05)
-    assert found.total_s == pytest.approx(expected.expected, rel=0.05)
+    assert found.wire_s == pytest.approx(expected.wire_s, rel=0.05)
+    assert found.total_s == pytest.approx(expected.expected_s, rel=0.05)
 
 
 @settings(max_examples=60, deadline=None)
@@ -57,8 +57,8 @@ def test_closed_form_bound_is_the_routes(case: Case, kind):
     """Bytes of the busiest NIC: counted in closed form and on the edges. Where receivers do not divide, or GPUs share
     a NIC, the closed form may overestimate; it promises no less than the edges need, but for small transfers, which
     are dealt out whole (5 %)."""
-    closed = times(case.traffic, kind, DEFAULT, bucket_bytes=1 << 20)
-    assert closed.lower_bound >= build(case.traffic, kind, 1 << 20).lower_bound_s * 0.95
+    closed = RouteCost(kind, case.traffic, case.traffic.fabric, DEFAULT, bucket_bytes=1 << 20)
+    assert closed.lower_bound_s >= build(case.traffic, kind, 1 << 20).lower_bound_s * 0.95
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -89,8 +89,8 @@ def test_more_senders_are_never_slower(kind):
     before = before_simulated = float("inf")
     for dp in range(1, 13):
         moved = traffic(LLAMA_70B, TrainingLayout(tp=8, pp=4, dp=dp), RolloutLayout(tp=8, replicas=24), FABRIC)
-        expected = times(moved, kind, DEFAULT)
+        expected = RouteCost(kind, moved, FABRIC, DEFAULT)
         found = simulate(build(moved, kind, expected.chunk_bytes), DEFAULT)
-        assert expected.expected <= before * 1.005
+        assert expected.expected_s <= before * 1.005
         assert found.total_s <= before_simulated * 1.03
-        before, before_simulated = expected.expected, found.total_s
+        before, before_simulated = expected.expected_s, found.total_s

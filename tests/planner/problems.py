@@ -56,3 +56,10 @@ def best(found: Problem, mode: Mode = "disaggregated") -> Candidate:
     candidate = Search(found, mode).best()
     assert candidate is not None
     return candidate
+
+
+def with_numbers(target, **numbers):
+    """A copy of a model in which fields or parts have these values, whatever its formulas say."""
+    other = replace(target)
+    other.__dict__.update(numbers)
+    return other

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from launch.plan.forecast import DiskForecast
-from launch.planner.explain.evaluate import evaluate
+from launch.planner.explain.evaluate import book_of
 from launch.planner.explain.forecast import forecast
 from launch.planner.explain.warnings import MAX_HOST, cautions
 from launch.planner.parameters import count
 from launch.planner.search.candidate import Candidate
 from launch.planner.search.space import Pins
 from launch.planner.workload.lengths import LogNormal
-from tests.planner.problems import best, builtin, h100, problem, workload
+from tests.planner.problems import best, builtin, h100, problem, with_numbers, workload
 
 
 def _messages(found: Candidate) -> dict[str, str]:
@@ -29,10 +29,10 @@ def test_a_full_cache_without_room_for_a_long_completion():
     assert found.rollout.time.limit == "KV capacity" and found.rollout_load > 0.9
     free = found.rollout.memory.kv_tokens * (1 - found.rollout_load)
     assert free > work.longest and "W002" not in _messages(found)
-    memory = replace(found.rollout.memory, kv_tokens=int(0.9 * work.longest / (1 - found.rollout_load)))
-    small = replace(found, rollout=replace(found.rollout, memory=memory))
+    memory = with_numbers(found.rollout.memory, kv_tokens=int(0.9 * work.longest / (1 - found.rollout_load)))
+    small = with_numbers(found, rollout=with_numbers(found.rollout, memory=memory, time=found.rollout.time))
     assert f"{work.longest:,}" in _messages(small)["W002"]
-    waiting = replace(small, training=replace(small.training, train_s=10 * small.rollout.seconds))
+    waiting = with_numbers(small, training=with_numbers(small.training, train_s=10 * small.rollout.seconds))
     assert "W002" not in _messages(waiting)          # engines that wait for the trainer are not full
 
 
@@ -43,7 +43,7 @@ def test_an_offloaded_reference_needs_a_host_that_holds_it():
     found = best(problem(shape, nodes=2, work=work))
     layout = found.training.layout
     copies = 8 / (layout.tp * layout.pp)
-    book = evaluate(found, {})[2]
+    book = book_of(found, {})
     assert book["memory.host.needed"].value == pytest.approx(copies * 2 * count(shape), rel=0.05)
     assert "W013" not in _messages(found)
     small = replace(h100(2), host_memory_bytes=int(book["memory.host.needed"].value / MAX_HOST) - 1)
@@ -54,13 +54,13 @@ def test_an_offloaded_reference_needs_a_host_that_holds_it():
 def test_a_colocated_trainer_sleeps_in_host_memory():
     found = best(problem(builtin("llama3-8b"), nodes=2), "colocated")
     stage = max(each.resident for each in found.training.memory.stages)
-    assert evaluate(found, {})[2]["memory.host.needed"].value == 8 * stage
+    assert book_of(found, {})["memory.host.needed"].value == 8 * stage
     tight = replace(h100(2), host_memory_bytes=8 * stage)
     assert "the trainer's state" in _messages(replace(found, problem=replace(found.problem, cluster=tight)))["W013"]
 
 
 def test_nothing_lies_in_the_host_where_nothing_is_offloaded():
-    assert "memory.host.needed" not in evaluate(best(problem(nodes=2)), {})[2]
+    assert "memory.host.needed" not in book_of(best(problem(nodes=2)), {})
 
 
 def test_a_second_copy_that_saves_nothing_is_told():
@@ -89,7 +89,7 @@ def test_communicators_that_may_not_fit_beside_the_rest_are_told():
     gpu = found.problem.cluster.gpu
     assert needed.rollout_bytes > 0 and "W016" not in _messages(found)
     total = gpu.usable_bytes - needed.rollout_bytes + 1
-    full = replace(found.rollout, memory=replace(found.rollout.memory, total=total))
+    full = with_numbers(found.rollout, memory=with_numbers(found.rollout.memory, fixed=total, kv_cache=0))
     message = _messages(replace(found, rollout=full))["W016"]
     assert message.startswith(f"{needed.rollout} communicators") and "rollout.memory_utilization" in message
 
@@ -99,7 +99,7 @@ def test_versions_on_disk_that_come_faster_than_they_can_be_written():
     shape = builtin("llama3-8b")
     found = best(problem(shape, nodes=2, disk_every=1))
     assert "W017" not in _messages(replace(found, problem=replace(found.problem, disk_every=0)))
-    seconds = evaluate(found, {})[2]["sync.disk_s"].value
+    seconds = book_of(found, {})["sync.disk_s"].value
     assert seconds == pytest.approx(4 * count(shape) / 2e9)
     assert forecast(None, found, {}).sync.disk == DiskForecast(every=1, bytes=2 * count(shape), seconds=seconds)
     slow = replace(found.problem.coefficients.reliability, checkpoint_bandwidth=2e9 * seconds / (3.5 * found.step_s))

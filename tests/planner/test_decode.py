@@ -10,7 +10,6 @@ from dataclasses import fields, replace
 import pytest
 
 from launch.cluster import gpus
-from launch.plan.book import Book
 from launch.plan.layouts import RolloutLayout
 from launch.planner.memory.rollout import kv_bytes_per_token
 from launch.planner.parameters import matrix_parameters
@@ -18,7 +17,7 @@ from launch.planner.time.decode import engine_of
 from launch.validate import decode as validation
 from launch.validate.fit import median
 from launch.validate.score import development_points
-from tests.planner.engines import H100, LLAMA_8B, LLAMA_70B, MOE, C, given_book
+from tests.planner.engines import H100, LLAMA_8B, LLAMA_70B, MOE, C
 
 IDEAL = C.changed({"hbm": 1.0, "gemm": 1.0, "decode_gemm_fp8": 1.0, "nvlink": 1.0, "allreduce_s": 0.0,
                    "node_hop_s": 0.0, "nic_share": 1.0, "layer_s": 0.0, "vllm_step_s": 0.0, "vllm_sequence_s": 0.0})
@@ -100,38 +99,6 @@ def test_a_step_grows_with_batch_and_context():
         assert engine.step_s(64, 2000) > engine.step_s(64, 1000)
         for batch in (1, 64, 2048):
             assert sum(engine.terms(batch, 1000).values()) == pytest.approx(engine.step_s(batch, 1000))
-
-
-@pytest.mark.parametrize("layout, shape, engine", [
-    (RolloutLayout(tp=8), LLAMA_70B, "vllm"), (RolloutLayout(tp=2, pp=2, weight_precision="fp8"), MOE, "trtllm"),
-    (RolloutLayout(tp=16, weight_precision="fp8", kv_precision="fp8"), LLAMA_70B, "vllm_2024")])
-def test_the_book_names_all_inputs(layout, shape, engine):
-    """Every given number, changed by itself: no entry changes but those that rest on it."""
-    book = given_book(layout, H100, shape)
-    engine_of(shape, layout, H100, C, engine, book=book)
-
-    def again(layout=layout, cluster=H100, shape=shape, coefficients=C) -> Book:
-        other = given_book(layout, cluster, shape, coefficients)
-        engine_of(shape, layout, cluster, coefficients, engine, book=other)
-        return other
-
-    changes = {f"{C.PREFIX}.{each.name}": {"coefficients": C.changed({each.name: 1.1 * getattr(C, each.name)})}
-               for each in fields(C)}
-    for name in ("bf16_flops", "fp8_flops", "fp32_flops", "hbm_bandwidth", "nvlink_bandwidth"):
-        changes[f"gpu.{name}"] = {"cluster": replace(H100, gpu=replace(GPU, **{name: 1.1 * getattr(GPU, name)}))}
-    for name, value in (("gpus_per_node", 4), ("nics_per_node", 4), ("nic_bandwidth", 25e9)):
-        changes[f"cluster.{name}"] = {"cluster": replace(H100, **{name: value})}
-    for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "mlp_matrices", "experts",
-                 "experts_per_token", "moe_ffn", "shared_ffn"):
-        changes[f"model.{name}"] = {"shape": replace(shape, **{name: getattr(shape, name) + 2})}
-    changes["rollout.tp"] = {"layout": replace(layout, tp=2 * layout.tp)}
-    changes["rollout.pp"] = {"layout": replace(layout, pp=layout.pp + 1)}
-    changes["rollout.weight_bytes"] = {"layout": replace(layout, weight_precision="fp32")}
-    changes["rollout.kv_bytes"] = {"layout": replace(layout, kv_precision="fp32")}
-    for key, change in changes.items():
-        other = again(**change)
-        differing = {entry.key for entry in book if other[entry.key].value != entry.value}
-        assert differing <= {key, *book.dependents(key)}, key
 
 
 def test_bounds_hold_on_the_development_points(points):

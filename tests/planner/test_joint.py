@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from launch.plan.forecast import Forecast
 from launch.planner.explain.forecast import forecast, throughput_of
 from launch.planner.parameters import tensor_count
-from launch.planner.search.candidate import Candidate, candidate, rollout_option, training_option
+from launch.planner.search.candidate import Candidate, RolloutOption, TrainingOption
 from launch.planner.search.problem import Problem
 from launch.planner.search.search import Search
 from launch.planner.search.space import Pins
@@ -92,9 +92,8 @@ def test_more_spread_never_lowers_the_staleness_of_engines_that_hold_the_same(fo
 
 def _same_plan(mine: Candidate, **changes) -> Candidate:
     found = replace(mine.problem, workload=replace(mine.problem.workload, **changes))
-    rollout = rollout_option(found, mine.rollout.layout, mine.rollout.units, must_fit=False)
-    assert rollout is not None
-    return candidate(found, mine.mode, training_option(found, mine.training.layout, mine.training.units), rollout)
+    return Candidate(mine.mode, TrainingOption(found, mine.training.layout, mine.training.units),
+                     RolloutOption(found, mine.rollout.layout, mine.rollout.units), found)
 
 
 @QUICK

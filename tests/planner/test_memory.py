@@ -8,13 +8,11 @@ from dataclasses import fields, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launch.planner.explain.givens import write_gpu, write_model, write_rollout, write_trainer
 
 from launch.cluster import gpus
 from launch.coefficients.memory import MemoryCoefficients
 from launch.model.builtin import builtin
 from launch.model.shape import ModelShape
-from launch.plan.book import Book
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.planner.memory.activations import in_flight, layer_activations
 from launch.planner.memory.rollout import colocated_memory, kv_bytes_per_token, rollout_memory, weights_on_rank
@@ -60,7 +58,7 @@ def test_the_worked_table(sizes, state, activations, totals):
         assert gb(stage.components["activations"]) == pytest.approx(kept, rel=0.01)
         # The table has no workspace of a layer's backward; the loss here makes 6 bytes a logit, not 10.
         assert bare(stage) == pytest.approx(total, rel=0.035)
-    assert memory.worst == 0
+    assert memory.worst_stage == 0
 
 
 def test_worked_verdicts():
@@ -227,7 +225,7 @@ def test_a_second_copy_of_the_weights_takes_its_bytes_from_the_cache():
     copy = beside.components["shadow"]
     assert copy == beside.components["weights"] == pytest.approx(2 * count(LLAMA70) / 8, rel=1e-3)
     assert copy / 1e9 == pytest.approx(17.6, abs=0.05) and "shadow" not in alone.components
-    assert alone.kv_bytes - beside.kv_bytes == copy and alone.total == beside.total
+    assert alone.kv_cache - beside.kv_cache == copy and alone.total == beside.total
     # K and V of 80 layers of one head of 128 in bf16.
     assert alone.kv_tokens - beside.kv_tokens == pytest.approx(copy / (2 * 80 * 128 * 2), abs=1)
     assert not rollout_memory(LLAMA70, RolloutLayout(tp=4), H100, max_tokens=8704, shadow=True).fits
@@ -239,7 +237,7 @@ def test_a_quantised_engine_keeps_what_it_received_in_bf16_beside_its_weights():
     alone, ours = (rollout_memory(LLAMA70, layout, H100, requantised=each) for each in (False, True))
     matrices = 80 * 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)
     assert ours.components["received"] == 2 * matrices // 8 and "received" not in alone.components
-    assert alone.kv_bytes - ours.kv_bytes == ours.components["received"] and alone.total == ours.total
+    assert alone.kv_cache - ours.kv_cache == ours.components["received"] and alone.total == ours.total
 
 
 def test_rollout_weights():
@@ -306,87 +304,3 @@ def test_points_that_leave_things_out(missing):
             changed = replace(point, data={**point.data, missing: value})
             for each in validation.predict(changed, validation.default()):
                 assert each.predicted is not None or each.reason
-
-
-# ---- the book ----
-
-SHAPES = {"dense": LLAMA70, "experts": replace(QWEN_MOE, shared_ffn=512)}
-TRAINER = TrainingLayout(tp=4, pp=4, vpp=2, cp=2, dp=5, ep=2)
-ROLLOUT = RolloutLayout(tp=8, pp=1, max_num_seqs=512)
-CHANGES = {
-    "trainer.precision": "fp8", "trainer.recompute": ("full",), "trainer.layers_of_stage": None, "trainer.pp": 2,
-    "trainer.ep": 1, "sync.shadow": 0, "rollout.weight_bytes": "fp8", "rollout.kv_bytes": "fp8", "rollout.memory_utilization": 0.9,
-    "model.kv_heads": 16, "model.learned_positions": 4096, "rollout.tp": 4, "model.mlp_matrices": 2}
-
-
-FIELDS = {"rollout.weight_bytes": "weight_precision", "rollout.kv_bytes": "kv_precision"}
-
-
-def groups_of(values):
-    return {"model": values["shape"], "trainer": TRAINER, "rollout": ROLLOUT, "gpu": H100, "coefficients.memory": C}
-
-
-def written(values):
-    """The book of both partitions, with `values` in place of what a key stands for."""
-    book = Book()
-    groups = groups_of(values)
-    key = values.get("key", "")
-    prefix, _, name = key.rpartition(".")
-    if prefix in groups and key != "model.lora_rank":
-        groups[prefix] = replace(groups[prefix], **{FIELDS.get(key, name): values["value"]})
-
-    def number(key, default, unit):
-        return book.given(key, values["value"] if values.get("key") == key else default, unit, "test")
-
-    write_model(book, groups["model"], lambda key: "test")
-    write_trainer(book, groups["trainer"], lambda key: "test")
-    write_rollout(book, groups["rollout"], lambda key: "test")
-    write_gpu(book, groups["gpu"], lambda key: "test")
-    groups["coefficients.memory"].write(book)
-    tokens, batches = number("work.micro_batch_tokens", 8704, "tokens"), number("work.micro_batches", 3, "")
-    bucket = number("sync.bucket_bytes", 10**9, "bytes")
-    shadow = bool(number("sync.shadow", 1, ""))
-    rank = number("model.lora_rank", 16, "") if values["lora"] else 0
-    number("work.longest", 8704, "tokens")
-    model, gpu, coefficients = groups["model"], groups["gpu"], groups["coefficients.memory"]
-    training = training_memory(model, groups["trainer"], tokens, gpu, coefficients, micro_batches=batches,
-                               reference=values["reference"], sync_bucket_bytes=bucket, lora_rank=rank,
-                               expandable_segments=values["expandable"], book=book)
-    rollout = rollout_memory(model, groups["rollout"], gpu, coefficients, sync_bytes=bucket, shadow=shadow, book=book,
-                             requantised=groups["rollout"].weight_precision == "fp8")
-    colocated_memory(training, rollout, gpu, coefficients, book=book)
-    return book
-
-
-def changed_value(key, value):
-    if key in CHANGES:
-        return CHANGES[key]
-    if isinstance(value, bool):
-        return not value
-    return value * 2 if isinstance(value, int) else value * 1.5
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("setting", [dict(reference="device", lora=False, expandable=False),
-                                     dict(reference="offloaded", lora=True, expandable=True)])
-def test_changing_a_given_number_changes_its_dependents_only(shape, setting):
-    values = {"shape": SHAPES[shape], **setting}
-    before = written(values)
-    originals = groups_of(values)
-    tried = 0
-    for entry in before:
-        key = entry.key
-        prefix, _, name = key.rpartition(".")
-        if entry.inputs or not entry.source or key == "model.heads":
-            continue
-        original = getattr(originals.get(prefix), FIELDS.get(key, name), entry.value)
-        after = written({**values, "key": key, "value": changed_value(key, original)})
-        changed = {each for each in {*(e.key for e in before), *(e.key for e in after)}
-                   if each != key and (each not in before or each not in after
-                                       or before[each].value != after[each].value)}
-        allowed = {*before.dependents(key), *after.dependents(key)}
-        assert changed <= allowed, (key, changed - allowed)
-        if before.dependents(key):
-            tried += 1
-            assert changed, f"{key} is named as an input but changes nothing"
-    assert tried >= 30

@@ -1,4 +1,4 @@
-"""The RL step: its algebra, the measured development points, and the book."""
+"""The RL step: its algebra, and the measured development points."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import fields, replace
 import pytest
 
 from launch.coefficients.rl import RlCoefficients
-from launch.plan.book import Book
 from launch.planner.parameters import tensor_count
 from launch.planner.time.step import (
     Phases,
@@ -17,7 +16,6 @@ from launch.planner.time.step import (
     rollout_seconds,
     step_seconds,
     training_passes,
-    write_imbalance,
 )
 from launch.planner.workload.lengths import Counted, LogNormal
 from launch.validate import rl_steps as validation
@@ -159,39 +157,3 @@ def test_null_fields_are_tolerated(points):
             for value in (None, "not_stated"):
                 for row in validation.predict(replace(point, data={**point.data, name: value}), C):
                     assert row.predicted is None or row.predicted > 0
-
-
-def test_the_book_names_all_inputs():
-    """Every given number, changed by itself: no entry changes but those that rest on it."""
-    lengths = LogNormal(900, 1.0, 30_000)
-
-    def written(c: RlCoefficients = C, experts: int = 8, training: float = 30.0, forward: float = 11.0,
-                updates: int = 4, dp: int = 128, prompts: int = 64, generation: float = 60.0) -> Book:
-        book = Book()
-        c.write(book)
-        for key, value in (("workload.updates", updates), ("workload.prompts", prompts), ("workload.group", 16),
-                           ("workload.prompt_tokens", 100), ("workload.response_mean", 900),
-                           ("workload.response_second_moment", lengths.second_moment),
-                           ("workload.response_cap", 30_000),
-                           ("trainer.dp", dp), ("model.experts", experts), ("training.total_s", training),
-                           ("logprob.total_s", forward), ("rollout.total_s", generation), ("phase.sync_s", 3.0)):
-            book.given(key, value, "", "test")
-        uneven = write_imbalance(imbalance(lengths, 100, prompts * 16 / updates, dp), book)
-        passes = training_passes(training, forward, updates, uneven=uneven, mixture=experts > 0, coefficients=c,
-                                 book=book)
-        rollout_s = rollout_seconds(generation, prompts * 16, c, book=book)
-        phases = Phases(rollout_s, passes.train_s, passes.pass_s, 0.0, 3.0)
-        step_seconds("synchronous", phases, c, passes=["phase.pass_s"], book=book)
-        return book
-
-    book = written()
-    changes = {"workload.updates": {"updates": 2}, "workload.prompts": {"prompts": 32}, "trainer.dp": {"dp": 64},
-               "model.experts": {"experts": 0}, "training.total_s": {"training": 40.0},
-               "logprob.total_s": {"forward": 12.0}, "rollout.total_s": {"generation": 50.0}}
-    for each in fields(C):
-        changes[f"{C.PREFIX}.{each.name}"] = {"c": C.changed({each.name: 1.1 * getattr(C, each.name)})}
-    for key, change in changes.items():
-        other = written(**change)
-        differing = {entry.key for entry in book if other[entry.key].value != entry.value}
-        assert differing <= {key, *book.dependents(key)}, key
-    assert book["phase.imbalance"].value > 1

@@ -8,19 +8,10 @@ from dataclasses import replace
 import pytest
 
 from launch.plan.layouts import RolloutLayout, TrainingLayout
-from launch.planner.search.candidate import (
-    Candidate,
-    TrainingOption,
-    candidate,
-    max_num_seqs_to_try,
-    rollout_option,
-    training_memory_of,
-    training_option,
-)
+from launch.planner.search.candidate import Candidate, RolloutOption, TrainingOption, max_num_seqs_to_try
 from launch.planner.search.problem import Mode, Problem
 from launch.planner.search.search import Search
 from launch.planner.search.space import Pins
-from launch.planner.workload.workload import training_work
 from tests.planner.problems import SMALL, builtin, problem, workload
 
 LLAMA_8B = builtin("llama3-8b")
@@ -82,16 +73,14 @@ def _all(found: Problem, mode: Mode) -> Iterator[Candidate]:
     for training_units in range(1, units + 1):
         if found.pins.training_nodes not in (None, training_units) and mode == "disaggregated":
             continue
-        trainers = [training_option(found, layout, training_units)
-                    for layout in _trainers(found, training_units)
-                    if training_memory_of(found, layout, training_work(found.workload, layout,
-                                                                       found.token_budget)).fits]
+        options = (TrainingOption(found, layout, training_units) for layout in _trainers(found, training_units))
+        trainers = [option for option in options if option.memory.fits]
         rollout_units = range(1, units - training_units + 1) if mode == "disaggregated" else (training_units,)
         for number in rollout_units:
             for layout in _engines(found, number):
                 if mode == "disaggregated":
-                    engines = rollout_option(found, layout, number)
-                    yield from (candidate(found, mode, trainer, engines) for trainer in trainers if engines is not None)
+                    engines = RolloutOption(found, layout, number)
+                    yield from (Candidate(mode, trainer, engines, found) for trainer in trainers if engines.memory.fits)
                     continue
                 for trainer in trainers:
                     both = _largest_that_fits(found, mode, trainer, layout, number)
@@ -104,9 +93,8 @@ def _largest_that_fits(found: Problem, mode: Mode, trainer: TrainingOption, layo
     """With the largest share of the memory, in steps of 0.05, with which both are at home on a GPU."""
     allowed = found.pins.memory_utilization
     for share in (allowed, *(step / 20 for step in range(20, 0, -1) if step / 20 < allowed)):
-        engines = rollout_option(found, replace(layout, memory_utilization=share), number, must_fit=False)
-        assert engines is not None
-        both = candidate(found, mode, trainer, engines)
+        engines = RolloutOption(found, replace(layout, memory_utilization=share), number)
+        both = Candidate(mode, trainer, engines, found)
         if both.colocated is not None and both.colocated.fits:
             return both if engines.memory.fits else None
     return None
@@ -193,9 +181,8 @@ def test_the_engine_takes_what_a_hybrid_trainer_leaves():
     assert mine is not None and mine.colocated is not None and mine.colocated.fits
     share = mine.rollout.layout.memory_utilization
     assert share < 0.9
-    more = rollout_option(found, replace(mine.rollout.layout, memory_utilization=share + 0.05), mine.rollout.units)
-    assert more is not None
-    roomier = candidate(found, "hybrid", mine.training, more).colocated
+    more = RolloutOption(found, replace(mine.rollout.layout, memory_utilization=share + 0.05), mine.rollout.units)
+    roomier = Candidate("hybrid", mine.training, more, found).colocated
     assert roomier is not None and not roomier.fits
 
 
@@ -234,7 +221,7 @@ def test_the_bound_of_the_sync_is_one(lora, nics):
         for trainer in search.training_options(training)[::5]:
             for engines in search.rollout_options(6 - training):
                 least = search._least_sync_s(trainer.layout, engines.layout)
-                seconds = candidate(found, "disaggregated", trainer, engines).sync_s
+                seconds = Candidate("disaggregated", trainer, engines, found).sync_s
                 assert least <= seconds
                 tight += least == seconds
     assert tight or nics < 8

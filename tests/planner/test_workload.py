@@ -13,7 +13,7 @@ from launch.errors import UserError
 from launch.plan.layouts import TrainingLayout
 from launch.planner.from_config import workload_of
 from launch.planner.workload.lengths import Counted, LogNormal
-from launch.planner.workload.workload import training_work
+from launch.planner.workload.work import PackedWork
 from tests.planner.problems import loaded, workload
 
 
@@ -70,18 +70,18 @@ def test_impossible_ones(words, part):
 def test_micro_batches_hold_all_tokens(updates, pp, dp, vpp, budget):
     work = workload(updates=updates, prompts=64)
     layout = TrainingLayout(pp=pp, dp=dp, vpp=vpp if pp > 1 else 1)
-    made = training_work(work, layout, budget)
+    made = PackedWork(work, layout, budget)
     assert made.sequences == work.sequences // updates
     assert made.tokens == round(made.sequences * work.mean_tokens)
     assert made.micro_batches * made.micro_batch_tokens * dp >= made.tokens
     assert made.micro_batch_tokens <= budget
     assert made.micro_batches % (pp if layout.vpp > 1 else 1) == 0
-    more = training_work(work, replace(layout, dp=2 * dp), budget)
+    more = PackedWork(work, replace(layout, dp=2 * dp), budget)
     assert more.micro_batches <= made.micro_batches
 
 
 def test_attention_counts_as_if_all_had_one_length():
     """E[t^2] / E[t] by hand, for two lengths."""
     work = workload(prompt_tokens=100, lengths=Counted.of({100: 1.0, 300: 1.0}, cap=300))
-    made = training_work(work, TrainingLayout(), 8192)
+    made = PackedWork(work, TrainingLayout(), 8192)
     assert made.attention_length == pytest.approx((200 ** 2 + 400 ** 2) / (200 + 400))

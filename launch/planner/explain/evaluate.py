@@ -31,7 +31,7 @@ def book_of(found: Candidate, sources: Mapping[str, str]) -> Book:
     write_givens(book, found, _source_of(sources))
     found = book.view(found)
     training, rollout = found.training, found.rollout
-    held, memory, engine = training.memory.held, training.memory, rollout.memory
+    held, memory, engine = training.held, training.memory, rollout.memory
     found.parameters
     book.write(training.work, held, *held.stages, memory, *memory.stages)
     for time in (training.time, training.forward):

@@ -43,11 +43,12 @@ class RolloutMemory:
     """The next version is received into a second copy of the weights."""
     requantised: bool
     """The engine is quantised, and receives the layers' matrices in bf16 beside its weights."""
-    batched_tokens: int
+    batched_tokens: int = PROFILE_TOKENS
     """Most tokens of one iteration."""
 
     @line("bytes", "layers x (matrices/TP, KV heads at least 1 a rank) x bytes + padded V h/TP, twice unless tied",
           written=nonzero)
+    @part
     def weights(self) -> int:
         return weights_on_rank(self.shape, self.layout)
 
@@ -82,19 +83,23 @@ class RolloutMemory:
         return int(c.engine_context_bytes if self.gpu.device == "gpu" else c.process_bytes)
 
     @line("bytes", "memory_utilization x usable bytes")
+    @part
     def limit(self) -> int:
         return int(self.gpu.usable_bytes * self.layout.memory_utilization)
 
     @line("bytes", "limit - all else")
+    @part
     def kv_cache(self) -> int:
         """On one rank."""
         return max(0, self.limit - self.fixed)
 
     @line("bytes", "2 x layers/PP x ceil(n_kv/TP) x d x bytes, on one rank")
+    @part
     def kv_bytes_per_token(self) -> int:
         return kv_bytes_per_token(self.shape, self.layout)
 
     @line("tokens", "cache / bytes a token: of one replica")
+    @part
     def kv_tokens(self) -> int:
         """Tokens that the cache of one replica holds."""
         return self.kv_cache // self.kv_bytes_per_token
@@ -153,6 +158,7 @@ class ColocatedMemory:
         return self.trainer.total + self.engine.graphs + self.engine.context
 
     @line("bytes", "usable bytes x (1 - margin)")
+    @part
     def limit(self) -> int:
         return int(self.gpu.usable_bytes * (1 - self.coefficients.margin_share))
 

@@ -21,7 +21,7 @@ from launch.model.shape import ModelShape
 from launch.plan.book import line, made, nonzero, part
 from launch.plan.layouts import TrainingLayout
 from launch.planner.memory.activations import TrainerEngine, in_flight, layer_activations
-from launch.planner.parameters import StageParameters, padded_vocab, rank_parameters
+from launch.planner.parameters import RankParameters, StageParameters, padded_vocab, parameters_of
 
 Verdict = Literal["fits", "tight", "no"]
 Reference = Literal["none", "device", "offloaded"]
@@ -47,48 +47,50 @@ class TrainingMemory:
 
     shape: ModelShape
     layout: TrainingLayout
+    held: RankParameters
     gpu: Gpu
     coefficients: MemoryCoefficients
     micro_batch_tokens: int
     """Of a micro-batch over its CP ranks together, padding included."""
-    micro_batches: int
+    micro_batches: int = MANY
     """Of one DP rank in a step; fewer than the pipeline is deep leave less in flight."""
-    engine: TrainerEngine
-    """Decides the copies of the logits, and the sharding (`fsdp`)."""
-    reference: Reference
+    reference: Reference = "none"
     """Where the frozen reference policy of the KL term lies while the policy trains."""
-    sync_bucket_bytes: int
+    sync_bucket_bytes: int = 0
     """Staging buffers of the weight sync that stay allocated."""
-    lora_rank: int
+    lora_rank: int = 0
     """> 0 trains adapters of this rank on all dense matrices; the weights are frozen."""
-    dropout: bool
+    engine: TrainerEngine = "megatron-rl"
+    """Decides the copies of the logits, and the sharding (`fsdp`)."""
+    dropout: bool = False
     """Masks are kept (GPT style)."""
-    expandable_segments: bool
+    expandable_segments: bool = True
     """The allocator runs with PYTORCH_ALLOC_CONF=expandable_segments:True."""
 
-    held = rank_parameters()
-    activations = made(layer_activations, shape=lambda self: self.shape, tp=lambda self: self.layout.tp,
-                       sequence_parallel=lambda self: self.layout.sequence_parallel,
-                       precision=lambda self: self.layout.precision, recompute=lambda self: self.layout.recompute,
-                       engine=lambda self: self.engine, dropout=lambda self: self.dropout,
-                       etp=lambda self: self.layout.etp)
+    activations = made(layer_activations, shape="shape", tp="layout.tp", sequence_parallel="layout.sequence_parallel",
+                       precision="layout.precision", recompute="layout.recompute", engine="engine", dropout="dropout",
+                       etp="layout.etp")
     """Of one layer, a token."""
 
     @line("tokens", "tokens of a micro-batch on a CP rank")
+    @part
     def tokens(self) -> int:
         return -(-self.micro_batch_tokens // self.layout.cp)
 
     @line("bytes", "bytes a token and layer that the backward pass needs: 12 h + 4 kv + 6 ffn in bf16, over TP (arXiv "
                    "2205.05198 with GQA and SwiGLU)")
+    @part
     def layer_bytes(self) -> float:
         return self.activations.kept
 
     @line("bytes", "tokens x (what one layer's backward recomputes + gradient of its widest tensor + inputs gathered "
                    "over TP)")
+    @part
     def layer_working(self) -> int:
         return int(self.activations.working * self.tokens)
 
     @line("bytes", "tokens x (padded V/TP x bytes of the loss's copies + head's input and gradient)")
+    @part
     def head(self) -> int:
         """Logits with their copies, the input of the head (gathered over TP) and its gradient."""
         layout = self.layout
@@ -101,22 +103,25 @@ class TrainingMemory:
     @part
     def stages(self) -> tuple[StageMemory, ...]:
         kind = FsdpMemory if self.engine == "fsdp" else StageMemory
-        return tuple(kind(self, number) for number in range(self.layout.pp))
+        return tuple(kind(self, number, held) for number, held in enumerate(self.held.stages))
 
-    @property
+    @part
     def context(self) -> int:
         c = self.coefficients
         return int(c.process_bytes if self.gpu.device == "cpu" else c.context_bytes)
 
     @line("", "stage with the largest total")
+    @part
     def worst_stage(self) -> int:
         return max(range(self.layout.pp), key=lambda number: self.stages[number].total)
 
     @line("bytes", "of the worst stage")
+    @part
     def total(self) -> int:
         return self.stages[self.worst_stage].total
 
     @line("bytes", "usable bytes x (1 - margin)")
+    @part
     def limit(self) -> int:
         """Usable bytes of the GPU less the margin."""
         return int(self.gpu.usable_bytes * (1 - self.coefficients.margin_share))
@@ -136,6 +141,7 @@ class StageMemory:
 
     of: TrainingMemory
     stage: int
+    held: StageParameters
 
     @property
     def PREFIX(self) -> str:
@@ -200,6 +206,7 @@ class StageMemory:
         return max(0, self.of.layer_working - self.logits)
 
     @line("bytes", "sum of the components")
+    @part
     def allocated(self) -> int:
         """Peak that `torch.cuda.max_memory_allocated` reports."""
         return (self.weights + self.gradients + self.optimizer + self.adapters + self.sync + self.unsharded
@@ -214,13 +221,10 @@ class StageMemory:
         return int(c.slack_share * self.allocated + (c.fragmentation_share * self.activations if self.fragments else 0))
 
     @line("bytes", "allocated + allocator + context")
+    @part
     def total(self) -> int:
         """What the GPU must have."""
         return self.allocated + self.allocator + self.of.context
-
-    @property
-    def held(self) -> StageParameters:
-        return self.of.held.stages[self.stage]
 
     @property
     def last(self) -> bool:
@@ -293,8 +297,8 @@ def training_memory(shape: ModelShape, layout: TrainingLayout, micro_batch_token
                     sync_bucket_bytes: int = 0, lora_rank: int = 0, dropout: bool = False,
                     expandable_segments: bool = True) -> TrainingMemory:
     """Memory of every pipeline stage; see `TrainingMemory`."""
-    return TrainingMemory(shape, layout, gpu, coefficients, micro_batch_tokens, micro_batches, engine, reference,
-                          sync_bucket_bytes, lora_rank, dropout, expandable_segments)
+    return TrainingMemory(shape, layout, parameters_of(shape, layout), gpu, coefficients, micro_batch_tokens,
+                          micro_batches, reference, sync_bucket_bytes, lora_rank, engine, dropout, expandable_segments)
 
 
 def verdict(total: int, limit: int, coefficients: MemoryCoefficients) -> Verdict:

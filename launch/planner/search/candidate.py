@@ -6,20 +6,18 @@ A *unit* is what the search divides between the partitions: a node, or a GPU whe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from launch.cluster.spec import ClusterSpec
 from launch.fabric.choose import SyncPrediction
 from launch.fabric.estimate import swap_seconds
-from launch.fabric.lanes import cluster_fabric
+from launch.fabric.lanes import ClusterFabric
 from launch.plan.book import line, made, nonzero, part
-from launch.plan.layouts import RolloutLayout, TrainingLayout
-from launch.planner.memory.rollout import PROFILE_TOKENS, ColocatedMemory, RolloutMemory
+from launch.plan.layouts import RolloutLayout, TrainingLayout, stage_layers
+from launch.planner.memory.rollout import ColocatedMemory, RolloutMemory
 from launch.planner.memory.training import Reference, StageMemory, TrainingMemory
-from launch.planner.parameters import count, lora_count
+from launch.planner.parameters import count, lora_count, rank_parameters
 from launch.planner.search.problem import Mode, Problem
 from launch.planner.time import step as rl_step
 from launch.planner.time.decode import Engine
@@ -40,10 +38,11 @@ SYNC_TICK_S = 1e-3
 decide nothing."""
 
 
-_PASS: dict[str, Callable[[Any], Any]] = {
-    "shape": lambda self: self.problem.shape, "layout": lambda self: self.layout, "work": lambda self: self.work,
-    "cluster": lambda self: self.problem.cluster, "c": lambda self: self.problem.coefficients.training,
-    "collectives": lambda self: self.problem.coefficients.collectives}
+HANDOVER = {"colocated": "fixed + tensors x time of one + bytes / rate, as in published colocated systems",
+            "hybrid": "pause + barriers + what a node lacks / its NICs + an engine rank's weights (1 / NVLink + 1 / digest rate)"}
+"""Formula of a hand-over inside the GPUs."""
+_PASS = {"shape": "problem.shape", "layout": "layout", "held": "held", "work": "work", "cluster": "problem.cluster",
+         "c": "problem.coefficients.training", "collectives": "problem.coefficients.collectives"}
 
 
 @dataclass(eq=False)
@@ -56,28 +55,26 @@ class TrainingOption:
     layout: TrainingLayout
     units: int
 
-    work = made(PackedWork, workload=lambda self: self.problem.workload, layout=lambda self: self.layout,
-                token_budget=lambda self: self.problem.token_budget)
-    memory = made(TrainingMemory, shape=lambda self: self.problem.shape, layout=lambda self: self.layout,
-                  gpu=lambda self: self.problem.cluster.gpu, coefficients=lambda self: self.problem.coefficients.memory,
-                  micro_batch_tokens=lambda self: self.problem.token_budget,
-                  micro_batches=lambda self: self.work.micro_batches, engine=lambda self: "megatron-rl",
-                  reference=lambda self: self.reference,
-                  sync_bucket_bytes=lambda self: TRAINER_BUCKETS * self.problem.bucket_bytes,
-                  lora_rank=lambda self: self.problem.lora_rank, dropout=lambda self: False,
-                  expandable_segments=lambda self: True)
-
-    time = made(TrainingTime, **_PASS, lora_rank=lambda self: self.problem.lora_rank)
+    held = made(rank_parameters, shape="problem.shape", tp="layout.tp", ep="layout.ep", etp="layout.etp", pp="layout.pp",
+                layers="stage_layers")
+    work = made(PackedWork, workload="problem.workload", layout="layout", token_budget="problem.token_budget")
+    memory = made(TrainingMemory, shape="problem.shape", layout="layout", held="held", gpu="problem.cluster.gpu",
+                  coefficients="problem.coefficients.memory", micro_batch_tokens="problem.token_budget",
+                  micro_batches="work.micro_batches", reference="reference", sync_bucket_bytes="sync_bytes",
+                  lora_rank="problem.lora_rank")
+    time = made(TrainingTime, **_PASS, lora_rank="problem.lora_rank")
     """One optimizer step."""
-    forward = made(LogprobTime, **_PASS, lora_rank=lambda self: 0)
+    forward = made(LogprobTime, **_PASS)
     """One forward pass over the same sequences."""
 
     @line("", "max(1, (prompt + E[longest of a step]) / (tokens / DP))")
+    @part
     def imbalance(self) -> float:
         workload = self.problem.workload
         return _imbalance(workload.lengths, workload.prompt_tokens, self.work.sequences, self.layout.dp)
 
     @line("s", "updates x (pre-training time x imbalance / eta + t_update)")
+    @part
     def train_s(self) -> float:
         """All optimizer steps of a GRPO step."""
         problem = self.problem
@@ -85,15 +82,18 @@ class TrainingOption:
                                      bool(problem.shape.experts), problem.coefficients.rl)
 
     @line("s", "train x forward / training x factor")
+    @part
     def pass_s(self) -> float:
         """A log-prob pass over all completions of a GRPO step."""
         return rl_step.pass_seconds(self.train_s, self.time.total_s, self.forward.total_s, self.problem.coefficients.rl)
 
     @line("s", "one pass", written=nonzero)
+    @part
     def logprob_s(self) -> float:
         return self.pass_s if self.problem.workload.logprob_pass else 0.0
 
     @line("s", "one pass", written=nonzero)
+    @part
     def reference_s(self) -> float:
         return self.pass_s if self.problem.workload.reference else 0.0
 
@@ -106,6 +106,15 @@ class TrainingOption:
     def reference(self) -> Reference:
         workload = self.problem.workload
         return "none" if not workload.reference else "offloaded" if workload.reference_offload else "device"
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        return stage_layers(self.problem.shape, self.layout)
+
+    @property
+    def sync_bytes(self) -> int:
+        """Staged on a rank for the weight sync."""
+        return TRAINER_BUCKETS * self.problem.bucket_bytes
 
     @property
     def worst(self) -> StageMemory:
@@ -122,17 +131,12 @@ class RolloutOption:
     layout: RolloutLayout
     units: int
 
-    memory = made(RolloutMemory, shape=lambda self: self.problem.shape, layout=lambda self: self.layout,
-                  gpu=lambda self: self.problem.cluster.gpu, coefficients=lambda self: self.problem.coefficients.memory,
-                  max_tokens=lambda self: self.problem.workload.longest,
-                  sync_bytes=lambda self: ENGINE_BUCKETS * self.problem.bucket_bytes,
-                  second_copy=lambda self: self.problem.shadow, batched_tokens=lambda self: PROFILE_TOKENS,
-                  requantised=lambda self: self.layout.weight_precision == "fp8" and not self.problem.lora_rank)
-    demand = made(Demand, prompts=lambda self: self.problem.workload.prompts,
-                  group=lambda self: self.problem.workload.group,
-                  prompt_tokens=lambda self: self.problem.workload.prompt_tokens,
-                  lengths=lambda self: self.problem.workload.lengths, replicas=lambda self: self.layout.replicas,
-                  max_num_seqs=lambda self: self.layout.max_num_seqs, kv_tokens=lambda self: self.kv_tokens)
+    memory = made(RolloutMemory, shape="problem.shape", layout="layout", gpu="problem.cluster.gpu",
+                  coefficients="problem.coefficients.memory", max_tokens="problem.workload.longest",
+                  sync_bytes="sync_bytes", second_copy="problem.shadow", requantised="requantised")
+    demand = made(Demand, prompts="problem.workload.prompts", group="problem.workload.group",
+                  prompt_tokens="problem.workload.prompt_tokens", lengths="problem.workload.lengths",
+                  replicas="layout.replicas", max_num_seqs="layout.max_num_seqs", kv_tokens="kv_tokens")
 
     @part
     def engine(self) -> Engine:
@@ -146,6 +150,7 @@ class RolloutOption:
 
     @line("tokens", "at least one sequence of the longest",
           written=lambda self, value: self.problem.kv_tokens is None and value > self.memory.kv_tokens)
+    @part
     def kv_tokens(self) -> int:
         """Cache of one engine."""
         if self.problem.kv_tokens is not None:
@@ -153,6 +158,7 @@ class RolloutOption:
         return max(self.memory.kv_tokens, self.problem.workload.longest)
 
     @line("s", "generation / eta_rollout + responses x t_response", key="phase.rollout_s")
+    @part
     def seconds(self) -> float:
         """Of one GRPO step: until the longest completion ends, or, asynchronous, the completions over their rate."""
         return rl_step.rollout_seconds(self.time.total_s, self.problem.workload.sequences, self.problem.coefficients.rl)
@@ -163,7 +169,18 @@ class RolloutOption:
         limit = self.problem.max_staleness if self.problem.asynchronous else None
         return self.time.latency_max_s / limit if limit else 0.0
 
+    @property
+    def sync_bytes(self) -> int:
+        """Staged on a rank for the weight sync."""
+        return ENGINE_BUCKETS * self.problem.bucket_bytes
+
+    @property
+    def requantised(self) -> bool:
+        """The engine quantises the weights that it receives."""
+        return self.layout.weight_precision == "fp8" and not self.problem.lora_rank
+
     @line("s", "pause + barriers/3 + weights/copy rate + weights/digest rate", key="sync.swap_s")
+    @part
     def swap_s(self) -> float:
         """For how long the engines stop for a sync that is received into a second copy of the weights."""
         return swap_seconds(self.memory.weights, self.problem.coefficients.sync)
@@ -178,27 +195,35 @@ class Candidate:
     rollout: RolloutOption
     problem: Problem
 
-    fabric = cluster_fabric()
-    network = made(SyncPrediction, shape=lambda self: self.problem.shape, training=lambda self: self.training.layout,
-                   rollout=lambda self: self.rollout.layout, fabric=lambda self: self.fabric,
-                   coefficients=lambda self: self.problem.coefficients.sync,
-                   weight_bytes=lambda self: 4 if self.training.layout.precision == "fp32" else 2,
-                   rollout_precision=lambda self: self.rollout.layout.weight_precision,
-                   lora_rank=lambda self: self.problem.lora_rank, route=lambda self: self.problem.route,
-                   bucket_bytes=lambda self: self.problem.bucket_bytes)
+    network = made(SyncPrediction, shape="problem.shape", training="training.layout", rollout="rollout.layout",
+                   fabric="wires.fabric", coefficients="problem.coefficients.sync", weight_bytes="weight_bytes",
+                   rollout_precision="rollout.layout.weight_precision", lora_rank="problem.lora_rank",
+                   route="problem.route", bucket_bytes="problem.bucket_bytes")
     """Weights over the network; see `sync`."""
-    shared = made(ColocatedMemory, trainer=lambda self: self.training.memory, engine=lambda self: self.rollout.memory,
-                  gpu=lambda self: self.problem.cluster.gpu, coefficients=lambda self: self.problem.coefficients.memory,
-                  trainer_offloaded=lambda self: self.mode == "colocated")
+    shared = made(ColocatedMemory, trainer="training.memory", engine="rollout.memory", gpu="problem.cluster.gpu",
+                  coefficients="problem.coefficients.memory", trainer_offloaded="trainer_offloaded")
     """GPUs that both partitions use; see `colocated`."""
-    failures = made(Failures, parameters=lambda self: self.adapters or self.parameters, step_s=lambda self: self.step_s,
-                    nodes=lambda self: self.nodes, training_nodes=lambda self: self.training_nodes,
-                    cluster=lambda self: self.problem.cluster, c=lambda self: self.problem.coefficients.reliability,
-                    precision=lambda self: self.training.layout.precision)
+    failures = made(Failures, parameters="trained_parameters", step_s="step_s", nodes="nodes",
+                    training_nodes="training_nodes", cluster="problem.cluster", c="problem.coefficients.reliability",
+                    precision="training.layout.precision")
+
+    @part
+    def wires(self) -> ClusterFabric:
+        return ClusterFabric(self.problem.cluster)
 
     @property
-    def cluster(self) -> ClusterSpec:
-        return self.problem.cluster
+    def weight_bytes(self) -> int:
+        """Of an element on the wire."""
+        return 4 if self.training.layout.precision == "fp32" else 2
+
+    @property
+    def trainer_offloaded(self) -> bool:
+        """While engines generate on the same GPUs."""
+        return self.mode == "colocated"
+
+    @property
+    def trained_parameters(self) -> int:
+        return self.adapters or self.parameters
 
     @property
     def sync(self) -> SyncPrediction | None:
@@ -218,6 +243,7 @@ class Candidate:
         return lora_count(self.problem.shape, self.problem.lora_rank) if self.problem.lora_rank else 0
 
     @line("s", lambda self: HANDOVER[self.mode], key="sync.in_place_s", written=nonzero)
+    @part
     def handover_s(self) -> float:
         if self.mode == "disaggregated":
             return 0.0
@@ -227,11 +253,13 @@ class Candidate:
 
     @line("s", lambda self: "hand-over inside the GPUs" if self.sync is None else "the chosen route" + (
         "" if self.sync_s == self.sync.seconds else ", in whole milliseconds"), key="phase.sync_s")
+    @part
     def sync_s(self) -> float:
         return self.handover_s if self.sync is None else in_ticks(self.problem, self.sync.seconds)
 
     @line("bytes", "ranks of a node x (reference's weights, where offloaded + resident state, where colocated), largest stage",
           key="memory.host.needed", written=nonzero)
+    @part
     def host_bytes(self) -> int:
         """Of the fullest node's host: the weights of an offloaded reference, and the trainer's state while a colocated engine
         generates. Pages of both are pinned, so that none can be swapped out."""
@@ -242,10 +270,21 @@ class Candidate:
             return 0
         return min(self.problem.cluster.gpus_per_node, self.training.layout.gpus) * (offloaded + asleep)
 
-    @line("s", lambda self: _step_formula(self), key="step.total_s")
+    @line("s", lambda self: self.formula, key="step.total_s")
+    @part
     def step_s(self) -> float:
         return step_seconds(self.problem, self.rollout.seconds, self.training.seconds, self.sync_s, self.rollout.pace_s,
                             self.rollout.swap_s if self.problem.shadow else 0.0)
+
+    @property
+    def formula(self) -> str:
+        """Of the step, in words."""
+        problem = self.problem
+        formula = ("(rollout + train + log-prob + reference + sync)" if not problem.asynchronous else
+                   "max(rollout + swap, train + log-prob + reference + sync)" if problem.shadow else
+                   "(max(rollout, train + log-prob + reference) + sync)")
+        floor = ", at least longest completion / staleness allowed" if self.rollout.pace_s else ""
+        return f"{formula} x (1 + other){floor}"
 
     @line("prompts/h", "3600 x prompts / step", key="step.prompts_per_hour")
     def prompts_per_hour(self) -> float:
@@ -253,6 +292,7 @@ class Candidate:
 
     @line("s", lambda self: f"written and read back: 2 x {WEIGHT_BYTES[self.training.layout.precision]} bytes x parameters / "
                             "(bandwidth x training nodes)", key="sync.disk_s", written=nonzero)
+    @part
     def disk_s(self) -> float:
         """Until a version of the weights is on disk, read back; 0 where none is written."""
         if not self.problem.disk_every:
@@ -316,18 +356,6 @@ class Candidate:
         if not self.problem.asynchronous:
             return 0
         return max(1, minimum_staleness(self.rollout.time, self.step_s))
-
-
-HANDOVER = {"colocated": "fixed + tensors x time of one + bytes / rate, as in published colocated systems",
-            "hybrid": "pause + barriers + what a node lacks / its NICs + an engine rank's weights (1 / NVLink + 1 / digest rate)"}
-
-
-def _step_formula(found: Candidate) -> str:
-    problem = found.problem
-    formula = ("(rollout + train + log-prob + reference + sync)" if not problem.asynchronous else
-               "max(rollout + swap, train + log-prob + reference + sync)" if problem.shadow else
-               "(max(rollout, train + log-prob + reference) + sync)")
-    return f"{formula} x (1 + other)" + (", at least longest completion / staleness allowed" if found.rollout.pace_s else "")
 
 
 def shares(problem: Problem) -> tuple[float, ...]:

@@ -249,7 +249,7 @@ class Search:
         dp = self._dp(layout, units)
         for each in self._variants[layout] if dp else ():
             if dp >= self._smallest_dp(each):
-                yield replace(each, dp=dp)
+                yield each.at_dp(dp)
                 if self.mode == "disaggregated":
                     return
 
@@ -260,7 +260,7 @@ class Search:
             low, high = 0, self.problem.cluster.total_gpus // layout.replica_gpus + 1
             while high - low > 1:
                 middle = (low + high) // 2
-                fits = self._memory(replace(layout, dp=middle)).fits
+                fits = self._memory(layout.at_dp(middle)).fits
                 low, high = (low, middle) if fits else (middle, high)
             self._least_dp[layout] = high
         return self._least_dp[layout]

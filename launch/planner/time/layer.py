@@ -25,7 +25,7 @@ from launch.coefficients.training import TrainingCoefficients
 from launch.model.shape import ModelShape
 from launch.plan.book import line, made, part
 from launch.plan.layouts import TrainingLayout
-from launch.planner.parameters import padded_vocab, rank_parameters
+from launch.planner.parameters import RankParameters, padded_vocab
 from launch.planner.time.collectives import Fabric, group
 from launch.planner.workload.work import Work
 
@@ -96,21 +96,22 @@ class Pass:
 
     shape: ModelShape
     layout: TrainingLayout
+    held: RankParameters
     work: Work
     cluster: ClusterSpec
     c: TrainingCoefficients
     collectives: CollectiveCoefficients
-    lora_rank: int
+    lora_rank: int = 0
     """> 0: frozen weights, no weight gradients, adapters of this rank."""
 
     PREFIX = "training"
     trains = True
     """With a backward pass; else a forward pass only."""
-    held = rank_parameters()
-    fabric = made(Fabric, cluster=lambda self: self.cluster, c=lambda self: self.collectives)
-    rates = made(Rates, gpu=lambda self: self.cluster.gpu, layout=lambda self: self.layout, c=lambda self: self.c)
+    fabric = made(Fabric, cluster="cluster", c="collectives")
+    rates = made(Rates, gpu="cluster.gpu", layout="layout", c="c")
 
     @line("tokens", "tokens of a micro-batch / CP")
+    @part
     def tokens_per_rank(self) -> float:
         return self.work.micro_batch_tokens / self.layout.cp
 

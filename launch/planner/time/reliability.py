@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.reliability import ReliabilityCoefficients
-from launch.plan.book import line
+from launch.plan.book import line, part
 from launch.plan.layouts import Precision
 
 STATE_BYTES = {"bf16": 14, "fp8": 14, "fp32": 12}
@@ -38,14 +38,17 @@ class Failures:
     """Of the trained weights."""
 
     @line("h", "MTBF of a node (the cluster's, else the default) / nodes")
+    @part
     def job_mtbf_hours(self) -> float:
         return (self.cluster.node_mtbf_hours or self.c.node_mtbf_hours) / self.nodes
 
     @line("s", lambda self: f"{STATE_BYTES[self.precision]} bytes x trained parameters / (bandwidth x training nodes)")
+    @part
     def checkpoint_s(self) -> float:
         return STATE_BYTES[self.precision] * self.parameters / (self.c.checkpoint_bandwidth * self.training_nodes)
 
     @line("steps", "sqrt(2 x checkpoint x MTBF) / step, rounded (Young 1974)")
+    @part
     def every_steps(self) -> int:
         seconds = math.sqrt(2 * self.checkpoint_s * self.job_mtbf_hours * 3600)
         return max(1, round(seconds / self.step_s))

@@ -65,6 +65,7 @@ class RolloutTime:
     demand: Demand
 
     @line("responses an engine", "min(max_num_seqs, KV tokens / (prompt/G + E[l^2]/2E[l]))", key="rollout.slots")
+    @part
     def held(self) -> float:
         return self.demand.slots
 
@@ -125,6 +126,7 @@ class SynchronousRollout(RolloutTime):
     """All responses of a step start at once and the step ends with the longest."""
 
     @line("responses an engine", "prompts x G / replicas")
+    @part
     def sequences(self) -> int:
         return math.ceil(self.demand.responses / self.demand.replicas)
 
@@ -139,6 +141,7 @@ class SynchronousRollout(RolloutTime):
         return min(1.0, (self.sequences - self.batch) / self.batch)
 
     @line("s", "prompts of an engine, each once for its G completions")
+    @part
     def prefill_s(self) -> float:
         """Part of `total_s`."""
         return self.sequences / self.demand.group * self.engine.prefill_s(self.demand.prompt_tokens)
@@ -150,6 +153,7 @@ class SynchronousRollout(RolloutTime):
         return max(0.0, n * lengths.mean - batch * ((1 - mixed) * lengths.mean + age))
 
     @line("s", "queued tokens / B x TPOT(B, active context)")
+    @part
     def steady_s(self) -> float:
         context = self.demand.lengths.active_context(self.demand.prompt_tokens)
         return self.queued_tokens / self.batch * self.engine.step_s(self.batch, context)
@@ -181,6 +185,7 @@ class SynchronousRollout(RolloutTime):
         return self.drain[0]
 
     @line("s", "prefill + steady + drain")
+    @part
     def total_s(self) -> float:
         return self.prefill_s + self.steady_s + self.drain_s
 
@@ -189,6 +194,7 @@ class SynchronousRollout(RolloutTime):
         return self.drain[1]
 
     @line("s", "mean over the tokens of TPOT at the batch they ran in")
+    @part
     def tpot_s(self) -> float:
         return (self.steady_s * self.batch + self.drain[2]) / (self.sequences * self.demand.lengths.mean)
 
@@ -212,10 +218,12 @@ class AsynchronousRollout(RolloutTime):
     """Steady state: the engines are kept filled."""
 
     @line("responses an engine", "the slots: engines run full")
+    @part
     def batch(self) -> float:
         return self.held
 
     @line("s", "TPOT(batch, active context) + prefill of others a token")
+    @part
     def tpot_s(self) -> float:
         demand, lengths = self.demand, self.demand.lengths
         # what one more request's prefill adds to a token of the others
@@ -227,6 +235,7 @@ class AsynchronousRollout(RolloutTime):
         return self.demand.replicas * self.batch
 
     @line("s", "responses x mean length x TPOT / in flight")
+    @part
     def total_s(self) -> float:
         return self.demand.responses / self.rate
 

@@ -22,7 +22,7 @@ from launch.coefficients.training import TrainingCoefficients
 from launch.model.shape import ModelShape
 from launch.plan.book import line, part
 from launch.plan.layouts import TrainingLayout
-from launch.planner.parameters import matrix_parameters
+from launch.planner.parameters import matrix_parameters, parameters_of
 from launch.planner.time.collectives import group
 from launch.planner.time.layer import Pass
 from launch.planner.workload.work import Work
@@ -43,6 +43,7 @@ class TrainingTime(Pass):
     the slowest stage's, all micro-batches together."""
 
     @line("s", "sum of the parts: one layer, one micro-batch")
+    @part
     def layer_s(self) -> float:
         """One layer, one micro-batch, all passes."""
         layer = self.layer
@@ -50,6 +51,7 @@ class TrainingTime(Pass):
                 + layer.gaps_s)
 
     @line("s", "head and loss, one micro-batch")
+    @part
     def head_s(self) -> float:
         """Head and loss, one micro-batch, all passes."""
         return self.head.matmul_s + self.head.elementwise_s
@@ -67,6 +69,7 @@ class TrainingTime(Pass):
         return max(self.slots)
 
     @line("", "stage with the largest layers x layer_s (+ head_s)")
+    @part
     def slowest_stage(self) -> int:
         return self.slots.index(self.slot_s)
 
@@ -164,6 +167,7 @@ class TrainingTime(Pass):
         return OPTIMIZER_BYTES * own / self.rates.stream + self.c.step_s
 
     @line("s", "micro-batches x slot of the slowest stage + bubble + sends + gradients and parameters + optimizer")
+    @part
     def total_s(self) -> float:
         return (self.work.micro_batches * self.slot_s + self.pp_bubble_s + self.pp_p2p_s + self.dp_s + self.optimizer_s)
 
@@ -239,11 +243,11 @@ def training_time(shape: ModelShape, layout: TrainingLayout, work: Work, cluster
         work: `micro_batches` of `micro_batch_tokens` (padding included) on each DP rank.
         lora_rank: > 0: frozen weights, no weight gradients, adapters of this rank.
     """
-    return TrainingTime(shape, layout, work, cluster, coefficients, collectives, lora_rank)
+    return TrainingTime(shape, layout, parameters_of(shape, layout), work, cluster, coefficients, collectives, lora_rank)
 
 
 def logprob_time(shape: ModelShape, layout: TrainingLayout, work: Work, cluster: ClusterSpec,
                  coefficients: TrainingCoefficients, *,
                  collectives: CollectiveCoefficients = DEFAULT_COLLECTIVES) -> LogprobTime:
     """One forward pass over the same micro-batches."""
-    return LogprobTime(shape, layout, work, cluster, coefficients, collectives, lora_rank=0)
+    return LogprobTime(shape, layout, parameters_of(shape, layout), work, cluster, coefficients, collectives)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from launch.plan.book import line
+from launch.plan.book import line, part
 from launch.plan.layouts import TrainingLayout
 from launch.planner.workload.lengths import Lengths
 from launch.planner.workload.workload import Workload
@@ -45,10 +45,12 @@ class PackedWork:
     token_budget: int
 
     @line("sequences", "prompts x G / updates")
+    @part
     def sequences(self) -> int:
         return self.workload.sequences // self.workload.updates
 
     @line("tokens", "sequences x (mean prompt x copies + mean response)")
+    @part
     def tokens(self) -> int:
         return round(self.sequences * self.workload.packed_tokens)
 
@@ -59,6 +61,7 @@ class PackedWork:
         return _attention_length(workload.lengths, workload.prompt_tokens, workload.prompt_copies)
 
     @line("micro-batches of a DP rank", "tokens / (DP x budget x packing), rounded up, to a multiple of PP when interleaved")
+    @part
     def micro_batches(self) -> int:
         layout, budget = self.layout, self.token_budget
         # A sequence is not split: one that just does not fit leaves, at worst, room of its own length.
