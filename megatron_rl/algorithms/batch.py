@@ -62,7 +62,7 @@ def build_policy_batch(groups: Sequence[Group], rewards: Sequence[np.ndarray], c
 
     Args:
         groups: groups of any size.
-        rewards: `rewards[g][i]` is the reward of `groups[g].trajectories[i]`. An aborted trajectory's is ignored.
+        rewards: `rewards[g][i]` is the reward of `groups[g].trajectories[i]`, ignored if that one was aborted.
         max_new_tokens: the length limit (`aggregation: constant` divides by it).
     Returns:
         The mini-batches and the statistics of the whole batch. Sizes differ by at most one group. There are fewer than

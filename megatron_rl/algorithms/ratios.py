@@ -19,6 +19,6 @@ def clamped_exp(log_ratio_T: torch.Tensor) -> torch.Tensor:
 
 
 def clamped_expm1(log_ratio_T: torch.Tensor) -> torch.Tensor:
-    """`clamped_exp` minus 1 without cancellation. In float32 the error of exp(1e-4) - 1 - 1e-4 exceeds its value, and a
-    healthy engine and its trainer differ by about 1e-4."""
+    """`clamped_exp` minus 1 without cancellation. In float32 the error of exp(1e-4) - 1 - 1e-4 exceeds its value, and
+    1e-4 is the order of the log-ratio between a healthy engine and its trainer."""
     return log_ratio_T.float().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).expm1()

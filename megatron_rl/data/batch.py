@@ -25,7 +25,7 @@ class Prompt:
 @dataclass(frozen=True)
 class Trajectory:
     """All tokens after a prompt. The policy sampled some of them (the engine's own ids, never re-tokenised). Tools or
-    an environment wrote the others between its turns. The others carry no loss, and their entries in `logprobs` and
+    an environment wrote the others between its turns. Those carry no loss, and their entries in `logprobs` and
     `weight_versions` are never read.
 
     Raises:

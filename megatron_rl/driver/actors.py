@@ -1,4 +1,4 @@
-"""The Ray actors: thin shells around plain classes that do not use Ray. The driver pins each one, a single process.
+"""The Ray actors: thin shells around plain classes that do not use Ray. Each is one process, pinned by the driver.
 
 Heavy imports are inside the methods, because the driver imports this module and needs neither torch nor vLLM.
 """

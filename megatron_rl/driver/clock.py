@@ -68,7 +68,7 @@ class StepClock:
         self._stand("start", detail)
 
     def ending(self) -> None:
-        """The job is ending. From now on, processes end because they were told to."""
+        """The job is ending: from now on, processes end on request."""
         self._stand("end", "")
 
     @contextlib.contextmanager

@@ -69,5 +69,5 @@ def _chunk_tokens(config: ResolvedConfig, seeded_on_cpu: bool) -> int:
         raise UserError(
             f"rollout.max_prompt_tokens = {rollout.max_prompt_tokens} exceeds rollout.max_num_batched_tokens = "
             f"{chosen}: on a CPU a seeded prompt must be prefilled in one piece",
-            where="rollout.max_num_batched_tokens", fix=f"{longest} or more, null, or rollout.deterministic: false")
+            where="rollout.max_num_batched_tokens", fix=f"set {longest} or more, null, or rollout.deterministic=false")
     return max(chosen, longest) if seeded_on_cpu else chosen
