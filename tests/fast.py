@@ -18,8 +18,9 @@ import pytest
 from tests.imports import imported
 
 ROOT = Path(__file__).parents[1]
-HEAVY = ("ray", "vllm", "megatron", "tests.ranks", "tests.slurm_cluster")
-"""Packages and modules; `tests.ranks` starts processes that compute together."""
+HEAVY = ("ray", "vllm", "megatron", "tests.ranks", "tests.slurm_cluster", "tests.job.runner",
+         "tests.runtime.played_job")
+"""Packages, and modules of the tests that start such things."""
 LEFT_OUT = ("heavy", "slow", "slurm", "gpu")
 """Marks."""
 

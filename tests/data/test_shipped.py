@@ -61,6 +61,7 @@ def test_every_prompt_of_the_tiny_run_loads():
     assert max(map(len, answers)) + 1 == config.rollout.max_new_tokens, "the answer and the end token"
 
 
+@pytest.mark.slow
 def test_every_question_of_the_135m_run_loads():
     config = load_config("configs/135m/grpo.yaml", [f"model.path={smollm2_folder()}"]).config
     tokenizer = load_tokenizer(config.model.path)
