@@ -161,8 +161,8 @@ class _Locator:
 def _one_completion(key: str, error: dict[str, Any]) -> tuple[str, str] | None:
     if key != "algorithm.group_size" or error["type"] != "greater_than_equal":
         return None
-    return (f"{key} = {error['input']!r}: one completion per prompt has no group to compare with, so that all advantages "
-            "would be 0", "use 2 or more; 8 and 16 are common")
+    return (f"{key} = {error['input']!r}: one completion per prompt has no group to compare with, so that all "
+            "advantages would be 0", "use 2 or more; 8 and 16 are common")
 
 
 def _sources(config: RunConfig, path: Path, locate: _Locator) -> list[tuple[str, Source]]:

@@ -1,7 +1,7 @@
 """How many communicators of NCCL a route needs, and what they take of a GPU's memory.
 
-One for each pair of GPUs and direction, whatever streams go between the two (`megatron_rl.weight_sync.wire.transport`). NCCL
-allocates a communicator's buffers beside torch's and vLLM's pools, for as long as it lives: the whole run.
+One for each pair of GPUs and direction, whatever streams go between the two (`megatron_rl.weight_sync.wire.transport`).
+NCCL allocates a communicator's buffers beside torch's and vLLM's pools, for as long as it lives: the whole run.
 """
 
 from __future__ import annotations

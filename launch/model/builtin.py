@@ -123,7 +123,8 @@ def from_builtin(name: str, where: str | None = None) -> Architecture:
     _, row = _row(name, where)
     return Architecture(
         family="qwen3_moe" if row.experts else row.family, layers=row.layers, hidden=row.hidden, ffn=row.ffn,
-        heads=row.heads, kv_heads=row.kv_heads, head_dim=row.head_dim, vocab=row.vocab, tied_embeddings=row.tied, qkv_bias=row.family == "qwen2",
+        heads=row.heads, kv_heads=row.kv_heads, head_dim=row.head_dim, vocab=row.vocab, tied_embeddings=row.tied,
+        qkv_bias=row.family == "qwen2",
         qk_norm=row.family == "qwen3", norm_eps=row.norm_eps, max_positions=row.max_positions,
         initializer_range=0.02, rope=dict(sorted(row.rope.items())), experts=row.experts,
         experts_per_token=row.experts_per_token, moe_ffn=row.moe_ffn)

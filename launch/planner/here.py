@@ -30,8 +30,8 @@ def is_here(cluster: ClusterSpec | None) -> bool:
 def this_machine(device: Literal["cpu", "gpu"], plan: Plan, threads: int = 1,
                  described: ClusterSpec | None = None) -> ClusterSpec:
     """The cluster that consists of this machine, with the coefficients of the file that describes it, if any: they are
-    those of its kind of GPU, and say nothing of another. On a CPU that no file describes they are `coefficients.cpu`, and
-    every process is a "GPU"; where there are more than cores, each has its share of a core.
+    those of its kind of GPU, and say nothing of another. On a CPU that no file describes they are `coefficients.cpu`,
+    and every process is a "GPU"; where there are more than cores, each has its share of a core.
 
     Args:
         threads: of a training rank on a CPU.

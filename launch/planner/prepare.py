@@ -169,7 +169,8 @@ def posed(loaded: LoadedConfig, cluster: ClusterSpec | None = None, model: Model
             used.
     """
     if cluster is None and loaded.config.cluster == "local":
-        raise UserError("this is planned for a cluster, and the configuration runs on this machine", fix="add --cluster "
+        raise UserError("this is planned for a cluster, and the configuration runs on this machine",
+                        fix="add --cluster "
                         "configs/clusters/h100x32.yaml, or another file", where=loaded.where("cluster"))
     spec = cluster or load_cluster(loaded.config.cluster)
     architecture, shape = model or model_of(loaded)

@@ -33,9 +33,9 @@ def parse(text: str) -> tuple[int, int]:
 
 
 def sweep(problem: Problem, first: int, last: int) -> list[SweepPoint]:
-    """The best plan of each size from `first` to `last` nodes. Of a wide range at most `MOST_POINTS` sizes, evenly spread,
-    and those that a bisection between the last that misses the target and the first that reaches it needs: more nodes never
-    lower the best throughput, so the smallest that reaches it is among the points.
+    """The best plan of each size from `first` to `last` nodes. Of a wide range at most `MOST_POINTS` sizes, evenly
+    spread, and those that a bisection between the last that misses the target and the first that reaches it needs: more
+    nodes never lower the best throughput, so the smallest that reaches it is among the points.
 
     Raises:
         UserError: pinned sizes that the largest of them cannot have.
@@ -62,8 +62,8 @@ def remarks(cluster: ClusterSpec, tried: int, first: int, last: int) -> tuple[st
         said.append(f"{tried} of the {sizes} sizes from {first} to {last} were planned: evenly spread ones, and with a "
                     "target those that narrow the smallest down to one node")
     if last > have and cluster.switches:
-        said.append(f"sizes beyond the {have} nodes of {cluster.name} are planned as one rail group: its switch tree says "
-                    "nothing of further nodes")
+        said.append(f"sizes beyond the {have} nodes of {cluster.name} are planned as one rail group: its switch tree "
+                    "says nothing of further nodes")
     return tuple(said)
 
 

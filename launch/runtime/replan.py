@@ -85,8 +85,8 @@ def _cpu_nodes(planned: OnCluster, training: TrainingLayout, replicas: int) -> t
 
 
 def _smaller(sizes: Sizes, planned: OnCluster) -> OnCluster:
-    """The plan with these sizes and its forecast. They need no check: whatever fits a plan fits one with fewer engines and
-    replicas."""
+    """The plan with these sizes and its forecast. They need no check: whatever fits a plan fits one with fewer engines
+    and replicas."""
     chosen = {**planned.plan.chosen, "trainer.dp": sizes.dp, "rollout.replicas": sizes.replicas,
               "placement.training_nodes": sizes.training_nodes}
     resolved = planned.loaded.resolved(chosen)

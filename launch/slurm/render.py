@@ -173,7 +173,8 @@ def _python(profile: Profile, places: Places) -> str:
     return shlex.quote(profile.python or places.python or "python3")
 
 
-def _heading(config_path: str, words: Sequence[str], config: ResolvedConfig, plan: ForecastPlan, nodes: int, flags: Flags,
+def _heading(config_path: str, words: Sequence[str], config: ResolvedConfig, plan: ForecastPlan, nodes: int,
+             flags: Flags,
              places: Places) -> list[str]:
     cluster = plan.forecast.cluster
     spares = f", {config.placement.spare_nodes} of them spare" if config.placement.spare_nodes else ""

@@ -56,7 +56,8 @@ def _point(**data) -> Point:
     ("reshard_disaggregated", "NCCL point-to-point reshard", "reshard"), ("other", "RDMA writes", "reshard"),
     ("nccl_anchor_disaggregated", "NCCL (path not named)", "reshard"),
     ("checkpoint_engine", "NCCL", "bucket_broadcast"), ("checkpoint_engine", "NIXL GPU RDMA", "bucket_broadcast"),
-    ("anything", "host-memory checkpoint, broadcast in buckets", "host_checkpoint"), ("anything", "NCCL", "bucket_broadcast"),
+    ("anything", "host-memory checkpoint, broadcast in buckets", "host_checkpoint"),
+    ("anything", "NCCL", "bucket_broadcast"),
     ("colocated", "in-place handover", "handover"), ("x", "delta over an object store", "delta"),
     ("x", "NCCL send/recv plan", "send_plan"), ("x", "per-tensor broadcast", "gather_broadcast"),
     ("never seen", None, "bucket_broadcast")])

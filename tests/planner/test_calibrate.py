@@ -45,7 +45,8 @@ def file(tmp_path) -> str:
 
 def cluster_file(path: Path, values: dict[str, float]) -> str:
     path.write_text(Path(HERE).read_text(encoding="utf-8").partition("\ncoefficients:")[0])
-    with_coefficients(path, {f"coefficients.{key}": value for key, value in (values | ends_of(values)).items()}, "known")
+    with_coefficients(path, {f"coefficients.{key}": value for key, value in (values | ends_of(values)).items()},
+                      "known")
     return str(path)
 
 
@@ -212,7 +213,8 @@ def test_a_plan_computed_again_is_the_plan(tmp_path):
         {phase.name: phase.seconds for phase in planned.plan.forecast.phases}, rel=1e-9)
     local = prepare(TINY, RECIPE, "cpu")
     machine = this_machine("cpu", local.plan, local.config.trainer.threads)
-    assert phase_seconds(again(local, machine))["train"] == next(phase.seconds for phase in local.plan.forecast.phases if phase.name == "train")
+    planned = next(phase.seconds for phase in local.plan.forecast.phases if phase.name == "train")
+    assert phase_seconds(again(local, machine))["train"] == planned
 
 
 def broken(tmp_path: Path, what: str) -> Path:
@@ -247,7 +249,8 @@ def broken(tmp_path: Path, what: str) -> Path:
 @pytest.mark.parametrize("what, says", [
     ("plan", "holds no plan.json"), ("not a plan", "not a plan that this program reads"),
     ("forecast", "predicts nothing"), ("metrics", "holds no metrics.jsonl"), ("attempts", "2 attempts"),
-    ("no run", "is not a run"), ("nowhere", "is not a run"), ("steps", "3 steps after the 2 of the warm-up"), ("lengths", "how long its prompts"),
+    ("no run", "is not a run"), ("nowhere", "is not a run"), ("steps", "3 steps after the 2 of the warm-up"),
+    ("lengths", "how long its prompts"),
     ("asynchronous", "is asynchronous")])
 def test_a_run_that_cannot_be_used_is_refused_with_the_reason(file, tmp_path, capsys, what, says):
     before = Path(file).read_bytes()

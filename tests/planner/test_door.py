@@ -34,7 +34,8 @@ def test_only_the_door_knows_configurations():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else \
                 [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            full = [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else names
+            full = [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(
+                node, ast.ImportFrom) else names
             if any(name.startswith("launch.config") for name in (*names, *full)):
                 knows.add(file.relative_to(folder).as_posix())
     assert knows == DOOR
@@ -56,8 +57,8 @@ def test_a_configuration_is_checked_once(monkeypatch, name, words):
 
 
 def test_what_is_searched_goes_with_the_other_keys():
-    """Sizes that a check would refuse are not chosen: CP and sequence parallelism where prompts are shared or fp32 is asked
-    for, more sequences at once than an iteration has tokens."""
+    """Sizes that a check would refuse are not chosen: CP and sequence parallelism where prompts are shared or fp32 is
+    asked for, more sequences at once than an iteration has tokens."""
     def config(*words: str) -> ResolvedConfig:
         return prepare_for(loaded("7b/grpo.yaml", *words), h100(4)).config
 

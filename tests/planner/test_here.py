@@ -36,7 +36,8 @@ def test_a_cpu_that_no_file_describes_has_the_coefficients_that_are_shipped(monk
     """The same as those of the file; a file's own take their place, and its silence means those of H100 clusters."""
     described = load_cluster(CONFIGS / "clusters" / "local-cpu.yaml")
     plain = prepare(TINY, (), "cpu").plan.forecast
-    assert plain.step_s == prepare(TINY, (f"cluster={CONFIGS / 'clusters' / 'local-cpu.yaml'}",), "cpu").plan.forecast.step_s
+    with_file = prepare(TINY, (f"cluster={CONFIGS / 'clusters' / 'local-cpu.yaml'}",), "cpu")
+    assert plain.step_s == with_file.plan.forecast.step_s
     config = load_config(TINY, ["cluster=local"]).config
     made = plan_of(config, from_builtin("qwen2.5-0.5b", "here"), "cpu")
     assert this_machine("cpu", made).coefficients == described.coefficients
@@ -64,7 +65,8 @@ def test_a_run_goes_on_without_a_forecast_where_its_workload_does_not_fit():
     words = ["rollout.max_prompt_tokens=3", "workload.prompt_tokens=4"]
     made = prepare(TINY, words, "cpu", to_run=True).plan
     assert not isinstance(made, ForecastPlan) and "workload.prompt_tokens = 4" in made.no_forecast
-    assert made.fingerprint() == prepare(TINY, ["rollout.max_prompt_tokens=3", "workload.prompt_tokens=2"], "cpu").plan \
+    assert made.fingerprint() == prepare(TINY, ["rollout.max_prompt_tokens=3", "workload.prompt_tokens=2"],
+                                         "cpu").plan \
         .model_copy(update={"config_hash": made.config_hash}).fingerprint()
     nothing = compare(None, [], made.no_forecast)
     assert "workload.prompt_tokens = 4" in nothing.nothing

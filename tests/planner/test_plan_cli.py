@@ -17,7 +17,8 @@ from launch.plan.plan import SCHEMA_VERSION, read_plan
 from tests.patience import patient
 from tests.planner.problems import CONFIGS, ROOT
 
-SHIPPED = sorted(path.relative_to(ROOT).as_posix() for folder in ("7b", "70b") for path in (CONFIGS / folder).glob("*.yaml"))
+SHIPPED = sorted(path.relative_to(ROOT).as_posix()
+                 for folder in ("7b", "70b") for path in (CONFIGS / folder).glob("*.yaml"))
 CLUSTERS = sorted(path.relative_to(ROOT).as_posix() for path in (CONFIGS / "clusters").glob("h100*.yaml"))
 SEVENTY = "configs/70b/grpo.yaml"
 SMALL = "configs/7b/grpo.yaml"
@@ -40,7 +41,8 @@ def plan(capsys):
 
 def test_what_is_shipped():
     names = {Path(path).name for path in SHIPPED if "70b" in path}
-    assert names >= {"grpo.yaml", "grpo_async.yaml", "grpo_fp8_rollout.yaml", "grpo_lora.yaml", "grpo_wide_rollout.yaml"}
+    assert names >= {"grpo.yaml", "grpo_async.yaml", "grpo_fp8_rollout.yaml", "grpo_lora.yaml",
+                     "grpo_wide_rollout.yaml"}
     assert {Path(path).stem for path in CLUSTERS} >= {f"h100x{nodes}" for nodes in (1, 2, 8, 32, 128)}
 
 
@@ -57,7 +59,8 @@ def test_every_shipped_configuration_plans_on_its_cluster(plan, path):
 
 
 @pytest.mark.parametrize("path, cluster", [
-    *((path, cluster) for path in SHIPPED for cluster in CLUSTERS if cluster.endswith(("x1.yaml", "x2.yaml", "x8.yaml"))),
+    *((path, cluster) for path in SHIPPED
+      for cluster in CLUSTERS if cluster.endswith(("x1.yaml", "x2.yaml", "x8.yaml"))),
     (SEVENTY, "configs/clusters/h100x128.yaml")])
 def test_on_every_cluster_it_plans_or_says_what_would(plan, path, cluster):
     code, out, err = plan(path, "--cluster", cluster)
@@ -237,7 +240,8 @@ def _refused(result: tuple[int, str, str], parts: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("words", [(), ("nowhere.yaml",), ("diff",), ("diff", "README.md", "README.md"),
                                    ("trainer.tp=2",), ("explain",), ("explain", "step"),
-                                   ("calibrate", "runs/x", "--cluster", "nowhere.yaml"), ("configs/clusters/h100x2.yaml",),
+                                   ("calibrate", "runs/x", "--cluster", "nowhere.yaml"),
+                                   ("configs/clusters/h100x2.yaml",),
                                    ("sweep", "configs/tiny/grpo.yaml", "nodes=1..2"), ("configs",)])
 def test_wrong_words_are_one_message(plan, words):
     code, out, err = plan(*words)
@@ -291,7 +295,8 @@ def test_a_model_config_that_lacks_a_field(plan, tmp_path, drop):
 def test_plan_needs_only_the_light_packages():
     """`pip install .` on a login node: the whole verb, with everything heavy out of reach."""
     script = ("import sys, importlib.abc\n"
-              "light = {'click', 'pydantic', 'pydantic_core', 'annotated_types', 'typing_extensions', 'typing_inspection', "
+              "light = {'click', 'pydantic', 'pydantic_core', 'annotated_types', 'typing_extensions', "
+              "'typing_inspection', "
               "'yaml', '_yaml', 'rich', 'markdown_it', 'mdurl', 'pygments', 'psutil', 'plotext', 'launch'}\n"
               "class Refuse(importlib.abc.MetaPathFinder):\n"
               "    def find_spec(self, name, path=None, target=None):\n"

@@ -22,7 +22,8 @@ def fuzz(examples: int):
     return settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-sizes = st.one_of(st.sampled_from(["auto", 1, 2, 4, 8]), st.integers(1, 40), st.sampled_from([-1, 0, 10**6, 1.5, "null", "x"]))
+sizes = st.one_of(st.sampled_from(["auto", 1, 2, 4, 8]), st.integers(1, 40),
+                  st.sampled_from([-1, 0, 10**6, 1.5, "null", "x"]))
 counts = st.one_of(st.integers(1, 300), st.sampled_from([0, -4, 10**7, 2.5, "null"]))
 figures = st.one_of(st.floats(0.01, 1e5), st.sampled_from([0, -1, 1e300, "nan", "inf", ".nan", "null", "x", True]))
 KEYS = {
@@ -39,7 +40,8 @@ KEYS = {
     "trainer.share_prompts": st.sampled_from(["on", "off", "auto"]),
     "rollout.max_num_batched_tokens": st.one_of(st.integers(8, 600), counts),
     "trainer.recompute": st.sampled_from(["none", "selective", "full", "auto", "some"]),
-    "trainer.dtype": st.sampled_from(["bf16", "fp32", "fp8"]), "rollout.dtype": st.sampled_from(["bf16", "fp32", "fp8"]),
+    "trainer.dtype": st.sampled_from(["bf16", "fp32", "fp8"]),
+    "rollout.dtype": st.sampled_from(["bf16", "fp32", "fp8"]),
     "trainer.distributed_optimizer": st.booleans(), "rollout.enforce_eager": st.booleans(),
     "algorithm.asynchronous": st.booleans(), "algorithm.old_logprobs": st.sampled_from(["none", "recompute"]),
     "algorithm.kl.reference_offload": st.booleans(), "placement.tp_across_nodes": st.booleans(),
@@ -73,8 +75,10 @@ def test_any_configuration(name, overrides, nodes):
     _check(outcome(name, overrides, h100(nodes)))
 
 
-VALID = {key: KEYS[key] for key in ("trainer.recompute", "algorithm.old_logprobs", "algorithm.asynchronous", "placement.mode",
-                                    "placement.tp_across_nodes", "trainer.distributed_optimizer", "rollout.enforce_eager")} | {
+VALID = {key: KEYS[key] for key in ("trainer.recompute", "algorithm.old_logprobs", "algorithm.asynchronous",
+                                    "placement.mode",
+                                    "placement.tp_across_nodes", "trainer.distributed_optimizer",
+                                    "rollout.enforce_eager")} | {
     **dict.fromkeys(("trainer.tp", "rollout.tp", "trainer.cp"), st.sampled_from([1, 2, 4, 8])),
     "trainer.pp": st.integers(1, 10), "trainer.vpp": st.integers(1, 4), "trainer.dp": st.integers(1, 12),
     "rollout.replicas": st.integers(1, 12), "algorithm.prompts_per_step": st.integers(1, 200),
@@ -107,7 +111,8 @@ def _check(made: OnCluster | UserError) -> None:
 scalars = st.one_of(st.none(), st.booleans(), st.integers(-5, 200), st.floats(allow_nan=True), st.text(max_size=8),
                     st.sampled_from(["H100-SXM-80GB", "A100", "node[001-004]", "node[1", "a,b,a", "B200"]))
 values = st.recursive(scalars, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(
-    st.sampled_from(["count", "names", "kind", "per_node", "nics_per_node", "rails", "name", "nodes", "value", "source"]),
+    st.sampled_from(["count", "names", "kind", "per_node", "nics_per_node", "rails", "name", "nodes", "value",
+                     "source"]),
     inner, max_size=4)), max_leaves=6)
 PLACES = [("nodes",), ("nodes", "count"), ("nodes", "names"), ("gpus",), ("gpus", "kind"), ("gpus", "per_node"),
           ("gpus", "memory_gb"), ("gpus", "nvlink_gb_per_s"), ("network",), ("network", "nics_per_node"),

@@ -83,7 +83,8 @@ def test_the_engines_share_is_written_down():
     assert made.config.rollout.memory_utilization == share < 0.85
 
 
-@pytest.mark.parametrize("gpus_per_node, words", [(8, ()), (6, ("trainer.cp=3",)), (4, ()), (8, ("trainer.token_budget=9216",))])
+@pytest.mark.parametrize("gpus_per_node, words", [(8, ()), (6, ("trainer.cp=3",)), (4, ()),
+                                                  (8, ("trainer.token_budget=9216",))])
 def test_the_token_budget_suits_the_layout(gpus_per_node, words):
     cluster = replace(h100(6), gpus_per_node=gpus_per_node, nics_per_node=gpus_per_node, rails=gpus_per_node)
     made = prepare_for(load_config(CONFIGS / "7b/grpo.yaml", words), cluster)

@@ -24,7 +24,8 @@ def planned(words: list[str], nodes: int) -> OnCluster:
 
 @pytest.mark.parametrize("words, nodes, why, least", [
     ([], 1, "training needs at least", 2), ([], 4, "", 2),
-    (["model.path=llama3.1-405b"], 8, "training needs at least", 0), (["model.path=llama3.1-405b"], 32, "engines of TP8", 1),
+    (["model.path=llama3.1-405b"], 8, "training needs at least", 0),
+    (["model.path=llama3.1-405b"], 32, "engines of TP8", 1),
     (["model.path=llama3.1-405b"], 128, "101.5 GB of weights", 1),
     (["model.path=qwen3-235b-a22b"], 16, "training needs at least", 1),
     (["trainer.tp=1", "trainer.pp=1"], 8, "training needs at least", 3), (["trainer.dp=10"], 8, "", 1),

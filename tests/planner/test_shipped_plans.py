@@ -20,7 +20,8 @@ from launch.planner.search.candidate import Candidate
 from tests.planner.problems import CONFIGS, loaded
 
 GOLDEN = Path(__file__).parent / "golden" / "plans.json"
-SHIPPED = sorted(path.relative_to(CONFIGS).as_posix() for folder in ("7b", "70b") for path in (CONFIGS / folder).glob("*.yaml"))
+SHIPPED = sorted(path.relative_to(CONFIGS).as_posix()
+                 for folder in ("7b", "70b") for path in (CONFIGS / folder).glob("*.yaml"))
 
 
 def numbers(found: Candidate, predicted: Forecast) -> dict[str, Any]:

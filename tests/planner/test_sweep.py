@@ -19,12 +19,14 @@ def asked(*words: str, nodes: int = 4, largest: int = 4) -> Problem:
     return posed(load_config(CONFIGS / "7b" / "grpo.yaml", words), h100(nodes), largest=largest)
 
 
-@pytest.mark.parametrize("text, expected", [("nodes=8..64", (8, 64)), ("nodes = 1..1", (1, 1)), ("nodes=2..4096", (2, 4096))])
+@pytest.mark.parametrize("text, expected", [("nodes=8..64", (8, 64)), ("nodes = 1..1", (1, 1)),
+                                            ("nodes=2..4096", (2, 4096))])
 def test_parse(text, expected):
     assert parse(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "8..64", "nodes=8", "nodes=8-64", "nodes=0..3", "nodes=3..2", "nodes=1..4097", "gpus=1..2",
+@pytest.mark.parametrize("text", ["", "8..64", "nodes=8", "nodes=8-64", "nodes=0..3", "nodes=3..2", "nodes=1..4097",
+                                  "gpus=1..2",
                                   "nodes=-1..2", "nodes=1..2..3", "nodes=a..b", "nodes=1.5..2"])
 def test_parse_refuses(text):
     with pytest.raises(UserError, match="no range of cluster sizes"):
@@ -68,7 +70,8 @@ def test_the_smallest_of_a_wide_range_is_found_to_the_node():
     pins = ("trainer.tp=2", "trainer.pp=1", "trainer.cp=1", "rollout.tp=1", "algorithm.asynchronous=true")
     every = sweep(asked(*pins), 20, 60)
     assert [point.nodes for point in every] == list(range(20, 61))
-    fewer, first = next((a, b) for a, b in pairwise(every) if b.nodes % 7 == 3 and b.prompts_per_hour > a.prompts_per_hour)
+    fewer, first = next((a, b) for a, b in pairwise(every)
+                        if b.nodes % 7 == 3 and b.prompts_per_hour > a.prompts_per_hour)
     target = (fewer.prompts_per_hour + first.prompts_per_hour) / 2
     wide = asked(*pins, f"workload.target_prompts_per_hour={target}")
     points = sweep(wide, 2, 400)

@@ -107,9 +107,9 @@ def _training_layout(search: Search, found: Candidate) -> Choice:
                                                                layout_name(pair[0])))
     alternatives += [_unfit(layout, memory) for layout, memory in _one_of_each(unfit)[:MOST]]
     worst = mine.worst
+    fastest = all(seconds >= mine.seconds for _, seconds in fitting)
     return Choice(key="trainer", value=layout_name(mine.layout),
-                  reason=f"{'the fastest' if all(seconds >= mine.seconds for _, seconds in fitting) else 'the shortest step'} "
-                         f"that fits: training {mine.seconds:.1f} s, {worst.total / GB:.1f} GB of "
+                  reason=f"{'the fastest' if fastest else 'the shortest step'} that fits: training {mine.seconds:.1f} s, {worst.total / GB:.1f} GB of "
                          f"{mine.memory.limit / GB:.1f} GB on stage {worst.stage}", alternatives=tuple(alternatives))
 
 
@@ -121,14 +121,14 @@ def _slower(search: Search, found: Candidate, layout: TrainingLayout, seconds: f
     if search.mode != "disaggregated":
         return f"training {seconds:.1f} s, but it leaves the engine too little memory"
     other = Candidate(search.mode, TrainingOption(search.problem, layout, mine.units), found.rollout, search.problem)
-    return (f"training {seconds:.1f} s, but the sync {other.sync_s:.2f} s against {found.sync_s:.2f} s, and so the step "
-            f"{other.step_s:.2f} s against {found.step_s:.2f} s")
+    return (f"training {seconds:.1f} s, but the sync {other.sync_s:.2f} s against {found.sync_s:.2f} s, and so the "
+            f"step {other.step_s:.2f} s against {found.step_s:.2f} s")
 
 
 def _one_of_each(rows: Iterable[tuple[TrainingLayout, T]], besides: TrainingLayout | None = None
                  ) -> list[tuple[TrainingLayout, T]]:
-    """The first row of each TP, EP, CP and PP: what differs in VPP alone is told once. Of the chosen layout's own family
-    the plain 1F1B schedule is kept too."""
+    """The first row of each TP, EP, CP and PP: what differs in VPP alone is told once. Of the chosen layout's own
+    family the plain 1F1B schedule is kept too."""
     seen, kept = set() if besides is None else {_family(besides)}, []
     for layout, value in rows:
         plain = besides is not None and _family(layout) == _family(besides) and layout.vpp == 1

@@ -14,7 +14,8 @@ MIN_CROSSING = 0.01
 MAX_HOST = 0.8
 """Share of a host's memory that may be pinned; data, checkpoints in flight and page cache need the rest."""
 MAX_CAPPED_GROUPS = 0.5
-"""Share of the groups with a completion that was cut off, above which the reward of the cap teaches more than the task."""
+"""Share of the groups with a completion that was cut off, above which the reward of the cap teaches more than the
+task."""
 DOCUMENTED: dict[str, str] = {
     "W001": "a training stage fills almost all of its GPU",
     "W002": "an engine's KV cache has no room for one more completion of maximum length",
@@ -52,17 +53,18 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
     workload = problem.workload
     if training.memory.verdict == "tight":
         worst = training.worst
-        yield "W001", (f"stage {worst.stage} needs {worst.total / 1e9:.1f} GB of {training.memory.limit / 1e9:.1f} GB a "
-                       "GPU: a lower trainer.token_budget, or trainer.recompute=full, would leave room")
+        yield "W001", (f"stage {worst.stage} needs {worst.total / 1e9:.1f} GB of {training.memory.limit / 1e9:.1f} GB "
+                       "a GPU: a lower trainer.token_budget, or trainer.recompute=full, would leave room")
     if problem.asynchronous and rollout.time.limit == "KV capacity":
-        # A request starts when one has ended, so that no queue grows without end, as a service's does near full load: what
-        # counts is whether a long completion finds room or throws others out of the cache.
+        # A request starts when one has ended, so that no queue grows without end, as a service's does near full load:
+        # what counts is whether a long completion finds room or throws others out of the cache.
         cache = problem.kv_tokens or rollout.memory.kv_tokens
         free = cache * (1 - found.rollout_load)
         if free < workload.longest:
-            yield "W002", (f"caches are {found.rollout_load:.0%} full: {free:,.0f} of an engine's {cache:,} tokens are free, "
-                           f"and one completion to the cap takes {workload.longest:,}; engines will recompute what they "
-                           "throw out. A larger rollout.tp, or more rollout nodes, makes room")
+            yield "W002", (f"caches are {found.rollout_load:.0%} full: {free:,.0f} of an engine's {cache:,} tokens are "
+                           f"free, "
+                           f"and one completion to the cap takes {workload.longest:,}; engines will recompute what "
+                           "they throw out. A larger rollout.tp, or more rollout nodes, makes room")
     if found.staleness > 1:
         yield "W003", (f"a completion of {workload.lengths.cap:,} tokens spans {found.staleness} steps: weights change "
                        "while it is generated; keep algorithm.importance_cap, or use more prompts a step")
@@ -76,7 +78,8 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
             waits = "rollout" if rollout.seconds < training.seconds else "training"
             yield "W005", f"{waits} idles {1 - fast / slow:.0%} of the step: no other division of the nodes is faster"
     if found.sync is not None and found.sync.cross_rail_bytes > MIN_CROSSING * found.sync.replica_bytes:
-        yield "W006", f"{found.sync.cross_rail_bytes / 1e9:.1f} GB of a sync change rails whatever the order of the GPUs"
+        yield "W006", (f"{found.sync.cross_rail_bytes / 1e9:.1f} GB of a sync change rails whatever the order of the "
+                       "GPUs")
     if rollout.layout.weight_precision != training.layout.precision:
         yield "W007", (f"engines compute in {rollout.layout.weight_precision}, the trainer in "
                        f"{training.layout.precision}: watch mismatch/*, keep algorithm.importance_cap")
@@ -85,8 +88,8 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
         name = "nodes" if len(problem.cluster.nodes) > 1 else "GPUs"
         yield "W008", f"{idle} {name if idle > 1 else name[:-1]} left over: no layout makes the step shorter with more"
     if not workload.logprob_pass and workload.updates > 1:
-        yield "W009", (f"{workload.updates} updates a batch without a log-prob pass: the engine's log-probs stand in for "
-                       "the old ones (docs/old-logprobs.md)")
+        yield "W009", (f"{workload.updates} updates a batch without a log-prob pass: the engine's log-probs stand in "
+                       "for the old ones (docs/old-logprobs.md)")
     if found.sync_s > 0.05 * found.step_s:
         yield "W010", f"the weight sync is {found.sync_s / found.step_s:.0%} of the step ({found.sync_s:.2f} s)"
     if not workload.measured_lengths:
@@ -94,18 +97,20 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
                        "measures them")
     host, installed = found.host_bytes, problem.cluster.host_memory_bytes
     if installed and host > MAX_HOST * installed:
-        yield "W013", (f"a node's host must hold {host / 1e9:,.0f} GB of {_offloaded(found)}, of {installed / 1e9:,.0f} GB "
-                       f"that it has: more than {MAX_HOST:.0%} leaves too little for the rest")
+        yield "W013", (f"a node's host must hold {host / 1e9:,.0f} GB of {_offloaded(found)}, of "
+                       f"{installed / 1e9:,.0f} GB that it has: more than {MAX_HOST:.0%} leaves too little for the rest")
     capped = workload.lengths.group_capped(workload.group)
     if workload.lengths.capped_share < 1 and capped > MAX_CAPPED_GROUPS:       # 1: the length is fixed, at the cap
-        yield "W014", (f"{workload.lengths.capped_share:.0%} of the completions run into the cap of {workload.lengths.cap:,} "
+        yield "W014", (f"{workload.lengths.capped_share:.0%} of the completions run into the cap of "
+                       f"{workload.lengths.cap:,} "
                        f"tokens, and with them {capped:.0%} of the groups of {workload.group}: a larger "
                        "rollout.max_new_tokens, or a reward that does not punish what was cut off")
     yield from _communicators(found)
     if problem.shadow and (not problem.asynchronous or problem.max_staleness == 0):
         copy = rollout.memory.weights
-        yield "W015", (f"weight_sync.staging = shadow takes {copy / 1e9:.1f} GB a GPU from the KV cache, and a step that "
-                       "generates with the newest weights waits for the sync all the same: weight_sync.staging=in_place, "
+        yield "W015", (f"weight_sync.staging = shadow takes {copy / 1e9:.1f} GB a GPU from the KV cache, and a step "
+                       "that generates with the newest weights waits for the sync all the same: "
+                       "weight_sync.staging=in_place, "
                        "or algorithm.asynchronous=true with max_staleness of at least 1")
     if problem.disk_every and (disk := found.disk_s) > problem.disk_every * found.step_s:
         yield "W017", (f"a version of the weights takes {disk:,.0f} s to disk, and weight_sync.disk.every = "
@@ -127,8 +132,8 @@ def _communicators(found: Candidate) -> Iterator[tuple[str, str]]:
             ("rollout", needed.rollout, needed.rollout_bytes, gpu.usable_bytes - rollout.memory.total,
              "a lower rollout.memory_utilization")):
         if size > free:
-            yield "W016", (f"{count} communicators of the sync take {size / 1e9:.1f} GB of a {side} GPU beside what the "
-                           f"plan counts, and {max(0, free) / 1e9:.1f} GB of it are free: {fix}, or another "
+            yield "W016", (f"{count} communicators of the sync take {size / 1e9:.1f} GB of a {side} GPU beside what "
+                           f"the plan counts, and {max(0, free) / 1e9:.1f} GB of it are free: {fix}, or another "
                            "weight_sync.route")
 
 

@@ -35,12 +35,12 @@ class _Checker:
     def modes(self) -> None:
         mode, problem = self.pinned, self.problem
         if mode in ("colocated", "hybrid") and problem.asynchronous:
-            self.add(f"placement.mode = {mode} with algorithm.asynchronous = true: trainer and engines take turns on the "
-                     "same GPUs", "placement.mode", "algorithm.asynchronous",
+            self.add(f"placement.mode = {mode} with algorithm.asynchronous = true: trainer and engines take turns on "
+                     "the same GPUs", "placement.mode", "algorithm.asynchronous",
                      fix="use algorithm.asynchronous=false, or placement.mode=disaggregated")
         if mode == "disaggregated" and problem.asynchronous and problem.max_staleness == 0:
-            self.add("algorithm.max_staleness = 0 with algorithm.asynchronous = true: generation that goes on during an "
-                     "update gives samples at least one version old", "algorithm.max_staleness",
+            self.add("algorithm.max_staleness = 0 with algorithm.asynchronous = true: generation that goes on during "
+                     "an update gives samples at least one version old", "algorithm.max_staleness",
                      "algorithm.asynchronous", fix="use algorithm.max_staleness >= 1, or algorithm.asynchronous=false")
 
     def nodes(self) -> None:

@@ -1,7 +1,7 @@
 """The search: every layout of both partitions and every division of the cluster, with bounds that cut what cannot win.
 
-Exact: the result is the best candidate of the model. What is skipped has a lower bound that is no better than a candidate
-already found: the two partitions' times, and the least time in which engines can take their weights.
+Exact: the result is the best candidate of the model. What is skipped has a lower bound that is no better than a
+candidate already found: the two partitions' times, and the least time in which engines can take their weights.
 """
 
 from __future__ import annotations
@@ -245,7 +245,8 @@ class Search:
         return self._training[units]
 
     def _fitting(self, layout: TrainingLayout, units: int) -> Iterator[TrainingLayout]:
-        """With the least recomputation that fits; with every one where the GPU is shared and a fit alone says little."""
+        """With the least recomputation that fits; with every one where the GPU is shared and a fit alone says
+        little."""
         dp = self._dp(layout, units)
         for each in self._variants[layout] if dp else ():
             if dp >= self._smallest_dp(each):
@@ -276,8 +277,8 @@ class Search:
         return 0 if workload.sequences // workload.updates < needed else dp
 
     def _whole(self, units: int, gpus: int, pinned: int | None) -> int:
-        """How many times `gpus` fill these units, or the pinned number if it takes so many units and fills the last one in
-        part; else 0."""
+        """How many times `gpus` fill these units, or the pinned number if it takes so many units and fills the last one
+        in part; else 0."""
         number, rest = divmod(units * self.problem.unit_gpus, gpus)
         if pinned is None:
             return 0 if rest else number
@@ -290,8 +291,8 @@ class Search:
         if longest <= budget and budget % multiple == 0:
             return True
         self.space.rejected.setdefault(
-            f"TP {layout.tp} CP {layout.cp}", f"sequences are padded to a multiple of {multiple}, and a micro-batch has "
-                                              f"{budget} tokens")
+            f"TP {layout.tp} CP {layout.cp}", f"sequences are padded to a multiple of {multiple}, and a micro-batch "
+                                              f"has {budget} tokens")
         return False
 
     def _memory(self, layout: TrainingLayout) -> TrainingMemory:
@@ -300,7 +301,8 @@ class Search:
     def engine_options(self, layout: RolloutLayout, units: int) -> list[RolloutOption]:
         """Engines of one layout on these units with each number of sequences at once, the fastest first."""
         placed = (RolloutOption(self.problem, each, units) for each in self._placed(layout, units))
-        return sorted((option for option in placed if option.memory.fits), key=lambda option: (option.seconds, option.layout.max_num_seqs))
+        return sorted((option for option in placed if option.memory.fits),
+                      key=lambda option: (option.seconds, option.layout.max_num_seqs))
 
     def _undominated(self, layout: RolloutLayout, units: int) -> Iterator[RolloutOption]:
         """Without those that are slower than another and let the trainer go no faster."""
@@ -342,8 +344,8 @@ class Search:
 
     @staticmethod
     def _moved(training: TrainingLayout, rollout: RolloutLayout) -> tuple:
-        """What decides which bytes of a shard an engine rank takes. Which chunk of a stage a layer is in matters only to
-        an engine with stages of its own."""
+        """What decides which bytes of a shard an engine rank takes. Which chunk of a stage a layer is in matters only
+        to an engine with stages of its own."""
         return (training.tp, training.pp, training.vpp if rollout.pp > 1 else 1, training.ep, training.etp,
                 training.layers_of_stage, rollout.tp, rollout.pp)
 
@@ -352,6 +354,6 @@ def _no_room(memory: RolloutMemory, longest: int) -> str:
     """Why an engine cannot run, in numbers."""
     fixed = sum(size for name, size in memory.components.items() if name != "kv_cache")
     if not memory.kv_tokens:
-        return (f"no room: {memory.components['weights'] / 1e9:.1f} GB of weights, {fixed / 1e9:.1f} GB with all else, and an "
-                f"engine may take {memory.limit / 1e9:.1f} GB of a GPU")
+        return (f"no room: {memory.components['weights'] / 1e9:.1f} GB of weights, {fixed / 1e9:.1f} GB with all else, "
+                f"and an engine may take {memory.limit / 1e9:.1f} GB of a GPU")
     return f"no room: the cache of an engine holds {memory.kv_tokens:,} tokens, the longest sequence has {longest:,}"

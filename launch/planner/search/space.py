@@ -158,8 +158,8 @@ class Space:
     def _pp(self) -> Iterator[int]:
         for pp in (self.pins.pp,) if self.pins.pp else range(1, min(MAX_PP, self.shape.layers) + 1):
             if self.pins.pp is None and pp > 1 and self.shape.layers % pp:
-                self._reject(f"PP {pp}", f"it does not divide the {self.shape.layers} layers (pin trainer.pp for uneven "
-                                         "stages)")
+                self._reject(f"PP {pp}", f"it does not divide the {self.shape.layers} layers (pin trainer.pp for "
+                                         "uneven stages)")
             elif pp > self.shape.layers:
                 self._reject(f"PP {pp}", f"the model has {self.shape.layers} layers")
             else:
