@@ -109,7 +109,8 @@ def _training_layout(search: Search, found: Candidate) -> Choice:
     worst = mine.worst
     fastest = all(seconds >= mine.seconds for _, seconds in fitting)
     return Choice(key="trainer", value=layout_name(mine.layout),
-                  reason=f"{'the fastest' if fastest else 'the shortest step'} that fits: training {mine.seconds:.1f} s, {worst.total / GB:.1f} GB of "
+                  reason=f"{'the fastest' if fastest else 'the shortest step'} that fits: "
+                         f"training {mine.seconds:.1f} s, {worst.total / GB:.1f} GB of "
                          f"{mine.memory.limit / GB:.1f} GB on stage {worst.stage}", alternatives=tuple(alternatives))
 
 

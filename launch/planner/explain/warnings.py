@@ -98,7 +98,8 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
     host, installed = found.host_bytes, problem.cluster.host_memory_bytes
     if installed and host > MAX_HOST * installed:
         yield "W013", (f"a node's host must hold {host / 1e9:,.0f} GB of {_offloaded(found)}, of "
-                       f"{installed / 1e9:,.0f} GB that it has: more than {MAX_HOST:.0%} leaves too little for the rest")
+                       f"{installed / 1e9:,.0f} GB that it has: more than {MAX_HOST:.0%} leaves too little for the "
+                       "rest")
     capped = workload.lengths.group_capped(workload.group)
     if workload.lengths.capped_share < 1 and capped > MAX_CAPPED_GROUPS:       # 1: the length is fixed, at the cap
         yield "W014", (f"{workload.lengths.capped_share:.0%} of the completions run into the cap of "
