@@ -1,5 +1,5 @@
 """`make exercise`: writes docs/exercise-70b.md, the planner's answer to the reference exercise, and the plan in
-README.md. No figure is typed by hand."""
+README.md. All figures come from the planner."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CAREFUL = ("algorithm.old_logprobs=recompute", "algorithm.kl.beta=0.001")
 PAGE = Path("docs/exercise-70b.md")
 README = Path("README.md")
 NEAREST = 2
-"""Rejected alternatives of a choice that the page shows."""
+"""Number of rejected alternatives per choice on the page."""
 
 
 def main() -> int:
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def with_picture(readme: str, output: str) -> str:
-    """The page with the block between its marks replaced by a plan's output."""
+    """The page with a plan's output in the block between its marks."""
     begin, end = "<!-- begin plan -->", "<!-- end plan -->"
     head, found, rest = readme.partition(begin)
     _, closed, tail = rest.partition(end)
@@ -104,7 +104,7 @@ Rollout usually takes several times as long as the update. Here one step spends 
 training and {rollout:,.0f} on rollout, a ratio of {training / rollout:.2f}, for two reasons:
 
 - **No tail.** Asynchronous engines are refilled and run {found.rollout.time.in_flight:,.0f} sequences all the time, so
-  a token costs what it costs in a full batch
+  a token costs as much as in a full batch
   ({found.rollout.time.tokens_per_s / found.rollout.layout.gpus:,.0f} tokens/s/GPU).
 - **Large batches.** With {found.problem.workload.sequences:,} responses per step the weights are read once for many
   tokens.
@@ -168,7 +168,7 @@ def _with_tail(found: Candidate, sigma: float) -> Candidate:
 
 
 def _smallest(problem: Problem) -> int | None:
-    """Fewest nodes, up to 128, whose best plan reaches the target nominally."""
+    """The smallest number of nodes, up to 128, whose best plan reaches the target nominally."""
     search = Search(replace(problem, cluster=with_nodes(problem.cluster, 128)))
     for nodes in range(len(problem.cluster.nodes), 129):
         best = search.best(nodes)
@@ -188,7 +188,7 @@ def _rate(forecast: Forecast) -> str:
 
 
 def _excerpt(output: str) -> str:
-    """A plan up to its throughput."""
+    """A plan up to and including its throughput."""
     return output[:output.rindex("\nrollout  ") + 1]
 
 

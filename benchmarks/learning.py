@@ -1,6 +1,6 @@
-"""`make bench-learning`: the tiny policy from five other seeds; at least four must learn.
+"""`make bench-learning`: trains the tiny policy from five other seeds, of which at least four must learn.
 
-A run has learned when its mean reward, at most 0.2 at first, is at least 0.9 over the last ten steps.
+A run has learned if its mean reward is at most 0.2 at first and at least 0.9 over the last ten steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--required", type=int, default=4, help="runs that must learn")
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds of one run")
+    parser.add_argument("--timeout", type=float, default=900.0, help="time limit of one run in seconds")
     arguments = parser.parse_args()
 
     folder = arguments.out / time.strftime("%Y%m%d-%H%M%S")
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def report(seed: int, history: list[Row]) -> bool:
-    """Print one line about the run; True when it has learned."""
+    """Print one line about the run. Returns True if it has learned."""
     steps, rewards = series(history, "reward/mean")
     means = smoothed(rewards, WINDOW)
     first, last = rewards[0], means[-1]

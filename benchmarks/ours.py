@@ -1,4 +1,4 @@
-"""Runs this project's own command and reads what it logged."""
+"""Runs this project's own command and reads its logs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from launch.run.metrics import Row, attempt_dirs, metric_history
 
 QUIET = ("run.resume=never", "eval.every=0", "eval.at_start=false", "eval.at_end=false", "checkpoint.every=0",
          "monitor.tensorboard=false", "monitor.samples_every=0")
-"""Overrides of a measured run: only what a step needs."""
+"""Overrides of a measured run that switch off everything a step does not need."""
 
 
 def train(config: str, run_dir: Path, overrides: Sequence[str], *, timeout_s: float, log: Path) -> list[Row]:
-    """`megatron-rl launch CONFIG --on local` into `run_dir`; its output goes to `log`. Returns the history.
+    """Run `megatron-rl launch CONFIG --on local` into `run_dir`, with its output in `log`. Returns the history.
 
-    Raises RuntimeError with the end of the log when the command fails."""
+    Raises RuntimeError with the end of the log if the command fails."""
     command = [sys.executable, "-m", "launch", "launch", config, "--on", "local", f"run.dir={run_dir.parent}",
                f"run.name={run_dir.name}", *overrides]
     log.parent.mkdir(parents=True, exist_ok=True)

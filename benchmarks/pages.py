@@ -1,4 +1,4 @@
-"""Measured text in the pages of docs/: each block stands between two marks and is replaced whole."""
+"""Measured text in the pages of docs/. Each block lies between two marks and is replaced as a whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def write_blocks(page: Path, blocks: Mapping[str, str]) -> None:
     """Put each text, indented, between `<!-- begin NAME -->` and `<!-- end NAME -->`.
 
     Raises:
-        ValueError: the page has no such block; nothing was written.
+        ValueError: the page has no such block. Nothing was written.
     """
     content = page.read_text(encoding="utf-8")
     for name, text in blocks.items():

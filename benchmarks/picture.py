@@ -1,4 +1,4 @@
-"""`make picture`: runs the tiny configuration and puts what it prints at the end into README.md."""
+"""`make picture`: runs the tiny configuration and writes its final output into README.md."""
 
 from __future__ import annotations
 

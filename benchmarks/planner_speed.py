@@ -1,6 +1,6 @@
-"""How fast the planner searches: `make bench-plan`. The search alone, and the whole command with all its explanations.
+"""`make bench-plan`: measures the speed of the search alone, and of the whole command with all explanations.
 
-CPU time of one core is compared with the limits, so that other load on the machine does not count.
+The limits apply to the CPU time of one core, so other load on the machine does not count.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Case:
 
 
 def measure(name: str, nodes: int) -> list[Case]:
-    """Both times of one configuration."""
+    """Both times for one configuration."""
     loaded, cluster = load_config(CONFIGS / name), _cluster(nodes)
     return [Case("search", name, nodes, _cpu_seconds(lambda: _search(loaded, cluster))),
             Case("whole plan", name, nodes, _cpu_seconds(lambda: _plan(loaded, cluster)))]
@@ -65,7 +65,7 @@ def _cpu_seconds(work: Callable[[], None]) -> float:
 
 
 def main() -> int:
-    """Print a table; 1 if a limit is exceeded."""
+    """Print a table. Returns 1 if a limit is exceeded."""
     over = False
     print(f"{'':<11}{'configuration':<28}{'nodes':>6}{'CPU s':>9}{'limit s':>9}{'of limit':>10}")
     for nodes in (32, 512):

@@ -1,7 +1,7 @@
-"""`make results`: trains the real model for real and writes docs/results.md with its figures and plots. Exit
-code 1 when the gain in accuracy is below 10 points or could be chance (p >= 0.05).
+"""`make results`: trains the real model and writes docs/results.md with its figures and plots. Exits with code 1 if the
+gain in accuracy is below 10 points or may be chance (p >= 0.05).
 
-Greedy accuracy on the held-out questions before and after, the same questions, compared by McNemar's exact test.
+Greedy accuracy is measured on the same held-out questions before and after, and compared by McNemar's exact test.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the configuration")
     parser.add_argument("--out", type=Path, default=Path("runs/results"))
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds of the run")
-    parser.add_argument("--no-page", action="store_true", help="print the figures, leave docs/ alone")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="time limit of the run in seconds")
+    parser.add_argument("--no-page", action="store_true", help="print the figures and do not write to docs/")
     arguments = parser.parse_args()
 
     run_dir = arguments.out / time.strftime("%Y%m%d-%H%M%S")
@@ -50,29 +50,29 @@ def main() -> int:
         PAGE.write_text(page, encoding="utf-8")
         print(f"written to {PAGE} and {IMAGES}")
     missed = shortfall(result)
-    print(missed or "the aim is met")
+    print(missed or "the target is met")
     return 1 if missed else 0
 
 
 def shortfall(result: dict[str, float]) -> str | None:
-    """What the aim (a gain of GAIN at p < SIGNIFICANCE) misses; None where it is met."""
+    """How the target (a gain of GAIN at p < SIGNIFICANCE) is missed; None if it is met."""
     gain = result["after"] - result["before"]
     reasons = []
     if gain < GAIN - 1e-9:
-        reasons.append(f"the gain is {100 * gain:.1f} points, {100 * GAIN:.0f} are asked for")
+        reasons.append(f"the gain is {100 * gain:.1f} points, below {100 * GAIN:.0f}")
     if result["p"] >= SIGNIFICANCE:
-        reasons.append(f"p = {result['p']:.2g}, less than {SIGNIFICANCE} is asked for")
-    return f"the aim is missed: {'; '.join(reasons)}" if reasons else None
+        reasons.append(f"p = {result['p']:.2g}, not below {SIGNIFICANCE}")
+    return f"the target is missed: {'; '.join(reasons)}" if reasons else None
 
 
 def answers(path: Path) -> dict[int, bool]:
-    """Question -> answered rightly, of one evaluation."""
+    """Question -> whether the answer was right, in one evaluation."""
     return {row["index"]: row["right"] for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
 
 
 def compare(before: dict[int, bool], after: dict[int, bool]) -> dict[str, float]:
-    """Accuracies on the same questions, and the two-sided p of McNemar's exact test: the binomial test of the
-    questions whose answer changed side against a fair coin (McNemar, Psychometrika 12, 1947)."""
+    """Accuracies on the same questions, and the two-sided p of McNemar's exact test: a binomial test of a fair coin on
+    the questions whose answer changed (McNemar, Psychometrika 12, 1947)."""
     if before.keys() != after.keys():
         raise ValueError("the two evaluations did not ask the same questions")
     gained = sum(after[question] and not before[question] for question in before)
@@ -84,7 +84,7 @@ def compare(before: dict[int, bool], after: dict[int, bool]) -> dict[str, float]
 
 
 def render(history: Sequence[Row], result: dict[str, float], overrides: Sequence[str]) -> str:
-    """The page, every figure of it from this run."""
+    """The page. All its figures come from this run."""
     rows = [row for row in history if row["step"] > 0]
     split = mean_split(rows)
     mean = split["time/step"]
@@ -96,19 +96,19 @@ def render(history: Sequence[Row], result: dict[str, float], overrides: Sequence
     images = "\n\n".join(f"![{text}](images/135m-{name}.svg)" for name, text in PLOTS.items())
     return f"""# Results: a real model on two cores
 
-SmolLM2-135M-Instruct (4-bit weights of the published GGUF, dequantised) learns sums asked in words through its own chat
-template: `{CONFIG}`, PP2 with tied embeddings on two stages, vLLM TP1, every weight sync verified.
+SmolLM2-135M-Instruct (4-bit weights of the published GGUF, dequantised) learns sums that are asked in words through its
+own chat template: `{CONFIG}`, PP2 with tied embeddings on two stages, vLLM TP1, every weight sync verified.
 Measured on {host['cpu']}, {host['cores']} cores, by
 
     {command}
 
-which writes this page and its plots again.
+which also writes this page and its plots.
 
 | held-out questions, greedy | before | after {len(rows)} steps |
 |---|---|---|
-| answered rightly, of {result['questions']} | {result['before']:.1%} | {result['after']:.1%} |
+| right answers, of {result['questions']} | {result['before']:.1%} | {result['after']:.1%} |
 
-{result['gained']} questions were won and {result['lost']} lost: McNemar's exact test on the same questions gives
+{result['gained']} answers became right and {result['lost']} wrong. McNemar's exact test on the same questions gives
 p = {result['p']:.2g}.
 
 The reward of a batch, sampled at temperature 1, went from {_mean(rows[:3]):.3f} (first three steps) to

@@ -1,6 +1,6 @@
-"""`make bench`: samples/s of this project and of TRL's GRPOTrainer, one after the other on this machine.
+"""`make bench`: measures samples/s of this project and of TRL's GRPOTrainer, one after the other on this machine.
 
-Both train the same configuration; start-up and the first steps are not counted. Writes bench.json and bench.md.
+Both train the same configuration. Start-up and the first steps are not counted. Writes bench.json and bench.md.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from launch.run.metrics import SPLIT, Row
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration to measure, with the steps that each side takes (warm-up included)."""
+    """One configuration to measure, with the number of steps of each side, including warm-up."""
 
     config: str
     steps: int
     trl_steps: int
     warmup: int = 2
     ours: tuple[str, ...] = ()
-    """Overrides of our side only: TRL knows no such key."""
+    """Overrides of our side only, for keys that TRL does not have."""
 
 
 AIM = 2.0
-"""Times TRL's samples/s."""
+"""Target ratio to TRL's samples/s."""
 CASES = {
     "tiny": Case("configs/tiny/grpo.yaml", steps=24, trl_steps=12, ours=("trainer.tp=1", "trainer.pp=1")),
-    # 64 samples a step of at most 24 new tokens: TRL takes some 20 s a step on two cores.
+    # 64 samples per step with at most 24 new tokens: TRL takes about 20 s per step on two cores.
     "135m": Case("configs/135m/grpo.yaml", steps=8, trl_steps=4, warmup=1),
 }
 
@@ -79,17 +79,17 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=list(CASES))
-    parser.add_argument("--trl-packages", type=Path, default=Path(".bench-packages"), help="folder that holds trl")
+    parser.add_argument("--trl-packages", type=Path, default=Path(".bench-packages"), help="folder that contains trl")
     parser.add_argument("--set", dest="overrides", nargs="*", default=[], metavar="KEY=VALUE",
                         help="overrides of the configuration, for both sides")
-    parser.add_argument("--write-docs", action="store_true", help="write docs/bench.md again")
+    parser.add_argument("--write-docs", action="store_true", help="write docs/bench.md")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one side of one case")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="time limit of one side of one case in seconds")
     return parser.parse_args()
 
 
 def measure(name: str, case: Case, folder: Path, arguments: argparse.Namespace) -> dict:
-    """Both sides of one case, ours first."""
+    """Measure both sides of one case, ours first."""
     print(f"{name}: megatron-rl, {case.steps} steps", flush=True)
     history = train(case.config, folder / f"{name}-ours",
                     [*QUIET, *case.ours, *arguments.overrides, f"run.steps={case.steps}"],
@@ -102,7 +102,7 @@ def measure(name: str, case: Case, folder: Path, arguments: argparse.Namespace) 
 
 
 def summarise(history: Sequence[Row], case: Case, overrides: Sequence[str]) -> dict:
-    """Rates over the steps after the warm-up: samples over the sum of their times, so a slow step counts fully."""
+    """Rates over the steps after the warm-up: samples over the sum of their times, so a slow step counts in full."""
     algorithm = load_config(case.config, overrides).config.algorithm
     samples = algorithm.prompts_per_step * algorithm.group_size
     rows = [row for row in history if row["step"] > case.warmup and "time/step" in row]
@@ -136,10 +136,10 @@ def machine() -> dict:
 
 
 def markdown(document: dict) -> str:
-    """Two tables: rates of both sides with the aim and whether it is met, and where our step goes."""
+    """Two tables: the rates of both sides with the target, and the parts of our step."""
     lines = [f"{document['machine']['cpu']}, {document['machine']['cores']} cores.", "",
-             "| configuration | samples a step | megatron-rl, samples/s | TRL, samples/s | ratio | "
-             f"aim: {AIM:g} x | tokens a completion, ours / TRL |",
+             "| configuration | samples per step | megatron-rl, samples/s | TRL, samples/s | ratio | "
+             f"target: {AIM:g} x | tokens per completion, ours / TRL |",
              "|---|---|---|---|---|---|---|"]
     for name, case in document["cases"].items():
         ours, trl = case["ours"], case["trl"]
@@ -158,9 +158,9 @@ def markdown(document: dict) -> str:
         whole = case["ours"]["samples_per_step"] / case["trl"]["samples_per_s"]
         rollout = case["ours"]["split_s"]["rollout"]
         if case["ratio"] < AIM and rollout * AIM > whole:
-            lines += ["", f"{name}: TRL's whole step takes {whole:.3f} s, and generating alone {rollout:.3f} s here: "
-                      "requests to an engine, which at this size outweigh the model. With an engine in a process of "
-                      "its own the aim is out of reach."]
+            lines += ["", f"{name}: TRL's whole step takes {whole:.3f} s, and generation alone takes {rollout:.3f} s here, "
+                      "mostly for requests to an engine, which outweigh the model at this size. The target cannot be "
+                      "reached with an engine in a process of its own."]
     return "\n".join(lines) + "\n"
 
 

@@ -1,8 +1,8 @@
-"""`make bench-start`: from the start of the batch script to a report of every rank, on a private simulated Slurm.
+"""`make bench-start`: measures the time from batch start to a report of every rank, on a private simulated Slurm.
 
-All nodes are this machine: 32 supervisors and 256 ranks share its cores, which real nodes do not. What is measured is
-therefore an upper limit of what the launcher itself costs, and how that grows with nodes. `--ray`: the same jobs with
-Ray on every node (`run.rehearse=ray`), whose raylets start one after the other here and at the same time on real nodes.
+All nodes are this machine: 32 supervisors and 256 ranks share its cores, unlike real nodes. The times are therefore an
+upper bound of the launcher's own cost, and show how it grows with nodes. `--ray` runs the same jobs with Ray on every
+node (`run.rehearse=ray`); its raylets start one after the other here, and at the same time on real nodes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tests.slurm_cluster import REPOSITORY, Group, SlurmCluster, running
 NODES, GPUS = 32, 8
 PAGE = REPOSITORY / "docs/slurm.md"
 STAGES = ("leader", "supervisors", "preflight", "placement", "reports")
-"""The leader has the job's facts; the last supervisor has greeted; the last node is checked; ranks are placed; the last
-node's ranks have reported."""
+"""The leader has the job's facts, the last supervisor has greeted, the last node is checked, the ranks are placed, and
+the last node's ranks have reported."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16, 32])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=180.0, help="seconds of one job")
+    parser.add_argument("--timeout", type=float, default=180.0, help="time limit of one job in seconds")
     parser.add_argument("--ray", action="store_true", help="measure the start of Ray instead")
-    parser.add_argument("--write", action="store_true", help="put table and recorded output into docs/slurm.md")
+    parser.add_argument("--write", action="store_true", help="write the table and the recorded output to docs/slurm.md")
     arguments = parser.parse_args()
 
     with running([Group("h100", NODES)], TOPOLOGY) as slurm, tempfile.TemporaryDirectory() as folder:
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def recorded(slurm: SlurmCluster, folder: Path, timeout_s: float) -> dict[str, str]:
-    """The report that a rehearsal prints."""
+    """The report printed by a rehearsal."""
     job = slurm.submit(f"--output={folder}/log", "slurm/grpo_70b.sbatch", "run.rehearse=true", f"run.dir={folder}/runs")
     slurm.wait_for(job, "COMPLETED", timeout_s=timeout_s)
     lines = slurm.output(job).replace(f"{folder}/", "").splitlines()
@@ -87,7 +87,7 @@ def recorded(slurm: SlurmCluster, folder: Path, timeout_s: float) -> dict[str, s
 
 
 def measure(slurm: SlurmCluster, nodes: int | None, folder: Path, timeout_s: float) -> Start:
-    """Rehearse one job and take the times of the files it leaves. `nodes` None: the shipped 70B script as it is."""
+    """Rehearse one job and take the times of its files. `nodes` None: the shipped 70B script, unchanged."""
     label = "slurm/grpo_70b.sbatch" if nodes is None else "7B, half of the nodes train"
     job = submit(slurm, nodes, folder, "run.rehearse=true")
     began = batch_start(slurm, timeout_s)
@@ -103,7 +103,7 @@ def measure(slurm: SlurmCluster, nodes: int | None, folder: Path, timeout_s: flo
 
 
 def submit(slurm: SlurmCluster, nodes: int | None, folder: Path, *words: str) -> int:
-    """The job, whose files go into `folder`."""
+    """Submit the job. Its files go into `folder`."""
     folder.mkdir(parents=True)
     common = (f"run.dir={folder}/runs", *words)
     if nodes is None:
@@ -115,26 +115,26 @@ def submit(slurm: SlurmCluster, nodes: int | None, folder: Path, *words: str) ->
 
 @dataclass(frozen=True)
 class RayStart:
-    """Ray in one job."""
+    """Start-up times and memory of Ray in one job."""
 
     nodes: int
     each_s: float
-    """Median over the nodes: from the start of its Ray until the control store lists it."""
+    """Median over the nodes: from the start of a node's Ray until the control store lists the node."""
     counted_s: float
     actors_s: float
     mib: float
-    """Proportional memory of all Ray processes of a node, mean, when all have started."""
+    """Mean proportional memory of all Ray processes of a node after all have started."""
 
 
 def measure_ray(slurm: SlurmCluster, nodes: int, folder: Path, timeout_s: float) -> RayStart:
-    """Rehearse one job with Ray. Its deadline is out of the way: a node waits for those before it."""
+    """Rehearse one job with Ray, with a long deadline, because nodes wait for those before them."""
     job = submit(slurm, nodes, folder, "run.rehearse=ray", f"run.deadline_s={timeout_s}")
     deadline, used = time.monotonic() + timeout_s, 0
     while slurm.job(job)["JobState"] in ("PENDING", "RUNNING", "COMPLETING") and time.monotonic() < deadline:
         started = list(folder.glob("runs/*/attempts/1/nodes/*/ray.json"))
         if len(started) == nodes:
             used = max(used, memory_of_ray(str(started[0].parents[2].resolve())))
-        time.sleep(0.5)     # between two looks at the processes
+        time.sleep(0.5)     # between two polls of the processes
     slurm.wait_for(job, "COMPLETED", timeout_s=1.0)
     (attempt,) = folder.glob("runs/*/attempts/*")
     report = json.loads((attempt / "rehearsal.json").read_text(encoding="utf-8"))["ray"]
@@ -143,7 +143,7 @@ def measure_ray(slurm: SlurmCluster, nodes: int, folder: Path, timeout_s: float)
 
 
 def memory_of_ray(mark: str) -> int:
-    """Bytes of all processes of Ray that an attempt started, shared pages counted once."""
+    """Bytes of all Ray processes that an attempt started, counting shared pages once."""
     found = 0
     for process in processes.marked(mark):
         try:
@@ -155,42 +155,42 @@ def memory_of_ray(mark: str) -> int:
 
 
 def ray_table(rows: Sequence[RayStart]) -> str:
-    """A line for each size."""
+    """One line per size."""
     lines = [f"Ray on simulated nodes, all of them one machine of {psutil.cpu_count()} cores, one after the other.", "",
-             f"{'nodes':>5}  {'one node':>10}  {'all counted':>11}  {'an actor on each':>16}  {'memory a node':>13}"]
+             f"{'nodes':>5}  {'one node':>10}  {'all counted':>11}  {'an actor on each':>16}  {'memory/node':>13}"]
     lines += [f"{row.nodes:>5}  {row.each_s:>8.1f} s  {row.counted_s:>9.1f} s  {'+':>5}{row.actors_s:>9.1f} s  "
               f"{row.mib:>9.0f} MiB" for row in rows]
     return "\n".join(lines)
 
 
 def batch_start(slurm: SlurmCluster, timeout_s: float) -> float:
-    """When slurmd wrote the copy of the batch script that it is about to run (Slurm's own times are whole seconds)."""
+    """When slurmd wrote its copy of the batch script, just before running it. Slurm's own times are whole seconds."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         for script in (slurm.folder / "spool").glob("*/job*/slurm_script"):
             return script.stat().st_mtime
-        time.sleep(0.02)    # nobody tells of a new file
+        time.sleep(0.02)    # nothing announces a new file
     raise TimeoutError(f"no job started within {timeout_s:g} s")
 
 
 def newest(attempt: Path, name: str) -> Path:
-    """The file of this name that a node wrote last."""
+    """The file of this name that was written last."""
     return max(attempt.glob(f"nodes/*/{name}"), key=lambda path: path.stat().st_mtime)
 
 
 def cluster_file(folder: Path, nodes: int) -> Path:
-    """The cluster of the 70B template with fewer nodes."""
+    """The cluster of the 70B template, with fewer nodes."""
     text = (REPOSITORY / "configs/clusters/h100x32.yaml").read_text(encoding="utf-8")
     path = folder / "cluster.yaml"
     path.write_text(text.replace("count: 32", f"count: {nodes}").replace("[001-032]", f"[001-{nodes:03d}]"),
                     encoding="utf-8")
     if len(load_cluster(str(path)).nodes) != nodes:
-        raise ValueError("configs/clusters/h100x32.yaml has another form than this benchmark expects")
+        raise ValueError("configs/clusters/h100x32.yaml does not have the form that this benchmark expects")
     return path
 
 
 def table(rows: Sequence[Sequence[Start]]) -> str:
-    """A line for each size: when each stage ended (median), and the whole (minimum and median)."""
+    """One line per size: the median end of each stage, and the minimum and median of the total."""
     head = (f"{'job':<28} {'nodes':>5} {'ranks':>5}  " + "  ".join(f"{stage:>11}" for stage in STAGES) + "  minimum")
     lines = [f"Seconds from the start of the batch script to the end of each stage, median of {len(rows[0])} jobs; all "
              f"nodes are one", f"machine of {psutil.cpu_count()} cores. The last column is the fastest job.", "", head]

@@ -1,9 +1,9 @@
-"""`make bench-sync`: weight sync between simulated hosts, against the bound and against the common ways.
+"""`make bench-sync`: compares weight sync between simulated hosts with the bound and with common methods.
 
-Hosts are network namespaces with one NIC each, shaped in both directions, on one bridge; two ranks a host; gloo. The
-same weights go through our sync, then are gathered on trainer rank 0 and broadcast to all rollout ranks, a tensor at a
-time and in packed buckets. A run counts only if a plain transfer reached 90 % of the NICs' rate and the CPU had 20 % to
-spare. Needs root on Linux. Everything it makes is removed at its end.
+Hosts are network namespaces with one NIC each, shaped in both directions, on one bridge, with two ranks per host and
+gloo. The same weights go through our sync, and are then gathered on trainer rank 0 and broadcast to all rollout ranks,
+per tensor and in packed buckets. A run is valid only if a plain transfer reached 90 % of the NIC rate and the CPU had
+20 % to spare. Needs root on Linux. All namespaces are removed at the end.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ PAGE = Path(__file__).parents[1] / "docs/weight-sync.md"
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make bench-sync", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", metavar="HOSTS", help=f"of {', '.join(case.name for case in CASES)}; all")
-    parser.add_argument("--quick", action="store_true", help="one case of two hosts and a model of 8 MiB")
+    parser.add_argument("--cases", nargs="+", metavar="HOSTS",
+                        help=f"some of {', '.join(case.name for case in CASES)}; default: all")
+    parser.add_argument("--quick", action="store_true", help="one case with two hosts and a model of 8 MiB")
     parser.add_argument("--route", choices=["auto", "direct", "chain", "tree"], default="auto")
-    parser.add_argument("--rate-mbit", type=float, default=200.0, help="of a NIC in each direction")
-    parser.add_argument("--bucket-mb", type=float, default=4.0, help="most MiB of a packed bucket, ours and theirs")
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds of one sync")
-    parser.add_argument("--attempts", type=int, default=1, help="most times to measure a case, until it counts")
-    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/weight-sync.md")
+    parser.add_argument("--rate-mbit", type=float, default=200.0, help="rate of a NIC in each direction")
+    parser.add_argument("--bucket-mb", type=float, default=4.0, help="maximum MiB per packed bucket, ours and theirs")
+    parser.add_argument("--timeout", type=float, default=240.0, help="time limit of one sync in seconds")
+    parser.add_argument("--attempts", type=int, default=1, help="maximum measurements of a case until one is valid")
+    parser.add_argument("--write-docs", action="store_true", help="write the table to docs/weight-sync.md")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, _interrupted)      # as Ctrl-C: everything that was made is removed
+    signal.signal(signal.SIGTERM, _interrupted)      # as Ctrl-C: the namespaces are removed
     try:
         cases = QUICK if options.quick else _chosen(options.cases)
         if options.write_docs and (options.quick or len(cases) < len(CASES)):
-            raise UserError("the page holds the table of all cases", where="--write-docs",
-                            fix="leave --cases and --quick out, or leave this out")
+            raise UserError("the page needs the table of all cases", where="--write-docs",
+                            fix="remove --cases and --quick, or remove --write-docs")
         if why := why_not():
             raise UserError(f"hosts cannot be simulated here: {why}",
                             fix="run it as root on Linux, with iproute2 installed")
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _run(setups: Sequence[Setup], options: argparse.Namespace) -> int:
-    # The environment of ranks and workers, before anything imports torch or vLLM; members fork from here.
+    # The environment of ranks and workers, set before anything imports torch or vLLM. Members fork from here.
     for role in ("trainer", "rollout"):
         envvars.set_for_this_process(envvars.environment(role, "cpu", setups[0].config, job="sync-bench"))
     from benchmarks.sync_measure import expected_nics, measure, worst_share
@@ -83,12 +84,12 @@ async def _run(setups: Sequence[Setup], options: argparse.Namespace) -> int:
         row = await measure(setup, rates, cores, logs, route)
         for _ in range(1, options.attempts):
             if row.verdict.reasons:
-                print(f"{setup.case.name} once more: {'; '.join(row.verdict.reasons)}", flush=True)
+                print(f"{setup.case.name} again: {'; '.join(row.verdict.reasons)}", flush=True)
                 row = await measure(setup, rates, cores, logs, route)
         rows.append(row)
         off = worst_share(row.nics, expected_nics(setup, row.manifest))
         print(f"{setup.case.name}: {row.manifest.total_bytes / 1e6:.1f} MB in {row.seconds['ours']:.2f} s; the NICs "
-              f"carried what the manifest says within {off:.1%}", flush=True)
+              f"carried the bytes of the manifest within {off:.1%}", flush=True)
     text = table(rows, rates)
     print(f"\n{text}")
     if options.write_docs:

@@ -1,5 +1,5 @@
-"""The common ways to sync weights, on the same ranks, workers, transport and threads: everything is gathered on trainer
-rank 0 and broadcast from there to all rollout ranks, a tensor or a packed bucket at a time. Nothing is verified."""
+"""Common ways to sync weights, on the same ranks, workers, transport and threads: all tensors are gathered on trainer
+rank 0 and broadcast from there to all rollout ranks, per tensor or per packed bucket. Nothing is verified."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatron_rl.weight_sync.wire.transport import Deadline, Group, gloo_group
 
 RANK, WORKER = "benchmarks.sync_baselines:GatheringRank", "benchmarks.sync_baselines:BroadcastWorker"
 IN_FLIGHT = 2
-"""Broadcasts under way: one is packed or unpacked while the next travels."""
+"""Broadcasts in flight: one is packed or unpacked while the next is sent."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the members of a group meet: at the address of member 0."""
+    """The meeting point of a group's members, at the address of member 0."""
 
     address: str
     port: int
@@ -33,7 +33,7 @@ class Meeting:
     timeout_s: float
 
     def join(self, member: int, address: str) -> Group:
-        """A process group with the options of our own links: one gloo device with one thread, on this host's NIC."""
+        """A process group with the options of our own links: one gloo device with one thread on this host's NIC."""
         timeout = timedelta(seconds=self.timeout_s)
         store = tcp_store(self.address, self.port, host=member == 0, timeout=timeout)
         return gloo_group(dist.PrefixStore(f"port{self.port}", store), member, self.size, timeout,
@@ -41,14 +41,14 @@ class Meeting:
 
 
 def whole_tensors(canonical: Sequence[CanonicalTensor], dtype: str) -> Destination:
-    """A place that holds every tensor whole: what rank 0 gathers into."""
+    """A destination that holds every tensor whole. Rank 0 gathers into it."""
     layouts = tuple(ParamLayout(each.name, each.shape, (Tile(each.name, (0,) * len(each.shape), each.shape,
                                                              contiguous_stride(each.shape), 0),)) for each in canonical)
     return Destination(0, 0, layouts, {each.name: dtype for each in canonical}, {})
 
 
 def packed(canonical: Sequence[CanonicalTensor], item_bytes: int, bucket_bytes: int) -> list[list[CanonicalTensor]]:
-    """Whole tensors in buckets of at most `bucket_bytes`; a larger tensor is one of its own."""
+    """Whole tensors in buckets of at most `bucket_bytes`. A larger tensor gets its own bucket."""
     buckets: list[list[CanonicalTensor]] = []
     room = 0
     for each in canonical:
@@ -62,7 +62,7 @@ def packed(canonical: Sequence[CanonicalTensor], item_bytes: int, bucket_bytes: 
 
 
 class GatheringRank(TrainerRank):
-    """A training rank that can also take part in the gather; rank 0 broadcasts."""
+    """A training rank that can also take part in the gather. Rank 0 broadcasts."""
 
     def __init__(self, architecture, training, rank: int, dtype: str, address: str, device: str) -> None:
         super().__init__(architecture, training, rank, dtype, address, device)
@@ -70,8 +70,8 @@ class GatheringRank(TrainerRank):
 
     def gather_open(self, meeting: Meeting, member: int | None, edges: Sequence[Edge],
                     canonical: Sequence[CanonicalTensor]) -> None:
-        """Join the gather (None: this rank gives nothing); `edges` are what it gives, on rank 0 what everybody gives,
-        by member."""
+        """Join the gather; `member` None: this rank sends nothing. `edges` are what this rank sends or, on rank 0, what
+        each member sends."""
         self._edges, self._deadline_s, self._canonical = edges, meeting.timeout_s, canonical
         if self._rank == 0:
             self._full = {each.name: torch.empty(each.shape, dtype=self._dtype) for each in canonical}
@@ -79,7 +79,7 @@ class GatheringRank(TrainerRank):
             self._gathering = meeting.join(member, self._address)
 
     def gather(self) -> None:
-        """After it, rank 0 holds every tensor whole."""
+        """Gather every tensor on rank 0."""
         deadline = Deadline(self._deadline_s)
         if self._rank:
             for edge in self._edges:
@@ -104,7 +104,7 @@ class GatheringRank(TrainerRank):
             work.wait(deadline.timedelta())
 
     def _take(self, member: int, edge: Edge, buffer: torch.Tensor, deadline: Deadline) -> Iterator[bool]:
-        """Buckets of one rank; a step each, so that all ranks send at the same time."""
+        """Receive the buckets of one rank, one per step, so that all ranks send at the same time."""
         for number, bucket in enumerate(edge.buckets):
             part = buffer[:HEADER_BYTES + bucket.nbytes]
             if member == 0:
@@ -119,13 +119,13 @@ class GatheringRank(TrainerRank):
         self._broadcasting = meeting.join(0, self._address)
 
     def broadcast_tensors(self) -> None:
-        """One broadcast a tensor."""
+        """One broadcast per tensor."""
         deadline = Deadline(self._deadline_s)
         for each in self._canonical:
             broadcast(self._broadcasting, self._full[each.name].view(-1).view(torch.uint8)).wait(deadline.timedelta())
 
     def broadcast_buckets(self, bucket_bytes: int) -> None:
-        """One broadcast a packed bucket; the next is packed while one travels."""
+        """One broadcast per packed bucket. The next bucket is packed while one is sent."""
         deadline, waiting = Deadline(self._deadline_s), []
         for bucket in packed(self._canonical, self._dtype.itemsize, bucket_bytes):
             message = torch.cat([self._full[each.name].view(-1) for each in bucket]).view(torch.uint8)
@@ -137,7 +137,7 @@ class GatheringRank(TrainerRank):
 
 
 class BroadcastWorker(RolloutWorker):
-    """A rollout worker that can also take whole tensors, of which it keeps its slices."""
+    """A rollout worker that can also receive whole tensors and keeps its slices."""
 
     def broadcast_open(self, meeting: Meeting, member: int, address: str, dtype: str,
                        canonical: Sequence[CanonicalTensor]) -> None:
@@ -185,7 +185,7 @@ class BroadcastWorker(RolloutWorker):
 
 
 def broadcast(group: Group, message: torch.Tensor) -> dist.Work:
-    """From member 0 to all others."""
+    """Broadcast from member 0 to all others."""
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     return group.broadcast([message], options)

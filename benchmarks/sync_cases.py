@@ -1,4 +1,4 @@
-"""What `make bench-sync` measures: the model, the layouts on hosts, the bound of each case and what is predicted."""
+"""The cases of `make bench-sync`: the model, the layouts on hosts, and the bound and prediction of each case."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from launch.planner.from_config import plan_of
 RANKS_A_HOST = 2
 MIB = 1 << 20
 BESIDE = 1e9
-"""bytes/s between ranks of a host, over its loopback."""
+"""bytes/s between ranks of a host, over the loopback interface."""
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 768, "intermediate_size": 2048,
     "num_hidden_layers": 8, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 10900,
     "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
     "hidden_act": "silu", "torch_dtype": "bfloat16"}
-"""128 MiB in bf16 with the proportions of a Llama layer; the vocabulary is padded by both sides, differently."""
+"""128 MiB in bf16 with the proportions of a Llama layer. Both sides pad the vocabulary, differently."""
 QUICK_MODEL = MODEL | {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
                        "num_key_value_heads": 2, "vocab_size": 1090}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Trainers and engines on hosts, two ranks a host."""
+    """Trainers and engines on hosts, with two ranks per host."""
 
     pp: int
     dp: int
     engines: int
     baselines: bool = True
-    """Also measured the common way, for the comparison."""
+    """Whether the common methods are measured too."""
     tp: int = 2
     route: str = "auto"
 
@@ -66,17 +66,17 @@ class Case:
 
 CASES = (Case(2, 2, 4), Case(2, 1, 6), Case(1, 1, 7, route="tree"), Case(1, 1, 1, False),
          Case(1, 1, 2, False, route="tree"), Case(1, 1, 4, False, route="tree"))
-"""The last three only show how the time of the tree grows with receivers."""
+"""The last three only show how the time of the tree grows with the number of receivers."""
 QUICK = (Case(1, 1, 1),)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A case with its model, on NICs of a rate."""
+    """A case with its model, on NICs of a given rate."""
 
     case: Case
     folder: Path
-    """Of the model; only a `config.json`."""
+    """Folder of the model, with only a `config.json`."""
     rate_bits: float
     bucket_bytes: int
     timeout_s: float
@@ -109,20 +109,20 @@ class Setup:
 
     @property
     def fabric(self) -> Fabric:
-        """Hosts with one NIC; ranks of a host are beside one another."""
+        """Hosts with one NIC. The ranks of a host are neighbours."""
         return Fabric(gpus_per_node=RANKS_A_HOST, nics_per_node=1, nic_bandwidth=self.rate_bits / 8,
                       nvlink_bandwidth=BESIDE, rails=1)
 
     @property
     def seats(self) -> Seats:
-        """Who sits where, as the coordinator takes it."""
+        """Seats of all ranks, in the form that the coordinator needs."""
         return Seats(self.fabric, tuple(Place(self.host_of_rank(each.rank), each.rank % RANKS_A_HOST)
                                         for each in self.plan.training.ranks),
                      {(each.replica, worker): Place(self.host_of_engine(each.replica), worker)
                       for each in self.plan.rollout.engines for worker in range(each.tp)})
 
     def predicted(self, coefficients: SyncCoefficients, route: str = "auto") -> SyncPrediction:
-        """Routes, bound and times on this fabric."""
+        """Routes, bound and predicted times on this fabric."""
         case = self.case
         return predict(from_architecture(self.plan.architecture, "bench"),
                        TrainingLayout(tp=case.tp, pp=case.pp, dp=case.dp),

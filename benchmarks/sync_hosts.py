@@ -1,7 +1,7 @@
-"""Hosts for a benchmark: network namespaces with one shaped NIC each, all on one bridge.
+"""Simulated hosts for a benchmark: network namespaces with one shaped NIC each, all on one bridge.
 
-No interface is ever made outside these namespaces, so no traffic leaves them. Names begin with `PREFIX` and the pid of
-the process that made them; what a killed benchmark left behind is removed by the next one.
+No interface is created outside these namespaces, so no traffic leaves them. Names begin with `PREFIX` and the PID of the
+process that made them. The next benchmark removes what a killed one left behind.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megatron_rl.sync_bench.members import NAMESPACES, Host
 PREFIX = "mrlsync"
 COMMAND_S = 20.0
 BURST = "128kb"
-"""Of the token bucket: larger than a segment that the kernel has not cut yet, or it would be dropped."""
+"""Burst of the token bucket. It must exceed a segment that the kernel has not split yet, or the segment is dropped."""
 LATENCY = "50ms"
-"""Longest queue before a NIC: what a switch's buffer holds of this rate."""
+"""Longest queue in front of a NIC, like a switch buffer at this rate."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a host's NIC has carried, headers included."""
+    """Bytes that a host's NIC has carried, including headers."""
 
     out: int
     into: int
@@ -41,11 +41,11 @@ class Traffic:
 
 
 class Network:
-    """Makes the hosts and removes them. Use as a context.
+    """Creates the hosts and removes them. Use it as a context manager.
 
     Args:
-        count: of hosts.
-        rate_bits: of each NIC in each direction.
+        count: number of hosts.
+        rate_bits: rate of each NIC in each direction.
     """
 
     _numbers = itertools.count()
@@ -72,7 +72,7 @@ class Network:
         self._remove()
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """What each host's NIC has carried so far, by its own counters."""
+        """Bytes carried by each host's NIC so far, from its counters."""
         found = []
         for host in self.hosts:
             link, = json.loads(_run("ip", "-n", host.namespace, "-s", "-j", "link", "show", "eth0"))
@@ -104,13 +104,13 @@ class Network:
             if space.startswith(f"{self._base}-"):
                 try:
                     _run("ip", "netns", "delete", space)
-                except KeyboardInterrupt:       # of the command, which may or may not have done it
+                except KeyboardInterrupt:       # the command may or may not have deleted it
                     if space in _spaces():
                         _run("ip", "netns", "delete", space)
 
 
 def why_not() -> str:
-    """Why hosts cannot be simulated on this machine; "" where they can."""
+    """Why hosts cannot be simulated on this machine; "" if they can."""
     if not Path("/proc/self/ns/net").exists():
         return "no network namespaces"
     if os.geteuid() != 0:
@@ -134,7 +134,7 @@ def why_not() -> str:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove the namespaces of benchmarks that ended without doing so; their names."""
+    """Remove the namespaces of benchmarks that ended without doing so. Returns their names."""
     removed = []
     for space in _spaces():
         owner = space.split("-")[1] if space.startswith(f"{PREFIX}-") else ""
@@ -145,14 +145,14 @@ def remove_leftovers() -> list[str]:
 
 
 def wait_for_quiet(network: Network, timeout_s: float = 10.0) -> None:
-    """Return when no NIC carries anything any more.
+    """Return when all NICs are idle.
 
     Raises:
-        TimeoutError: some still do.
+        TimeoutError: some still carry traffic.
     """
     deadline, before = time.monotonic() + timeout_s, network.traffic()
     while time.monotonic() < deadline:
-        time.sleep(0.1)         # counters tell nobody that they stand still
+        time.sleep(0.1)         # the counters do not announce when they stop
         now = network.traffic()
         if now == before:
             return

@@ -1,4 +1,4 @@
-"""One case of `make bench-sync`: the same weights through our sync and through the common ways, on shaped hosts."""
+"""One case of `make bench-sync`: the same weights through our sync and through common methods, on shaped hosts."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from megatron_rl.weight_sync.plan.manifest import SyncManifest, build_manifest
 from megatron_rl.weight_sync.protocol import SyncReport
 
 PLAIN_SECONDS = 1.5
-"""Of the plain transfer, at the NICs' rate."""
+"""Duration of the plain transfer at the NIC rate."""
 
 
 @dataclass
 class Measured:
-    """One case."""
+    """The measurements of one case."""
 
     setup: Setup
     prediction: SyncPrediction
-    """With this machine's rates; its route was measured, `floor_s` is the bound."""
+    """With this machine's rates. Its route was measured; `floor_s` is the bound."""
     predicted_s: float = 0.0
     """Of the route, chunk by chunk."""
     manifest: SyncManifest = field(init=False)
     ours: SyncReport = field(init=False)
     nics: tuple[Traffic, ...] = ()
-    """What each host's NIC carried in our sync."""
+    """Bytes carried by each host's NIC in our sync."""
     seconds: dict[str, float] = field(default_factory=dict)
     """ours, gather, tensors, buckets (the last two with the gather)."""
     verdict: Verdict = field(init=False)
@@ -51,11 +51,11 @@ class Measured:
 
 
 def coefficients(rates: Rates, rate_share: float, chunk_s: float, processes: int, cores: int) -> SyncCoefficients:
-    """This machine's, for the simulator: processes take turns on the cores.
+    """This machine's coefficients for the simulator. Processes take turns on the cores.
 
     Args:
-        rate_share: of the NICs' rate that a plain transfer reaches.
-        chunk_s: what a bucket costs beside its bytes.
+        rate_share: share of the NIC rate that a plain transfer reaches.
+        chunk_s: cost of a bucket besides its bytes.
     """
     turn = min(1.0, cores / processes)
     return SyncCoefficients(nic_efficiency=min(1.0, rate_share), chunk_latency_s=chunk_s, pause_s=0.0,
@@ -66,9 +66,9 @@ async def measure(setup: Setup, rates: Rates, cores: int, logs: Path, route: str
     """Run one case.
 
     Args:
-        cores: that its processes share.
-        logs: folder for what they print.
-        route: auto: the one that the simulator chooses.
+        cores: cores shared by its processes.
+        logs: folder for their output.
+        route: "auto" selects the route that the simulator chooses.
     """
     case = setup.case
     spares: list[float] = []
@@ -95,7 +95,7 @@ async def measure(setup: Setup, rates: Rates, cores: int, logs: Path, route: str
 
 
 async def _ours(found: Measured, network: Network, world: World, spares: list[float]) -> None:
-    """The second sync counts: the first one touches every buffer for the first time."""
+    """Measure our sync twice and keep the second one, because the first touches every buffer for the first time."""
     setup = found.setup
     coordinator = SyncCoordinator(world.trainers, [engine.weights for engine in world.engines], world.endpoints,
                                   canonical_tensors(setup.plan.architecture), backend="gloo",
@@ -116,7 +116,7 @@ async def _ours(found: Measured, network: Network, world: World, spares: list[fl
 
 async def _baselines(found: Measured, network: Network, world: World, spares: list[float]) -> None:
     setup = found.setup
-    expected = await world.on_workers("whole_digest")        # of weights that VERIFY has found to be the trainer's
+    expected = await world.on_workers("whole_digest")        # of weights that VERIFY found equal to the trainer's
     await _open_baselines(setup, world)
     for name, method, arguments in (("tensors", "broadcast_tensors", ()),
                                     ("buckets", "broadcast_buckets", (setup.bucket_bytes,))):
@@ -137,13 +137,13 @@ async def _baselines(found: Measured, network: Network, world: World, spares: li
 async def _open_baselines(setup: Setup, world: World) -> None:
     canonical, dtype = canonical_tensors(setup.plan.architecture), TORCH_NAMES["bf16"]
     sources = await together(each.sync_describe() for each in world.trainers)
-    # One replica of the trainer gives: rank 0's own.
+    # One replica of the trainer sends: rank 0's own.
     others = [each.coordinates.rank for each in sources if each.coordinates.dp]
     gathered = build_manifest(sources, [sync_baselines.whole_tensors(canonical, dtype)], setup.bucket_bytes,
                               gone=others)
     givers = [edge.rank for edge in gathered.edges]
     if givers[0] != 0:
-        raise RuntimeError(f"rank 0 gives nothing to the gather, ranks {givers} do")
+        raise RuntimeError(f"rank 0 sends nothing to the gather, ranks {givers} do")
     address, timeout_s, ports = world.trainers[0].member.host.address, setup.timeout_s, Ports(FIRST)
     meeting = sync_baselines.Meeting(address, ports.lane(100), len(givers), timeout_s)
     calls = []
@@ -161,7 +161,7 @@ async def _open_baselines(setup: Setup, world: World) -> None:
 
 
 def expected_nics(setup: Setup, manifest: SyncManifest) -> list[Traffic]:
-    """What the manifest says that each host's NIC carries: hops between two hosts, each over both their NICs."""
+    """Traffic of each host's NIC according to the manifest. A hop between two hosts uses both their NICs."""
     out: dict[int, int] = defaultdict(int)
     into: dict[int, int] = defaultdict(int)
     for (sender, (replica, _)), size in manifest.bytes_per_hop().items():
@@ -174,7 +174,7 @@ def expected_nics(setup: Setup, manifest: SyncManifest) -> list[Traffic]:
 
 
 def worst_share(seen: Sequence[Traffic], expected: Sequence[Traffic]) -> float:
-    """Largest relative difference between what the NICs carried and what the manifest says, where it is more than
+    """Largest relative difference between measured and expected traffic, for NICs that carry more than
     acknowledgements."""
     worst = 0.0
     for there, said in zip(seen, expected, strict=True):

@@ -1,4 +1,4 @@
-"""What a shaped network carries in a plain transfer, and what the CPU had to spare: whether a measurement counts."""
+"""Rate of a plain transfer on a shaped network, and spare CPU time. Both decide whether a measurement is valid."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatron_rl.sync_bench.world import LANE
 from megatron_rl.weight_sync.protocol import LaneSpec
 
 LEAST_RATE = 0.90
-"""Of the NICs' rate that a plain transfer must reach."""
+"""Share of the NIC rate that a plain transfer must reach."""
 LEAST_SPARE = 0.20
-"""Of the CPUs' time that must have been idle."""
+"""Share of the CPU time that must have been idle."""
 TIMEOUT_S = 60.0
 
 
 class PlainTransfer:
-    """The object of a member process: sends to one host and takes from another at the same time."""
+    """Runs in a member process: sends to one host and receives from another at the same time."""
 
     def __init__(self, address: str) -> None:
         self._listener = socket.create_server((address, 0))
@@ -34,7 +34,7 @@ class PlainTransfer:
         return self._listener.getsockname()[1]
 
     def run(self, address: str, port: int, nbytes: int) -> float:
-        """Send `nbytes` to a peer while another peer's arrive here; seconds until the last of them had arrived."""
+        """Send `nbytes` to a peer while another peer sends them here. Returns the seconds until all have arrived."""
         failed: list[Exception] = []
         sender = threading.Thread(target=self._send, args=(address, port, nbytes, failed), daemon=True)
         sender.start()
@@ -50,7 +50,7 @@ class PlainTransfer:
             seconds = time.perf_counter() - started
         sender.join(TIMEOUT_S)
         if failed or sender.is_alive():
-            raise ConnectionError(f"sending to {address}:{port} failed: {failed or 'it still runs'}")
+            raise ConnectionError(f"sending to {address}:{port} failed: {failed or 'it is still running'}")
         return seconds
 
     @staticmethod
@@ -63,7 +63,7 @@ class PlainTransfer:
 
 
 async def plain_rates(members: Members, hosts: Sequence[Host], nbytes: int) -> list[float]:
-    """bytes/s into each host while every host sends to the next one: all NICs busy in both directions."""
+    """bytes/s into each host while every host sends to the next one, with all NICs busy in both directions."""
     probes = [members.start(f"plain transfer on {host.name}", host, "benchmarks.sync_probe:PlainTransfer", host.address)
               for host in hosts]
     try:
@@ -78,7 +78,7 @@ async def plain_rates(members: Members, hosts: Sequence[Host], nbytes: int) -> l
 
 
 async def small_bucket(members: Members, sender: Host, receiver: Host) -> float:
-    """Seconds of a bucket of a few bytes over a lane between two hosts: what a bucket costs beside its bytes."""
+    """Seconds for a bucket of a few bytes over a lane between two hosts: the cost of a bucket besides its bytes."""
     ends = [members.start(f"lane on {host.name}", host, LANE, "cpu") for host in (sender, receiver)]
     spec = LaneSpec(0, sender.address, Ports(FIRST).rendezvous, ("receiver",), "gloo", LINKS)
     try:
@@ -91,7 +91,7 @@ async def small_bucket(members: Members, sender: Host, receiver: Host) -> float:
 
 
 class CpuSpare:
-    """Share of all cores' time that was idle while the `with` ran."""
+    """Share of all cores' time that was idle while the `with` block ran."""
 
     def __enter__(self) -> CpuSpare:
         self._before = psutil.cpu_times()
@@ -101,22 +101,22 @@ class CpuSpare:
         after = psutil.cpu_times()
         spent = [new - old for new, old in zip(after, self._before, strict=True)]
         idle = (after.idle - self._before.idle) + (getattr(after, "iowait", 0.0) - getattr(self._before, "iowait", 0.0))
-        # Linux counts the time of guests in `user` and `nice` too.
+        # Linux also counts guest time in `user` and `nice`.
         guests = sum(getattr(after, name, 0.0) - getattr(self._before, name, 0.0) for name in ("guest", "guest_nice"))
         self.share = idle / max(1e-9, sum(spent) - guests)
 
 
 class Verdict(NamedTuple):
-    """Whether a run counts."""
+    """Whether a run is valid."""
 
     rate_share: float
-    """Of the NICs' rate, in the plain transfer; the slowest host."""
+    """Share of the NIC rate in the plain transfer, for the slowest host."""
     spare: float
-    """Of the CPUs' time; the busiest of the measured transfers."""
+    """Share of idle CPU time, for the busiest of the measured transfers."""
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it does not count; () where it does."""
+        """Why the run is invalid; () if it is valid."""
         found = []
         if self.rate_share < LEAST_RATE:
             found.append(f"a plain transfer reached {self.rate_share:.0%} of the NICs' rate, {LEAST_RATE:.0%} are "

@@ -1,4 +1,4 @@
-"""The table of `make bench-sync`, and whether each aim was met."""
+"""The table of `make bench-sync`, and whether each target was met."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ A_DOUBLING, OF_SYNC, OF_PREDICTION = 1.15, 0.10, 0.15
 class Aim(NamedTuple):
     what: str
     said: str
-    """The number that decides, or why there is none."""
+    """The decisive number, or the reason why there is none."""
     met: bool | None
-    """None where it cannot be judged."""
+    """None if it cannot be judged."""
 
 
 def table(rows: Sequence[Measured], rates: Rates, *, page: bool = False) -> str:
-    """A line for each case, the rates of one process, then the aims; for the page only a count of those that
-    were met."""
+    """One line per case, the rates of one process, and the targets. The page only gets the number of targets that were
+    met, and those that were not."""
     lines = [f"{'hosts':<6}{'layout':<26}{'route':<8}{'bound':>8}{'predicted':>11}{'ours':>8}{'/bound':>8}"
              f"{'tensors':>9}{'buckets':>9}{'verify':>8}{'plain':>7}{'spare':>7}  counts"]
     lines += [_line(row) for row in rows]
@@ -54,14 +54,14 @@ def _line(row: Measured) -> str:
 
 
 def verify_share(row: Measured) -> float:
-    """Of the whole sync: digests of the live weights in the slowest worker, which overlap the transfer, and their
-    comparison."""
+    """Share of the whole sync for digests of the live weights in the slowest worker, which overlap the transfer, and
+    for their comparison."""
     seconds = row.ours.seconds
     return (seconds["live_digest"] + seconds["verify"]) / seconds["total"]
 
 
 def aims(rows: Sequence[Measured]) -> list[Aim]:
-    """Those of the table, in order."""
+    """The targets of the table, in order."""
     by_name = {row.setup.case.name: row for row in rows}
     found = []
     for row in rows:
@@ -71,7 +71,7 @@ def aims(rows: Sequence[Measured]) -> list[Aim]:
                                  ratio <= OF_BOUND))
     if "4+4" in by_name and by_name["4+4"].setup.case.baselines:
         row = by_name["4+4"]
-        for name, words, least in (("tensors", "a broadcast a tensor", OF_TENSORS), ("buckets", "packed broadcasts",
+        for name, words, least in (("tensors", "a broadcast per tensor", OF_TENSORS), ("buckets", "packed broadcasts",
                                                                                      OF_BUCKETS)):
             faster = row.seconds[name] / row.seconds["ours"]
             found.append(_judged([row], f"4+4: at least {least:g} x faster than {words}", f"{faster:.1f} x",
@@ -90,13 +90,13 @@ def aims(rows: Sequence[Measured]) -> list[Aim]:
 
 
 def _growth(rows: Sequence[Measured]) -> Iterator[Aim]:
-    """From one trainer host to more and more receivers."""
+    """Growth from one trainer host to more and more receivers."""
     grown = sorted((row for row in rows if row.setup.case.trainer_hosts == 1), key=lambda row: row.setup.case.engines)
     for fewer, more in itertools.pairwise(grown):
         doublings = math.log2(more.setup.case.engines / fewer.setup.case.engines)
         growth = (more.seconds["ours"] / fewer.seconds["ours"]) ** (1 / doublings) - 1
         yield _judged([fewer, more], f"{fewer.setup.case.name} to {more.setup.case.name}: at most "
-                      f"{A_DOUBLING - 1:.0%} more a doubling", f"{growth:+.0%}", growth <= A_DOUBLING - 1)
+                      f"{A_DOUBLING - 1:.0%} more per doubling", f"{growth:+.0%}", growth <= A_DOUBLING - 1)
     for row in grown:
         chosen, direct = row.prediction.chosen, row.prediction.routes["direct"].expected_s
         if row.setup.case.engines == 7 and chosen != "direct":
@@ -105,6 +105,6 @@ def _growth(rows: Sequence[Measured]) -> Iterator[Aim]:
 
 
 def _judged(rows: Sequence[Measured], what: str, said: str, met: bool) -> Aim:
-    """Runs that do not count decide nothing."""
+    """Invalid runs decide nothing."""
     invalid = [row.setup.case.name for row in rows if row.verdict.reasons]
     return Aim(what, f"{said}; {' and '.join(invalid)} invalid", None) if invalid else Aim(what, said, met)

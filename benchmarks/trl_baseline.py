@@ -2,9 +2,9 @@
 
     python -m benchmarks.trl_baseline configs/tiny/grpo.yaml --packages .bench-packages --out trl.json
 
-Same model folder, rendered prompts, rewards, G, prompts a step, completion limit, temperature, learning rate and
-precision. Where TRL leaves a choice it gets the faster one: weights purely in the configured type (no autocast), no
-gradient checkpointing unless the configuration recomputes, no KL, one update a batch, the largest batch.
+It uses the same model folder, rendered prompts, rewards, G, prompts per step, completion limit, temperature, learning
+rate and precision. Settings that TRL leaves open get the faster value: weights purely in the configured type (no
+autocast), no gradient checkpointing unless the configuration recomputes, no KL, one update per batch, the largest batch.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="a run's YAML")
     parser.add_argument("overrides", nargs="*", help="key=value words, as for megatron-rl launch")
-    parser.add_argument("--packages", type=Path, default=Path(".bench-packages"), help="folder that holds trl")
-    parser.add_argument("--steps", type=int, default=12, help="steps in all")
-    parser.add_argument("--warmup", type=int, default=2, help="first steps that are not counted")
-    parser.add_argument("--micro-batch", type=int, help="sequences of one forward pass; all of a step if not given")
+    parser.add_argument("--packages", type=Path, default=Path(".bench-packages"), help="folder that contains trl")
+    parser.add_argument("--steps", type=int, default=12, help="total number of steps")
+    parser.add_argument("--warmup", type=int, default=2, help="number of first steps that are not counted")
+    parser.add_argument("--micro-batch", type=int, help="sequences per forward pass; default: all of a step")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     arguments = parser.parse_args()
@@ -72,7 +72,7 @@ def run(config: ResolvedConfig, arguments: argparse.Namespace) -> dict:
         model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=dtype)
 
     class Clock(TrainerCallback):
-        """When each step ended, and what TRL logged of it."""
+        """Records when each step ended and what TRL logged for it."""
 
         def __init__(self) -> None:
             self.ends: list[float] = []
@@ -122,7 +122,7 @@ def prompt_rows(config: ResolvedConfig, tokenizer) -> list[dict]:
     for prompt in prompts[:32]:
         ids = tokenizer(prompt.text)["input_ids"]
         if ids != prompt.token_ids.tolist():
-            raise SystemExit(f"row {prompt.index} would not be the same prompt for TRL: {ids}, not "
+            raise SystemExit(f"TRL would tokenise row {prompt.index} differently: {ids}, not "
                              f"{prompt.token_ids.tolist()}")
     return [{"prompt": prompt.text, "answer": prompt.answer, "columns": json.dumps(prompt.columns)}
             for prompt in prompts]

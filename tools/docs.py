@@ -21,29 +21,29 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PLAIN = re.compile(r"(text|true or false|(integer|number)( >=? 0)?|mapping|"
                    r"list of (texts|sections|integer > 0s|number >= 0s)(, at least 1)?)"
                    r"( and <= 1000000000.0)?( or null| or auto| or ray)*")
-"""Types that go without saying."""
+"""Types that need no explanation."""
 
 
 def config_page(text: str) -> str:
-    """docs/config.md with its tables written anew."""
+    """docs/config.md with new tables."""
     return _with_tables(text, {"keys": keys_table(), "ports": ports_table(), "environment": environment_table()})
 
 
 def plan_page(text: str) -> str:
-    """docs/plan.md with its tables written anew."""
+    """docs/plan.md with new tables."""
     rows = list(cautions.DOCUMENTED.items())
     return _with_tables(text, {"warnings": _table(("Code", "Meaning"), rows),
                                "models": ", ".join(f"`{name}`" for name in architectures.BUILTIN)})
 
 
 def slurm_page(text: str) -> str:
-    """docs/slurm.md with its table of a site profile's keys written anew."""
+    """docs/slurm.md with a new table of a site profile's keys."""
     rows = [(f"`{key.dotted}`", _default(key), _meaning(key)) for key in all_keys(Profile) if key.section is None]
     return _with_tables(text, {"profile keys": _keys(rows)})
 
 
 def _with_tables(text: str, tables: Mapping[str, str]) -> str:
-    """Every block between `<!-- begin NAME -->` and `<!-- end NAME -->` replaced."""
+    """Replace every block between `<!-- begin NAME -->` and `<!-- end NAME -->`."""
     for name, table in tables.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
@@ -62,7 +62,7 @@ def exit_codes_page() -> str:
 
 
 def keys_table() -> str:
-    """One list for each top-level section."""
+    """One list per top-level section."""
     parts: list[str] = []
     rows: list[tuple[str, ...]] = []
     for key in all_keys():
@@ -85,7 +85,7 @@ def ports_table() -> str:
 
 
 def environment_table() -> str:
-    """Variables that are set for one reason share a row."""
+    """Variables with the same reason share a row."""
     rows: dict[tuple[str, str], list[str]] = {}
     for each in envvars.TABLE:
         roles = "all" if each.roles == envvars.ROLES else ", ".join(each.roles)
@@ -101,12 +101,12 @@ def _flush(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _keys(rows: Sequence[tuple[str, ...]]) -> str:
-    """A list item for each (key, default, meaning), wrapped."""
+    """A wrapped list item for each (key, default, meaning)."""
     return "\n".join(item(f"{key} ({default}): {meaning}") for key, default, meaning in rows)
 
 
 def item(text: str) -> str:
-    """A list item of lines of at most 120 columns, none of which reads as an item of its own."""
+    """A list item in lines of at most 120 columns, none of which looks like an item itself."""
     text = re.sub(r" ([-+]) ", "\0\\1\0", text)
     return textwrap.fill(f"- {text}", 120, subsequent_indent="  ", break_long_words=False,
                          break_on_hyphens=False).replace("\0", " ")
@@ -123,7 +123,7 @@ def _default(key: Key) -> str:
 
 
 def _meaning(key: Key) -> str:
-    """The key's text, then the allowed values where neither the text nor the default shows them."""
+    """The key's text, followed by the allowed values if neither the text nor the default shows them."""
     text, kind = meaning(key), type_in_words(key.field)
     shown = f"{text} `{key.field.default}`"
     if PLAIN.fullmatch(kind) or (kind.startswith("one of ") and

@@ -13,12 +13,12 @@ BEGIN, END = "<!-- begin rows -->", "<!-- end rows -->"
 
 
 def rows() -> str:
-    """A list for each group; the code is an anchor, which `megatron-rl doctor` prints."""
+    """One list per group. The code is an anchor that `megatron-rl doctor` prints."""
     return "\n\n".join("\n".join([f"### {title}", "", *map(_row, group)]) for title, group in GROUPS)
 
 
 def page(text: str) -> str:
-    """The page with its rows written anew."""
+    """The page with new rows."""
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
     return f"{head}{BEGIN}\n\n{rows()}\n\n{END}{tail}"

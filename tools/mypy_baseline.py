@@ -1,7 +1,7 @@
-"""The type check of `make lint`: mypy's errors are compared with those of mypy-baseline.txt, which may only shrink.
+"""The type check of `make lint`: compares mypy's errors with those in mypy-baseline.txt, which may only shrink.
 
-A new error fails. A fixed one fails too, until `make lint ARGS=--shrink` has taken it out of the file: otherwise it
-could come back unseen. An error is known by its file and text, without its line, so that other edits do not move it.
+A new error fails. A fixed one also fails until `make lint ARGS=--shrink` has removed it from the file, because otherwise
+it could return unnoticed. An error is identified by its file and text, without its line, so other edits do not move it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "mypy-baseline.txt"
 CLEAN = ("launch/plan/", "launch/config/", "megatron_rl/algorithms/")
-"""Where no error is tolerated, in the baseline neither."""
+"""Folders where no error is tolerated, not even in the baseline."""
 ERROR = re.compile(r"^(?P<file>[^:]+):(?P<line>\d+): error: (?P<text>.*)$")
 
 
@@ -44,18 +44,18 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def known(line: str) -> str:
-    """An error of mypy as the baseline has it: without line numbers."""
+    """An error of mypy in the form of the baseline, without line numbers."""
     found = ERROR.match(line)
     assert found, f"no error of mypy: {line}"
     return f"{found['file']}: {re.sub(r'on line [0-9]+', 'on line N', found['text'])}"
 
 
 def judge(lines: Iterable[str], allowed: Iterable[str]) -> list[str]:
-    """What keeps the check from passing.
+    """The reasons why the check fails; [] if it passes.
 
     Args:
-        lines: what mypy printed; its notes are passed over.
-        allowed: the lines of the baseline, one an error.
+        lines: output of mypy; its notes are ignored.
+        allowed: the lines of the baseline, one per error.
     """
     errors = [line for line in lines if ERROR.match(line)]
     left, complaints = Counter(allowed), []
@@ -68,13 +68,13 @@ def judge(lines: Iterable[str], allowed: Iterable[str]) -> list[str]:
     fixed = sorted((+left).elements())
     if fixed:
         complaints += [f"fixed: {line}" for line in fixed]
-        complaints.append(f"take what is fixed out of {FILE.name}: make lint ARGS=--shrink")
+        complaints.append(f"remove fixed errors from {FILE.name}: make lint ARGS=--shrink")
     return complaints
 
 
 def why_not(lines: Iterable[str], allowed: Sequence[str]) -> str | None:
-    """Why these errors may not become the baseline. A renamed file or a reworded error may, as long as there are no
-    more errors than before."""
+    """Why these errors may not become the baseline. Renamed files and reworded errors are allowed as long as there are
+    no more errors than before."""
     errors = [line for line in lines if ERROR.match(line)]
     if len(errors) > len(allowed):
         return f"{FILE.name} only shrinks: it has {len(allowed)} errors, mypy finds {len(errors)}"

@@ -1,4 +1,4 @@
-"""What must hold beside small errors: orderings, bounds and verdicts, each a named check."""
+"""Checks besides small errors: orderings, bounds and verdicts, each with a name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launch.validate.score import Row, module, predict
 FLAT = 0.03
 """Growth of the step time over a series of weak scaling that still counts as flat."""
 WORTH_ORDERING = 0.02
-"""Measured rates nearer than this say nothing about which layout is faster."""
+"""Measured rates closer than this do not tell which layout is faster."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Measured collectives beside `planner.collectives`."""
+"""Compares measured collectives with `launch.planner.time.collectives`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def default() -> CollectiveCoefficients:
 
 
 def predict(point: Point, coefficients: CollectiveCoefficients) -> list[Predicted]:
-    """The time of a collective; copies between host and GPU have no model here."""
+    """The time of a collective. Copies between host and GPU are not modelled."""
     seconds = _measured(point)
     if seconds is None:
         bandwidth = point.number("measured.bandwidth_bytes_per_s")
@@ -42,7 +42,7 @@ def predict(point: Point, coefficients: CollectiveCoefficients) -> list[Predicte
 
 
 def calibrate(points: Sequence[Point], start: CollectiveCoefficients) -> CollectiveCoefficients:
-    """Fit of `TYPICAL`'s coefficients, each regime weighted with the root of its points."""
+    """Fit the coefficients in `TYPICAL`. Each regime is weighted by the square root of its number of points."""
     regimes: dict[str, list[tuple[_Run, float]]] = {}
     for point in points:
         seconds, run = _measured(point), _run(point)
@@ -75,11 +75,11 @@ class _Run:
     bytes: float
     ranks: int
     own_kernel: bool
-    """An inference engine's all-reduce."""
+    """Whether it is an inference engine's own all-reduce."""
 
 
 def _run(point: Point) -> _Run | str:
-    """The point in the model's terms, or the reason why it cannot be."""
+    """The point in the model's terms, or the reason why there is none."""
     if point.gpu is None:
         return point.gpu_problem
     operation, size, ranks = point.text("op"), point.number("message_bytes"), point.num_gpus

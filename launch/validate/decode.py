@@ -1,5 +1,5 @@
-"""Measured inference runs beside `planner.rollout_decode`: time per output token at a fixed concurrency, or output
-tokens per second under full load."""
+"""Compares measured inference runs with `launch.planner.time.decode`: time per output token at a fixed concurrency, or
+output tokens per second under full load."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from launch.validate.points import Point
 QUANTITIES: Mapping[str, str] = {"tpot_s": "s", "output_tokens_per_s_per_gpu": "tokens/s"}
 
 DATASETS = {"sharegpt": (217, LogNormal(202, 1.0, 1024)), "openorca": (294, LogNormal(290, 0.6, 1024))}
-"""Mean prompt and output lengths of the data sets that benchmarks name instead of lengths. ShareGPT: 217,393 and
-201,847 tokens for 1,000 requests of vLLM's serving benchmark; OpenOrca: the sample of MLPerf Inference, outputs
-cut at 1,024. The shapes are assumptions, and matter only where a run's tail does."""
+"""Mean prompt and output lengths of data sets that benchmarks name in place of lengths. ShareGPT: 217,393 and 201,847
+tokens for 1,000 requests of vLLM's serving benchmark. OpenOrca: the sample of MLPerf Inference, with outputs cut at
+1,024. The shapes are assumptions and matter only for runs with a tail."""
 FULL_BATCH = {"vllm": 1024, "trtllm": 2048, "vllm_2024": 256}
-"""Sequences at once that an engine takes by default: the running batch under full load, if its cache holds them."""
+"""Default number of sequences that an engine runs at once: the batch under full load, if its cache holds them."""
 MOST_GPUS = 1 << 17
 UTILIZATION = 0.9
-"""Share of the GPU that engines take by default."""
+"""Default share of the GPU's memory that engines take."""
 
 TYPICAL = {"hbm": 0.9, "gemm": 0.6, "decode_gemm_fp8": 0.4, "nvlink": 0.7, "allreduce_s": 7e-6, "layer_s": 4e-5,
            "vllm_step_s": 1e-3, "vllm_sequence_s": 3e-5, "trtllm_step_s": 5e-4, "vllm2024_step_s": 5e-3,
            "vllm2024_sequence_s": 5e-5}
-"""Where the search starts, and what it holds on to where the points say nothing (see `HOLD`)."""
+"""Start of the search, and the values that coefficients keep if no point constrains them (see `HOLD`)."""
 LIMITS = {"hbm": (0.5, 0.97), "gemm": (0.2, 0.9), "decode_gemm_fp8": (0.1, 0.9), "nvlink": (0.2, 1.0),
           "allreduce_s": (2e-6, 3e-5), "layer_s": (5e-6, 1e-4)}
 HOLD = 0.003
-"""What a coefficient that is e times its typical value adds to the cost; a regime of n points adds sqrt(n) times its
-mean robust error, some 0.005 each at the optimum."""
+"""Cost of a coefficient that is e times its typical value. A regime of n points costs sqrt(n) times its mean robust
+error, about 0.005 each at the optimum."""
 
 
 def default() -> RolloutCoefficients:
@@ -47,7 +47,7 @@ def default() -> RolloutCoefficients:
 
 
 def predict(point: Point, coefficients: RolloutCoefficients) -> list[Predicted]:
-    """Time per output token where the requests do not wait for cache space, else output tokens per second."""
+    """Time per output token if requests do not wait for cache space, otherwise output tokens per second."""
     values = _measured(point)
     if not values:
         return []
@@ -59,8 +59,8 @@ def predict(point: Point, coefficients: RolloutCoefficients) -> list[Predicted]:
 
 
 def calibrate(points: Sequence[Point], start: RolloutCoefficients) -> RolloutCoefficients:
-    """Fit of `TYPICAL`'s coefficients: mean robust error of each regime, times the root of its points, so that a
-    table of many rows does not drown a table of few."""
+    """Fit the coefficients in `TYPICAL`. The mean robust error of each regime is weighted by the square root of its
+    number of points, so that a long table does not outweigh a short one."""
     regimes: dict[str, list[tuple[_Run, str, float]]] = {}
     for point in points:
         run = _run(point)
@@ -80,25 +80,25 @@ def calibrate(points: Sequence[Point], start: RolloutCoefficients) -> RolloutCoe
 
 @dataclass(frozen=True)
 class _Run:
-    """A point in the model's terms. Several layouts where the source does not say: the fastest counts."""
+    """A point in the model's terms. It has several layouts if the source does not name one; the fastest counts."""
 
     shape: ModelShape
     engine: EngineClass
     cluster: ClusterSpec
     layouts: tuple[RolloutLayout, ...]
     kv_tokens: tuple[int, ...]
-    """Of each layout."""
+    """Capacity of the KV cache for each layout."""
     prompt: float
     lengths: Lengths
-    """Of the outputs."""
+    """Output lengths."""
     requests: int | None
-    """Of one replica, sent at once and measured to the last; None: a steady load."""
+    """Requests per replica, sent at once and measured to the last one; None for a steady load."""
     concurrency: int | None
-    """Of one replica; None under full load."""
+    """Concurrent requests per replica; None under full load."""
 
 
 def _measured(point: Point) -> dict[str, float]:
-    """Quantity -> value; a run whose requests wait for cache space counts by its throughput."""
+    """Quantity -> value. A run whose requests wait for cache space is judged by its throughput."""
     tpot = point.number("measured.tpot_s")
     total, gpus = point.number("measured.output_tokens_per_s_total"), point.num_gpus
     rate = point.number("measured.output_tokens_per_s_per_gpu")
@@ -111,14 +111,14 @@ def _measured(point: Point) -> dict[str, float]:
 
 
 def _run(point: Point) -> _Run | str:
-    """The point in the model's terms, or the reason why it cannot be."""
+    """The point in the model's terms, or the reason why there is none."""
     if point.model is None or point.gpu is None:
         return point.model_problem or point.gpu_problem
     engine = engine_class(point.text("engine.name", ""), str(point.get("engine.version", "")))
     weights = _precision(point.text("precision.weights", "bf16"))
     if weights is None:
         return f"weights in {point.text('precision.weights')} are not modelled"
-    # TensorRT-LLM's FP8 checkpoints quantise the cache too; vLLM keeps it in the model's type unless told
+    # TensorRT-LLM's FP8 checkpoints also quantise the cache. vLLM keeps it in the model's type by default.
     usual = "fp8" if engine == "trtllm" and weights == "fp8" else "bf16"
     kv = _precision(point.text("precision.kv", usual)) or "bf16"
     prompt, lengths = _lengths(point)
@@ -148,7 +148,7 @@ def _run(point: Point) -> _Run | str:
 
 
 def engine_class(name: str, version: str) -> EngineClass:
-    """`trtllm` by name; `vllm_2024` for vLLM to 0.6; anything else as the vLLM of today."""
+    """`trtllm` by name, `vllm_2024` for vLLM up to 0.6, and today's vLLM for everything else."""
     if re.search(r"tensorrt|trt-?llm", name, re.IGNORECASE):
         return "trtllm"
     number = re.match(r"v?(\d+)\.(\d+)", version)
@@ -173,7 +173,7 @@ def _lengths(point: Point) -> tuple[float | None, Lengths | None]:
 
 
 def _predictions(run: _Run, coefficients: RolloutCoefficients) -> dict[str, float]:
-    """Of the layout with the highest throughput."""
+    """Predictions for the layout with the highest throughput."""
     found = [_of_layout(run, engine_of(run.shape, layout, run.cluster, coefficients, run.engine), layout, cache)
              for layout, cache in zip(run.layouts, run.kv_tokens, strict=True)]
     return max(found, key=lambda each: each["output_tokens_per_s_per_gpu"])
@@ -186,7 +186,7 @@ def _of_layout(run: _Run, engine: Engine, layout: RolloutLayout, cache: int) -> 
             prompts=max(1, run.requests // layout.replicas), group=1, prompt_tokens=run.prompt, lengths=lengths,
             replicas=1, max_num_seqs=layout.max_num_seqs, kv_tokens=cache))
         return {"tpot_s": all_at_once.tpot_s, "output_tokens_per_s_per_gpu": all_at_once.tokens_per_s / gpus}
-    # requests are replaced as they end: between two tokens of one, the others prefill
+    # Requests are replaced as they end, so the prefills of others delay the tokens of each request.
     context = lengths.active_context(run.prompt)
     batch = min(run.concurrency or layout.max_num_seqs, layout.max_num_seqs, max(1.0, cache / context))
     step_s, prefill_s = engine.step_s(batch, context), engine.prefill_s(run.prompt) / lengths.mean

@@ -1,5 +1,5 @@
-"""The one optimiser of all calibrations: cyclic coordinate search in log space. Deterministic, without derivatives;
-its result depends on the points, the start and the budget only."""
+"""The optimiser of all calibrations: cyclic coordinate search in log space, deterministic and without derivatives. Its
+result depends only on the points, the start and the budget."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 def search(cost: Callable[[Mapping[str, float]], float], start: Mapping[str, float], *,
            bounds: Mapping[str, tuple[float, float]] | None = None, step: float = 0.4, tolerance: float = 0.002,
            evaluations: int = 400) -> dict[str, float]:
-    """Positive parameters that make `cost` small.
+    """Find positive parameters that make `cost` small.
 
-    Each parameter in turn is multiplied and divided by e^step; what lowers the cost is kept and tried again in that
-    direction. A round in which nothing helps halves the step, until it is below `tolerance` (relative).
+    Each parameter in turn is multiplied and divided by e^step. A change that lowers the cost is kept and repeated in
+    the same direction. A round without improvement halves the step, until it is below `tolerance` (relative).
 
     Args:
-        cost: a finite number for every parameter set inside the bounds.
-        start: name -> value > 0, in the order in which they are tried.
-        bounds: name -> (low, high) of those that have physical limits (an efficiency is at most 1).
-        step: first step, relative (0.4: times 1.5).
+        cost: a finite number for every parameter set within the bounds.
+        start: name -> value > 0, in the order of the search.
+        bounds: name -> (low, high) for parameters with physical limits (an efficiency is at most 1).
+        step: first step, relative (0.4: a factor of 1.5).
         tolerance: last step.
-        evaluations: most calls of `cost`.
+        evaluations: maximum number of calls of `cost`.
 
     Returns:
-        Name -> value, each inside its bounds, with a cost never above the start's.
+        Name -> value, within the bounds, with a cost of at most the start's.
     """
     limits = {name: (bounds or {}).get(name, (0.0, math.inf)) for name in start}
     best = {name: _clip(value, limits[name]) for name, value in start.items()}
@@ -62,15 +62,15 @@ def log_error(predicted: float, measured: float) -> float:
 
 
 def robust_mean(errors: Sequence[float], scale: float = 0.1) -> float:
-    """Mean of scale^2 (sqrt(1 + (e/scale)^2) - 1): squared near 0, linear beyond `scale`, so that one odd source does
-    not bend the fit (pseudo-Huber loss)."""
+    """Mean of scale^2 (sqrt(1 + (e/scale)^2) - 1): quadratic near 0, linear beyond `scale`, so that one odd source does
+    not distort the fit (pseudo-Huber loss)."""
     if not errors:
         return 0.0
     return sum(scale * scale * (math.sqrt(1 + (error / scale) ** 2) - 1) for error in errors) / len(errors)
 
 
 def median(values: Sequence[float]) -> float:
-    """Median; 0 of nothing."""
+    """The median; 0 for an empty sequence."""
     ordered, middle = sorted(values), len(values) // 2
     if not ordered:
         return 0.0
@@ -78,5 +78,5 @@ def median(values: Sequence[float]) -> float:
 
 
 def rounded(values: Mapping[str, float], digits: int = 3) -> dict[str, float]:
-    """Values to three significant digits, as the shipped defaults are written."""
+    """Values rounded to three significant digits, like the shipped defaults."""
     return {name: float(f"{value:.{digits}g}") for name, value in values.items()}

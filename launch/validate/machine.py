@@ -1,4 +1,4 @@
-"""The cluster that a measured point ran on, as the network model takes it."""
+"""The cluster that a measured point ran on, in the terms of the network model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from launch.validate.points import Point
 
 GBIT = 1e9 / 8
 NIC_GBIT = {"A100": 200.0}
-"""Of a GPU's own NIC where a source does not say: DGX A100 200, DGX H100 and later 400."""
+"""Rate of a GPU's own NIC if the source does not state it: DGX A100 200, DGX H100 and later 400."""
 
 
 def cluster_of(point: Point, gpu: Gpu) -> ClusterSpec:
-    """Nodes, GPUs and NICs of a point with this GPU. `8x400Gbit` is eight NICs, `3200Gbit EFA` all of a node
-    together; one NIC a GPU where not stated."""
+    """Nodes, GPUs and NICs of a point with this GPU. `8x400Gbit` means eight NICs, `3200Gbit EFA` all NICs of a node
+    together. The default is one NIC per GPU."""
     gpus, per_node = point.num_gpus or 1, max(1, point.integer("hardware.gpus_per_node", 8) or 8)
     nics, each = per_node, next((rate for name, rate in NIC_GBIT.items() if name in gpu.name), 400.0)
     stated = re.search(r"(?:(\d{1,3})\s*x\s*)?(\d{1,5})\s*G(?:bit|b/s|bps)", point.text("hardware.nic", ""))

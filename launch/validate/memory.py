@@ -1,9 +1,9 @@
-"""Measured memory of training runs, and whether runs fitted, beside `launch.planner.memory.training`.
+"""Compares measured memory of training runs, and whether they fitted, with `launch.planner.memory.training`.
 
-What a point leaves out is taken as the engine class does it by default: no recomputation (FSDP programs: per-operator
-selective), gradients accumulated in fp32 (bf16 in FP8 runs), sequence parallelism with TP, the distributed optimizer,
-whole experts (expert TP 1), no expandable segments. GELU models are GPT-2 blocks: biases everywhere, and as many
-learned positions as the sequence is long.
+Fields that a point omits get the default of the engine class: no recomputation (FSDP programs: per-operator selective),
+gradients accumulated in fp32 (bf16 in FP8 runs), sequence parallelism with TP, the distributed optimizer, whole experts
+(expert TP 1), no expandable segments. GELU models are GPT-2 blocks: biases everywhere, and as many learned positions as
+the sequence is long.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ STAGE_BYTES = {"peak_memory_bytes": "allocated", "peak_reserved_bytes": "reserve
                "steady_allocated_bytes": "resident"}
 """Quantity -> field of `StageMemory`."""
 TYPICAL = {"slack_share": 0.05, "fragmentation_share": 0.1}
-"""Where the search starts, and what a share keeps of which no point says anything."""
+"""Start of the search, and the value of a share that no point constrains."""
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 LORA_RANK = 16
-"""Where a LoRA run does not say."""
+"""Rank of a LoRA run that does not state it."""
 ENOUGH = 1.5
-"""The fragmentation share is this many times the least that rules out the known out-of-memory runs: a bound is not an
-estimate."""
+"""The fragmentation share is this many times the smallest one that explains the known out-of-memory runs, because a
+bound is not an estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A point as the model takes it."""
+    """A point in the model's terms."""
 
     shape: ModelShape
     layout: TrainingLayout
     engine: TrainerEngine
     tokens: int
-    """Of a micro-batch, over its CP ranks."""
+    """Tokens of a micro-batch, over all its CP ranks."""
     micro_batches: int
 
 
@@ -55,7 +55,7 @@ def default() -> MemoryCoefficients:
 
 
 def predict(point: Point, coefficients: MemoryCoefficients) -> list[Predicted]:
-    """Each measured quantity of a memory point."""
+    """Predict each measured quantity of a memory point."""
     listed = {name: point.number(f"measured.{name}") for name in STAGE_BYTES}
     known = {name: value for name, value in listed.items() if value is not None}
     fitted = _fitted(point)
@@ -73,8 +73,8 @@ def predict(point: Point, coefficients: MemoryCoefficients) -> list[Predicted]:
 
 
 def calibrate(points: Sequence[Point], start: MemoryCoefficients) -> MemoryCoefficients:
-    """`slack_share` from the reserved peaks without a pipeline, then `fragmentation_share` from the pipelined runs
-    that are known to have run out of memory. What no point speaks of keeps `start`'s value."""
+    """Fit `slack_share` to the reserved peaks without a pipeline, then `fragmentation_share` to the pipelined runs that
+    are known to have run out of memory. A coefficient without points keeps its value from `start`."""
     used = [point for point in points if point.calibrates and point.gpu and _setup(point)[0] is not None]
 
     def cost(values: Mapping[str, float]) -> float:
@@ -96,7 +96,7 @@ def calibrate(points: Sequence[Point], start: MemoryCoefficients) -> MemoryCoeff
 
 
 def _least_fragmentation(point: Point, coefficients: MemoryCoefficients) -> float | None:
-    """Share of the activations that must be lost for the run not to fit."""
+    """Smallest share of the activations whose loss explains that the run does not fit."""
     setup = _setup(point)[0]
     if setup is None or setup.layout.pp == 1:
         return None
@@ -105,7 +105,7 @@ def _least_fragmentation(point: Point, coefficients: MemoryCoefficients) -> floa
 
 
 def _memory(point: Point, setup: Setup, coefficients: MemoryCoefficients) -> TrainingMemory:
-    # What a run takes does not depend on the GPU, only whether that fits.
+    # The memory of a run does not depend on the GPU; only whether it fits does.
     return training_memory(
         setup.shape, setup.layout, setup.tokens, point.gpu or H100, coefficients, micro_batches=setup.micro_batches,
         engine=setup.engine, dropout=bool(point.number("dropout")),
@@ -114,7 +114,7 @@ def _memory(point: Point, setup: Setup, coefficients: MemoryCoefficients) -> Tra
 
 
 def _setup(point: Point) -> tuple[Setup | None, str]:
-    """The point as the model takes it, or the reason why it cannot."""
+    """The point in the model's terms, or the reason why there is none."""
     if point.model is None:
         return None, point.model_problem
     sizes, length = point.sizes(), point.integer("seq_len")
@@ -163,7 +163,7 @@ def _shape(point: Point, model: ModelShape) -> ModelShape:
 
 
 def _reported(point: Point, memory: TrainingMemory, field: str, value: float) -> int:
-    """The stage that the source's number speaks of; where it does not say, the end that is nearer to it."""
+    """The stage that the source's number refers to. If it does not say, the end of the pipeline closer to the number."""
     first, last = memory.stages[0], memory.stages[-1]
     rank = (point.text("reported_rank") or "").lower()
     stated: list[StageMemory] = [first, last]
@@ -173,7 +173,7 @@ def _reported(point: Point, memory: TrainingMemory, field: str, value: float) ->
 
 
 def _fitted(point: Point) -> bool | None:
-    """Whether the run fitted, where that is what the point says."""
+    """Whether the run fitted, if the point says so."""
     if (point.text("outcome") or "").startswith("oom"):
         return False
     return point.flag("measured.fits")

@@ -1,4 +1,4 @@
-"""Parameter counts of the measured files' models beside `launch.planner.parameters`."""
+"""Compares parameter counts of the measured files' models with `launch.planner.parameters`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TYPICAL: Mapping[str, float] = {}
 
 @dataclass(frozen=True)
 class NoCoefficients(Coefficients):
-    """Counting needs none."""
+    """Counting needs no coefficients."""
 
     PREFIX = "coefficients.parameters"
 
 
 def predict(point: Point, coefficients: Coefficients) -> list[Predicted]:
-    """The count of a model whose exact number of parameters is given."""
+    """The parameter count of a model whose exact count is published."""
     published = point.integer("measured.parameters")
     if published is None:
         return []
@@ -32,7 +32,7 @@ def predict(point: Point, coefficients: Coefficients) -> list[Predicted]:
 
 
 def calibrate(points: Sequence[Point], start: Coefficients) -> Coefficients:
-    """Nothing to calibrate."""
+    """There is nothing to calibrate."""
     return start
 
 

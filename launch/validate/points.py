@@ -1,8 +1,8 @@
-"""Measured points, in the format of `benchmarks/measured/README.md`: typed access that tolerates what sources leave
-out.
+"""Measured points in the format of `benchmarks/measured/README.md`: typed access that tolerates omissions of the
+sources.
 
-Values that are null or `not_stated` read as absent. A model described in words only, a GPU that is not in the table:
-the point is loaded, `model` or `gpu` is None and `model_problem` or `gpu_problem` says why.
+Values that are null or `not_stated` count as absent. A point whose model is only described in words, or whose GPU is
+not in the table, is loaded with `model` or `gpu` None, and `model_problem` or `gpu_problem` gives the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from launch.model.shape import ModelShape
 FILE_KINDS = ("training", "memory", "rl_steps", "decode", "weight_sync", "collectives")
 NOT_STATED = "not_stated"
 LARGEST = 10 ** 15
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)     # the C loader is ten times as fast
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)     # the C loader is ten times faster
 _MLP_MATRICES = {"swiglu": 3, "geglu": 3, "gelu": 2, "squared_relu": 2, "relu": 2}
 _MISSING = object()
 
@@ -32,30 +32,30 @@ class Point:
 
     id: str
     kind: str
-    """`FILE_KINDS`, or `parameters` for a model whose exact count is given."""
+    """One of `FILE_KINDS`, or `parameters` for a model whose exact count is given."""
     regime: str
-    """Group for scoring: errors are compared inside one."""
+    """Group for scoring. Errors are compared within a group."""
     source: str
-    """Repository or site, the unit that is left out of a calibration."""
+    """Repository or site: the unit that is left out of a calibration."""
     confidence: str
     """read, transcribed or secondary."""
     data: Mapping[str, Any]
-    """The point as the file has it."""
+    """The point as written in the file."""
     model: ModelShape | None
     model_name: str
     model_data: Mapping[str, Any] = field(default_factory=dict)
-    """The model's entry in the file with the point's `model_overrides`."""
+    """The model's entry in the file, with the point's `model_overrides` applied."""
     model_problem: str = ""
     gpu: Gpu | None = None
     gpu_problem: str = ""
 
     @property
     def calibrates(self) -> bool:
-        """False for pages that quote another source."""
+        """Whether the point may be used to calibrate. False for pages that quote another source."""
         return self.confidence != "secondary"
 
     def get(self, path: str, default: Any = None) -> Any:
-        """The value at a dotted path ("measured.step_time_s"); `default` where absent, null or not stated."""
+        """The value at a dotted path ("measured.step_time_s"); `default` if it is absent, null or not stated."""
         value: Any = self.data
         for name in path.split("."):
             value = value.get(name, _MISSING) if isinstance(value, Mapping) else _MISSING
@@ -66,7 +66,7 @@ class Point:
     @overload
     def number(self, path: str, default: float) -> float: ...
     def number(self, path: str, default: float | None = None) -> float | None:
-        """A finite number of at least 0 at a path; numbers in text ("1e9") count, anything else is absent."""
+        """A finite number >= 0 at a path. Numbers in text ("1e9") count; anything else is absent."""
         value = self.get(path)
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             return default
@@ -81,7 +81,7 @@ class Point:
     @overload
     def integer(self, path: str, default: int) -> int: ...
     def integer(self, path: str, default: int | None = None) -> int | None:
-        """A whole number at a path, of a size that counts of anything here have."""
+        """A whole number at a path, at most `LARGEST`."""
         number = self.number(path)
         return default if number is None or number != int(number) or number > LARGEST else int(number)
 
@@ -90,7 +90,7 @@ class Point:
     @overload
     def text(self, path: str, default: str) -> str: ...
     def text(self, path: str, default: str | None = None) -> str | None:
-        """A text at a path; `not stated (rank 0 ...)` is a text."""
+        """A text at a path. `not stated (rank 0 ...)` is a text."""
         value = self.get(path)
         return value if isinstance(value, str) and value else default
 
@@ -103,7 +103,7 @@ class Point:
         return value if isinstance(value, bool) else default
 
     def sizes(self, path: str = "parallelism") -> dict[str, int]:
-        """The stated sizes of a parallel layout (tp, pp, cp, dp, vpp, ep, fsdp); those not stated are not in it."""
+        """The stated sizes of a parallel layout (tp, pp, cp, dp, vpp, ep, fsdp). Sizes that are not stated are absent."""
         names = self.get(path)
         if not isinstance(names, Mapping):
             return {}
@@ -111,8 +111,8 @@ class Point:
         return {name: size for name, size in sizes.items() if size is not None and size > 0}
 
     def recompute(self, default: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """Recomputed modules: () for none, ("full",), ("core_attn", "layernorm"); `default` where not stated.
-        "selective" and "selective_attention" are what Megatron recomputes by that name: core attention."""
+        """Recomputed modules: () for none, ("full",), ("core_attn", "layernorm"); `default` if not stated.
+        "selective" and "selective_attention" are Megatron's names for recomputing core attention."""
         value = self.get("recompute")
         if value is None:
             return default
@@ -127,11 +127,11 @@ class Point:
 
 
 def load(directory: str | Path) -> list[Point]:
-    """All points of the YAML files of a directory, which may hold any of `FILE_KINDS`, in the files' order by name.
+    """All points of the YAML files of a directory, which may hold any of `FILE_KINDS`, sorted by file name.
 
     Raises:
-        UserError: no such directory, no YAML file in it, a file that cannot be read, is not YAML, has an unknown kind
-            or no list of points.
+        UserError: the directory is missing or has no YAML file, or a file cannot be read, is not YAML, has an unknown
+            kind or no list of points.
     """
     folder = Path(directory)
     if not folder.is_dir():
@@ -146,7 +146,7 @@ def load(directory: str | Path) -> list[Point]:
     for file in files:
         document = _read(file)
         if file.stem not in FILE_KINDS and not {"kind", "points"} & set(document):
-            continue        # something else that is kept beside the points
+            continue        # another file kept next to the points
         models = _mapping(document.get("models"), f"{file}, models")
         points += _points(document, models, file)
         for name, fields in models.items():
@@ -200,7 +200,7 @@ def _point(kind: str, data: Mapping[str, Any], models: Mapping[str, Any], fallba
 
 
 def _count_point(name: str, fields: Any, file: Path) -> Point | None:
-    """A model with an exact number of parameters is a point of its own."""
+    """A model with an exact number of parameters is a point by itself."""
     if not isinstance(fields, Mapping) or not isinstance(fields.get("params"), int):
         return None
     shape, problem = _shape(name, fields)
@@ -225,7 +225,7 @@ def _model(name: str, data: Mapping[str, Any],
 
 
 def _shape(name: str, fields: Mapping[str, Any]) -> tuple[ModelShape | None, str]:
-    """A model's entry as a shape, or the reason why it cannot be one."""
+    """A model's entry as a shape, or the reason why there is none."""
     if isinstance(fields.get("architecture"), str):
         return None, f"model {name}: {fields['architecture']}"
     experts = _whole(fields.get("num_experts")) or 0

@@ -1,4 +1,4 @@
-"""A whole validation, as data and as JSON."""
+"""A complete validation, as data and as JSON."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SCHEMA_VERSION = 1
 @dataclass(frozen=True, slots=True)
 class Report:
     rows: list[Row]
-    """One for each measured quantity of each point."""
+    """One row per measured quantity of each point."""
     regimes: dict[tuple[str, str], Score]
     kinds: dict[str, list[Score]]
     checks: list[Requirement]
     left_out: list[LeftOut]
     left_out_note: str
-    """Why `left_out` is empty; empty where it is not."""
+    """Why `left_out` is empty; "" if it is not."""
 
     @property
     def unpredicted(self) -> list[Row]:
@@ -45,10 +45,10 @@ def evaluate(points: Sequence[Point], kind: str | None = None, leave_out: bool =
     """Run the models over the points.
 
     Args:
-        points: as loaded.
-        kind: only this one of `interface.KINDS`.
+        points: the loaded points.
+        kind: only this kind of `interface.KINDS`.
         leave_out: also fit without each source in turn.
-        find: gives a kind's model.
+        find: returns a kind's model.
     """
     rows = predict([point for point in points if kind is None or point.kind == kind], find)
     left_out, note = _left_out(rows, find) if leave_out else ([], "not asked for (--no-leave-out)")
@@ -65,8 +65,8 @@ def _left_out(rows: Sequence[Row], find: Callable[[str], KindModule]) -> tuple[l
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The document that `megatron-rl plan accuracy --json` prints. Keys of `regimes` are "kind/regime"; a range is
-    measured as [low, high]."""
+    """The document that `megatron-rl plan accuracy --json` prints. Keys of `regimes` are "kind/regime". A measured
+    range is [low, high]."""
     return {
         "schema_version": SCHEMA_VERSION,
         "points": [{**_point(row), "predicted": row.result.predicted, "error": row.result.error}
@@ -88,8 +88,8 @@ def _point(row: Row) -> dict[str, Any]:
 
 
 def _source_left_out(each: LeftOut) -> dict[str, Any]:
-    """`class` where a kind's classes are fitted apart; `left_out` is null with a `reason` where nothing is left to
-    fit."""
+    """`class` is set if the classes of a kind are fitted separately. `left_out` is null, with a `reason`, if there is
+    nothing left to fit."""
     found: dict[str, Any] = {"kind": each.kind, "source": each.source, "class": each.part or None,
                              "calibrated_on_all": _score(each.inside),
                              "left_out": None if each.outside is None else _score(each.outside)}

@@ -1,4 +1,4 @@
-"""Measured RL jobs beside `planner.rl_step`: each phase, and the step."""
+"""Compares measured RL jobs with `launch.planner.time.step`: each phase, and the whole step."""
 
 from __future__ import annotations
 
@@ -40,17 +40,16 @@ QUANTITIES: Mapping[str, str] = {
     "reference_logprob_time_s": "s", "refit_time_s": "s"}
 
 SIGMA = 0.6
-"""Shape of the response lengths, which no source gives: a short tail suits these points best."""
+"""Shape of the response lengths, which no source states. A short tail fits these points best."""
 RESPONSE = 1050
-"""Mean response tokens where not stated; sources that state it have 395 to 5,698, and this one suits the points without
-a length best. Such a point is predicted, its reason says so, and it takes no part in the calibration of the
-coefficients."""
+"""Mean response tokens if not stated. Sources that state it have 395 to 5,698, and this value fits the points without a
+length best. Such a point is predicted, its reason says so, and it is not used to calibrate."""
 PROMPT = 130
-"""Mean prompt tokens where not stated: the middle of those that state it (103 to 174)."""
+"""Mean prompt tokens if not stated: the middle of the stated values (103 to 174)."""
 MAX_NUM_SEQS = 1024
 """Default of vLLM's V1 engine on GPUs with 70 GB and more."""
 UTILIZATION = {"colocated_sync": 0.6, "one_step_off": 0.85, "fully_async": 0.85}
-"""Share of the GPU that engines take, where not stated: beside a trainer, and alone."""
+"""Share of the GPU's memory that engines take if not stated: next to a trainer, and alone."""
 MODES: Mapping[str, StepMode] = {
     "colocated_sync": "synchronous", "one_step_off": "one_step_off", "fully_async": "fully_async"}
 
@@ -60,9 +59,9 @@ TYPICAL = {"train_efficiency": 0.7, "mixture_efficiency": 0.5, "update_s": 1.0, 
 LIMITS = {"train_efficiency": (0.2, 1.0), "mixture_efficiency": (0.1, 1.0), "rollout_efficiency": (0.4, 1.1),
           "other_share": (0.005, 0.1), "update_s": (0.05, 4.0), "response_s": (1e-4, 1e-2)}
 SPREAD = 0.15
-"""Least half-width of a range."""
+"""Minimum half-width of a range."""
 HOLD = 0.003
-"""Weight of holding on to `TYPICAL`, as in `validate.decode`."""
+"""Weight of staying near `TYPICAL`, as in `validate.decode`."""
 
 
 def default() -> RlCoefficients:
@@ -70,7 +69,7 @@ def default() -> RlCoefficients:
 
 
 def predict(point: Point, coefficients: RlCoefficients) -> list[Predicted]:
-    """Each phase that the source lists, and the step."""
+    """Predict the step and each phase that the source lists."""
     values = _measured(point)
     if not values:
         return []
@@ -82,7 +81,7 @@ def predict(point: Point, coefficients: RlCoefficients) -> list[Predicted]:
 
 
 def calibrate(points: Sequence[Point], start: RlCoefficients) -> RlCoefficients:
-    """Fit of `TYPICAL`'s coefficients to all phases and steps, each point counting once; then the ranges."""
+    """Fit the coefficients in `TYPICAL` to all phases and steps, with equal weight per point, then the ranges."""
     found = [(job, _measured(point)) for point in points if point.calibrates
              for job in [_job(point)] if not isinstance(job, str) and not job.assumed]
     if not found:
@@ -101,7 +100,7 @@ def calibrate(points: Sequence[Point], start: RlCoefficients) -> RlCoefficients:
 
 
 def _ranges(found: Sequence[tuple[_Job, Mapping[str, float]]], c: RlCoefficients) -> dict[str, float]:
-    """Quartiles of what single points would want, at least `SPREAD` to either side of the fitted value."""
+    """Quartiles of the values that fit single points, at least `SPREAD` on either side of the fitted value."""
     wanted: dict[str, list[float]] = {"train_efficiency": [], "logprob_factor": [], "rollout_efficiency": []}
     for job, seconds in found:
         predicted = _phases(job, c)
@@ -120,10 +119,10 @@ def _ranges(found: Sequence[tuple[_Job, Mapping[str, float]]], c: RlCoefficients
 
 
 def _measured(point: Point) -> dict[str, float]:
-    """Quantity -> seconds. Waiting times (`rollout_wait_s`) are differences of overlapping phases and left out.
+    """Quantity -> seconds. Waiting times (`rollout_wait_s`) are differences of overlapping phases and are left out.
 
-    Some sources list the reference's pass apart and some within the log-probs: `logprob_time_s` is that of both, so
-    that what is predicted for it does not hang on how they list it.
+    Some sources list the reference's pass separately and some include it in the log-probs. `logprob_time_s` is the time
+    of both, so that its prediction does not depend on how they are listed.
     """
     listed = {name: point.number(f"measured.{name}") for name in QUANTITIES}
     values = {name: value for name, value in listed.items() if value is not None and value > 0}
@@ -134,7 +133,7 @@ def _measured(point: Point) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Job:
-    """A point in the model's terms, with the parts that no coefficient of this model changes."""
+    """A point in the model's terms, with the parts that do not depend on this model's coefficients."""
 
     mode: StepMode
     mixture: bool
@@ -146,11 +145,11 @@ class _Job:
     generation_s: float
     waits_for_all: bool
     passes: tuple[int, int]
-    """Log-prob passes over the policy, and over the reference."""
+    """Log-prob passes over the policy and over the reference."""
     model_bytes: float
     tensors: int
     assumed: str
-    """What the source does not say and the prediction takes for granted."""
+    """Assumption of the prediction about something that the source does not state."""
 
 
 def _phases(job: _Job, c: RlCoefficients) -> dict[str, float]:
@@ -167,7 +166,7 @@ def _phases(job: _Job, c: RlCoefficients) -> dict[str, float]:
 
 
 def _job(point: Point) -> _Job | str:
-    """The point in the model's terms, or the reason why it cannot be."""
+    """The point in the model's terms, or the reason why there is none."""
     if point.model is None or point.gpu is None:
         return point.model_problem or point.gpu_problem
     mode = MODES.get(point.text("mode") or "")
@@ -209,7 +208,7 @@ def _job(point: Point) -> _Job | str:
 
 
 def _lengths(point: Point, longest: int | None) -> tuple[float, Lengths, str] | str:
-    """Mean prompt, lengths of the responses, and what was assumed of them; or the reason why there are none."""
+    """(mean prompt, lengths of the responses, assumption about them), or the reason why there are none."""
     mean, total = point.number("mean_generated_tokens"), point.number("derived.mean_total_tokens")
     prompt = total - mean if mean and total and total > mean else PROMPT
     if mean is None and total is not None:
@@ -234,9 +233,9 @@ def _cluster(point: Point, gpu: Gpu, gpus: int) -> ClusterSpec:
 
 
 def _trainer_layout(point: Point, model: ModelShape, gpu: Gpu, gpus: int, budget: int) -> TrainingLayout | None:
-    """As stated; where TP or PP are not, the smallest that fits."""
+    """The stated layout, or the smallest one that fits if TP or PP is not stated."""
     sizes, fsdp = point.sizes(), _is_fsdp(point.text("framework") or "")
-    cp = sizes.get("cp", 1) * sizes.get("sp", 1)        # Ulysses splits sequences as CP does
+    cp = sizes.get("cp", 1) * sizes.get("sp", 1)        # Ulysses splits sequences like CP
     stated = "tp" in sizes and "pp" in sizes
     tps, pps = ([sizes["tp"]], [sizes["pp"]]) if stated else ([1, 2, 4, 8], [1, 2, 4, 8, 16])
     tried = sorted((tp * pp, pp, tp) for tp in tps for pp in pps if gpus % (tp * pp * cp) == 0)
@@ -256,12 +255,12 @@ def _precision(point: Point, role: str) -> Precision:
 
 
 def _is_fsdp(framework: str) -> bool:
-    """The engine class of the trainer: `fsdp` (PyTorch's, NeMo's DTensor), else Megatron."""
+    """Whether the trainer's engine class is `fsdp` (PyTorch's, NeMo's DTensor), not Megatron."""
     return re.search(r"fsdp|dtensor", framework, re.IGNORECASE) is not None
 
 
 def _work(sequences: int, prompt: float, lengths: Lengths, layout: TrainingLayout, budget: int) -> TrainingWork:
-    """Sequences packed into micro-batches of at most `budget` tokens."""
+    """The work of sequences packed into micro-batches of at most `budget` tokens."""
     mean = prompt + lengths.mean
     tokens = round(sequences * mean)
     fill = max(0.5, 1 - mean / (2 * budget)) if sequences > layout.dp else 1.0
@@ -272,8 +271,8 @@ def _work(sequences: int, prompt: float, lengths: Lengths, layout: TrainingLayou
 
 
 def _engines(point: Point, model: ModelShape, gpu: Gpu, gpus: int, longest: int) -> list[tuple[RolloutLayout, int]]:
-    """Engines as stated, with the tokens that their KV cache holds; where their TP is not, all that hold one
-    sequence."""
+    """Engines as stated, with the capacity of their KV cache in tokens. If their TP is not stated, all sizes that hold
+    one sequence."""
     sizes = point.sizes("rollout_parallelism")
     pp = sizes.get("pp", 1)
     share = point.number("rollout_gpu_memory_utilization", UTILIZATION[point.text("mode") or ""])
@@ -289,11 +288,11 @@ def _engines(point: Point, model: ModelShape, gpu: Gpu, gpus: int, longest: int)
 
 
 def _passes(point: Point) -> tuple[int, int]:
-    """Log-prob passes of a step over the policy and over the reference, from the configuration alone: fully
-    asynchronous runs take the engine's log-probs."""
+    """Log-prob passes of a step over the policy and over the reference, from the configuration alone. Fully
+    asynchronous runs use the engine's log-probs."""
     return int(point.text("mode") != "fully_async"), int(_keeps_reference(point))
 
 
 def _keeps_reference(point: Point) -> bool:
-    """GRPO as published has a KL term (arXiv 2402.03300), DAPO drops it (arXiv 2503.14476)."""
+    """GRPO as published has a KL term (arXiv 2402.03300), DAPO has none (arXiv 2503.14476)."""
     return (point.text("algorithm") or "").upper() == "GRPO"

@@ -1,4 +1,4 @@
-"""Predictions over a set of points, and how good they are: per regime, per kind, and with each source left out."""
+"""Predictions for a set of points and their quality: per regime, per kind, and with each source left out."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from launch.validate.interface import KINDS, VERDICTS, KindModule, Predicted
 from launch.validate.points import Point, load
 
 DEVELOPMENT = Path(__file__).resolve().parents[2] / "benchmarks" / "measured"
-"""The points on which the shipped coefficients are calibrated."""
+"""The points that the shipped coefficients are calibrated on."""
 
 MINIMUM = 8
-"""Points of a regime from which on its target counts."""
+"""Number of points from which a regime has a target."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the median of a group's absolute errors, and of its signed ones, must not exceed."""
+    """Upper limits of the medians of a group's absolute and signed errors."""
 
     absolute: float
     signed: float | None = None
@@ -35,9 +35,9 @@ TARGETS: dict[str, Target] = {"parameters": Target(0.0), "memory": Target(0.08),
                               "decode": Target(0.10, 0.04), "rl_steps": Target(0.25)}
 RL_TOTAL = Target(0.20)
 FEWEST = 3
-"""Points of a phase below which a median is none."""
+"""Number of points of a phase below which there is no target."""
 RL_TOTALS = ("step_time_s", "tokens_per_s_per_gpu")
-"""Quantities of an RL step that describe the whole of it; the others are phases."""
+"""Quantities of an RL step that describe the whole step. The others are phases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Row:
 
     @property
     def scored(self) -> bool:
-        """Has an error that belongs in a median."""
+        """Whether it has an error that enters a median."""
         return self.result.error is not None and self.result.quantity not in VERDICTS
 
 
@@ -63,12 +63,12 @@ class Score:
     absolute: float
     """Median of |error|."""
     signed: float
-    """Median of the error: above 0, the model says too much."""
+    """Median of the signed error. Above 0, the model predicts too much."""
     target: Target | None = None
 
     @property
     def met(self) -> bool | None:
-        """None where no target applies."""
+        """Whether the target is met; None without a target."""
         if self.target is None:
             return None
         return self.absolute <= self.target.absolute and (
@@ -77,22 +77,22 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A source that did not take part in the calibration."""
+    """A source that was left out of the calibration."""
 
     kind: str
     source: str
     part: str
-    """Of its points, those of one class (`KindModule`); empty where a kind's points share coefficients."""
+    """Class of its points (`KindModule`); empty if all points of the kind share coefficients."""
     inside: Score
     """Errors at this source's points with the shipped coefficients."""
     outside: Score | None
-    """The same points, with coefficients fitted to the other sources from neutral values (`KindModule.TYPICAL`). None:
-    there is nothing to fit, see `reason`."""
+    """Errors at the same points, with coefficients fitted to the other sources from neutral values
+    (`KindModule.TYPICAL`). None if there is nothing to fit, see `reason`."""
     reason: str = ""
 
 
 def module(kind: str) -> KindModule:
-    """The model of a kind; imported when it is needed."""
+    """The model of a kind, imported on demand."""
     return importlib.import_module(f"launch.validate.{kind}")
 
 
@@ -117,7 +117,8 @@ def predict(points: Iterable[Point], find: Callable[[str], KindModule] = module,
 
 
 def _predict(model: KindModule, point: Point, coefficients: Coefficients) -> list[Row]:
-    """A point that the model refuses or stumbles over is an unpredicted point, not the end of the table."""
+    """Predict one point. A point that the model refuses or fails on is an unpredicted point, not the end of the
+    table."""
     try:
         results = model.predict(point, coefficients)
     except UserError as error:
@@ -144,7 +145,7 @@ def _unpredicted(point: Point, reason: str) -> Predicted:
 
 
 def score(label: str, rows: Sequence[Row], target: Target | None = None) -> Score | None:
-    """Medians over the rows that have an error; None without any."""
+    """Medians over the rows that have an error; None if there are none."""
     scored = [row for row in rows if row.scored]
     if not scored:
         return None
@@ -154,7 +155,7 @@ def score(label: str, rows: Sequence[Row], target: Target | None = None) -> Scor
 
 
 def regime_scores(rows: Sequence[Row]) -> dict[tuple[str, str], Score]:
-    """(kind, regime) -> score. A target applies from `MINIMUM` points on."""
+    """(kind, regime) -> score. A regime has a target if it has at least `MINIMUM` points."""
     scores = {}
     for kind, regime in dict.fromkeys((row.point.kind, row.point.regime) for row in rows):
         members = [row for row in rows if (row.point.kind, row.point.regime) == (kind, regime)]
@@ -166,8 +167,8 @@ def regime_scores(rows: Sequence[Row]) -> dict[tuple[str, str], Score]:
 
 
 def kind_scores(rows: Sequence[Row]) -> dict[str, list[Score]]:
-    """Kind -> its scores: one for most; an RL step has one for each phase and one for the total, colocated and
-    disaggregated runs apart."""
+    """Kind -> its scores. Most kinds have one score. An RL step has one per phase and one for the total, separately for
+    colocated and disaggregated runs."""
     scores: dict[str, list[Score]] = {}
     for kind in KINDS:
         mine = [row for row in rows if row.point.kind == kind]
@@ -192,7 +193,7 @@ def _rl_groups(rows: Sequence[Row]) -> list[tuple[str, list[Row], Target | None]
 
 
 def placement_of(point: Point) -> str:
-    """Whether an RL run time-shares its GPUs."""
+    """Whether an RL run shares its GPUs between the roles over time."""
     return "colocated" if (point.text("mode") or "colocated").startswith("colocated") else "disaggregated"
 
 
@@ -200,9 +201,9 @@ def leave_one_out(rows: Sequence[Row], development: Sequence[Point],
                   find: Callable[[str], KindModule] = module) -> list[LeftOut]:
     """Fit every kind's coefficients without one source, for each source in turn, and predict the rows of that source.
 
-    Sources of `rows` that took no part in the calibration do not appear: their errors are out-of-sample as they are.
-    Where no other source says anything about a kind, or about a class that shares no coefficient with others, there
-    is no error: it would be that of the neutral values.
+    Sources of `rows` that were not used to calibrate do not appear: their errors are out-of-sample anyway. If no other
+    source constrains a kind, or a class without shared coefficients, there is no error, because it would be the error
+    of the neutral values.
     """
     jobs: list[tuple[str, list[Row], list[Point]]] = []
     for kind in KINDS:
@@ -219,7 +220,7 @@ def leave_one_out(rows: Sequence[Row], development: Sequence[Point],
 
 
 def _left_out(find: Callable[[str], KindModule], job: tuple[str, list[Row], list[Point]]) -> LeftOut | None:
-    """Rows of one source, predicted from the points of the others."""
+    """Rows of one source, predicted with coefficients from the points of the others."""
     part, mine, others = job
     kind, source = mine[0].point.kind, mine[0].point.source
     inside = score(source, mine)

@@ -1,4 +1,4 @@
-"""A validation as tables: in the terminal, at most 100 columns wide, and in Markdown."""
+"""A validation as tables: on the terminal, at most 100 columns wide, and in Markdown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHECK = {True: "pass", False: "FAIL", None: "-"}
 
 
 def print_report(report: Report, units: Mapping[str, Mapping[str, str]], console: Console | None = None) -> None:
-    """Print everything: points, regimes, kinds, sources left out, checks, and what could not be predicted.
+    """Print everything: points, regimes, kinds, sources left out, checks, and points that could not be predicted.
 
     Args:
         report: the validation.
@@ -45,13 +45,13 @@ def print_report(report: Report, units: Mapping[str, Mapping[str, str]], console
         console.print(_table("checks", *_checks(report)))
     if report.unpredicted:
         console.print(_table("not predicted", *_unpredicted(report.unpredicted)))
-    console.print("Errors are (predicted - measured) / measured; for a published range 0 inside, from its nearer end "
-                  "outside.")
+    console.print("Errors are (predicted - measured) / measured. For a published range the error is 0 inside, and "
+                  "relative to the nearer end outside.")
     console.print(f"Targets apply per kind and to regimes of {MINIMUM} points or more.")
 
 
 def markdown(report: Report) -> str:
-    """Everything but the single points and the regimes that are predicted well."""
+    """Everything except the single points and the regimes that are predicted well."""
     parts = [("Kinds", _kinds(report)),
              (f"Regimes with a median error above {LARGE:.0%}", _regimes(report, LARGE)), ("Checks", _checks(report)),
              ("Each source left out in turn", _left_out(report.left_out)),
@@ -63,7 +63,7 @@ Cells = Sequence[Sequence[str]]
 
 
 def _points(kind: str, rows: Sequence[Row], units: Mapping[str, str]) -> Table:
-    """Regime by regime, each in the file's order."""
+    """All points by regime, in the order of the file."""
     table = Table(box=SIMPLE_HEAD, title=kind, title_justify="left", pad_edge=False)
     table.add_column("point", overflow="fold", min_width=36)
     table.add_column("quantity", overflow="fold", max_width=20)
@@ -77,7 +77,7 @@ def _points(kind: str, rows: Sequence[Row], units: Mapping[str, str]) -> Table:
 
 
 def _compared(row: Row, units: Mapping[str, str]) -> tuple[str, str, str]:
-    """Predicted, measured, error."""
+    """(predicted, measured, error)."""
     result = row.result
     if result.quantity in VERDICTS:
         said, was = _YES_NO[bool(result.predicted)], _YES_NO[bool(result.measured_low)]
@@ -148,8 +148,8 @@ def percent(error: float | None) -> str:
 
 
 def figure(value: float | None, unit: str) -> str:
-    """A number with three digits, seconds and bytes with their unit (14.7 s, 58.8 GB); the names of other quantities
-    say theirs."""
+    """A number with three digits. Seconds and bytes have their unit (14.7 s, 58.8 GB); the names of other quantities
+    contain it."""
     if value is None:
         return ""
     if unit in ("", "parameters"):
@@ -164,6 +164,6 @@ def figure(value: float | None, unit: str) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three significant digits, no exponent."""
+    """Three significant digits, without an exponent."""
     size = abs(value)
     return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"

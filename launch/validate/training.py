@@ -1,13 +1,12 @@
-"""Measured training runs beside `planner.training_time`: the time of a step, or tokens per second and GPU.
+"""Compares measured training runs with `launch.planner.time.training`: step time, or tokens per second per GPU.
 
-What a point leaves out is taken as published recipes do it by default: micro-batches of one sequence, nothing
-recomputed, gradients in bf16 (FSDP programs: fp32), two chunks a rank in a pipeline, many micro-batches where no
-batch is given.
+Fields that a point omits get the defaults of published recipes: micro-batches of one sequence, no recomputation,
+gradients in bf16 (FSDP programs: fp32), two chunks per pipeline rank, and many micro-batches if no batch size is given.
 
-Engine classes, besides FSDP programs (whose layout says so):
-    fp16 runs         Megatron before fused attention: scores are stored; and before sequence parallelism where all is
-                      recomputed (arXiv 2205.14135, 2205.05198)
-    fine-tuning       sequences are packed from short ones, which attend to themselves only: see `PACKED`
+Engine classes, besides FSDP programs, which are recognised by their layout:
+    fp16 runs         Megatron before fused attention, which stores the scores, and before sequence parallelism if all
+                      is recomputed (arXiv 2205.14135, 2205.05198)
+    fine-tuning       sequences are packed from short ones that attend only to themselves: see `PACKED`
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ QUANTITIES: Mapping[str, str] = {"step_time_s": "s", "tokens_per_s_per_gpu": "to
 
 TYPICAL = {"gemm_bf16": 0.85, "gemm_fp8": 0.75, "gemm_memory": 0.5, "attention": 0.5,
            "hbm": 0.8, "tp_exposed": 0.4, "overlap_cost": 0.2, "layer_s": 1e-4, "step_s": 0.03, "fsdp_rate": 0.9}
-"""Where the search starts, and what it holds on to where the points say nothing: a deviation of e^1 costs `HOLD`."""
+"""Start of the search, and the values of coefficients that no point constrains. A deviation of e^1 costs `HOLD`."""
 LIMITS = {"gemm_bf16": (0.5, 1.0), "gemm_fp8": (0.4, 1.0), "gemm_memory": (0.05, 1.0), "attention": (0.3, 0.75),
           "hbm": (0.4, 0.95), "tp_exposed": (0.05, 1.0), "overlap_cost": (0.02, 0.6),
           "layer_s": (1e-5, 1e-3), "step_s": (1e-3, 0.2), "fsdp_rate": (0.5, 1.0)}
 HOLD = 0.003
 SCALE = 0.05
-"""Errors beyond it count linearly."""
+"""Errors beyond this count linearly."""
 
 PACKED = 0.25
-"""E[t^2]/E[t] of packed fine-tuning samples over the pack's length. An assumption: question-and-answer sets are far
-shorter than their packs, document sets nearly as long."""
+"""E[t^2]/E[t] of packed fine-tuning samples over the length of the pack. This is an assumption: samples of
+question-and-answer sets are far shorter than their packs, those of document sets nearly as long."""
 MANY = 32
-"""Micro-batches of a rank where no batch is given."""
+"""Micro-batches per rank if no batch size is given."""
 UNKNOWN_CHUNKS = 2
-"""Of a pipeline rank whose schedule is not stated: between 1F1B and one layer a chunk."""
+"""Chunks of a pipeline rank whose schedule is not stated: between 1F1B and one layer per chunk."""
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 PRECISIONS: Mapping[str, Precision] = {"bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "fp32": "fp32"}
 CONVENTIONS: Mapping[str, FlopsConvention] = {name: name for name in get_args(FlopsConvention)}
@@ -55,7 +54,7 @@ LORA_RANK = 16
 
 @dataclass(frozen=True)
 class Run:
-    """A point as the model takes it."""
+    """A point in the model's terms."""
 
     shape: ModelShape
     layout: TrainingLayout
@@ -71,7 +70,7 @@ def default() -> TrainingCoefficients:
 
 
 def predict(point: Point, coefficients: TrainingCoefficients) -> list[Predicted]:
-    """The step time, or the rate where the step's size is not known."""
+    """Predict the step time, or the rate if the size of the step is not known."""
     known = _measured(point)
     if not known:
         return []
@@ -82,8 +81,8 @@ def predict(point: Point, coefficients: TrainingCoefficients) -> list[Predicted]
 
 
 def calibrate(points: Sequence[Point], start: TrainingCoefficients) -> TrainingCoefficients:
-    """Fit of `TYPICAL`'s coefficients : mean robust error of each regime, weighted with the root
-    of its points, so that a table of many rows does not drown a table of few."""
+    """Fit the coefficients in `TYPICAL`. The mean robust error of each regime is weighted by the square root of its
+    number of points, so that a long table does not outweigh a short one."""
     regimes: dict[str, list[Run]] = {}
     for point in points:
         if point.calibrates and _measured(point):
@@ -101,7 +100,7 @@ def calibrate(points: Sequence[Point], start: TrainingCoefficients) -> TrainingC
 
 
 def time_of(run: Run, coefficients: TrainingCoefficients) -> TrainingTime:
-    """The step of a run."""
+    """The step time of a run."""
     return training_time(run.shape, run.layout, run.work, run.cluster, coefficients, lora_rank=run.lora_rank)
 
 
@@ -111,7 +110,7 @@ def _value(run: Run, coefficients: TrainingCoefficients) -> float:
 
 
 def _measured(point: Point) -> tuple[str, float] | None:
-    """What is compared: the step time, else the rate; measured before derived."""
+    """The value to compare: the step time, or else the rate; measured values before derived ones."""
     for quantity in QUANTITIES:
         for place in ("measured", "derived"):
             value = point.number(f"{place}.{quantity}")
@@ -123,7 +122,7 @@ def _measured(point: Point) -> tuple[str, float] | None:
         return None
     length = point.integer("seq_len")
     if point.model is None or convention is None or not length:
-        return "tokens_per_s_per_gpu", rate * 1e12      # run_of says why it cannot be compared
+        return "tokens_per_s_per_gpu", rate * 1e12      # run_of gives the reason why it cannot be compared
     return "tokens_per_s_per_gpu", rate * 1e12 / flops_per_token(point.model, length, convention=convention)
 
 
@@ -133,7 +132,7 @@ def _batch(point: Point) -> int | None:
 
 
 def run_of(point: Point) -> Run | str:
-    """The point in the model's terms, or the reason why it cannot be."""
+    """The point in the model's terms, or the reason why there is none."""
     if point.model is None or point.gpu is None:
         return point.model_problem or point.gpu_problem
     length, gpus = point.integer("seq_len"), point.num_gpus
@@ -161,7 +160,7 @@ def run_of(point: Point) -> Run | str:
 
 
 def _layout(point: Point, model: ModelShape, gpus: int, precision: Precision) -> tuple[TrainingLayout | str, int]:
-    """The layout, and sequences of a micro-batch."""
+    """The layout, and the number of sequences per micro-batch."""
     sizes = point.sizes()
     tp, pp, cp = (sizes.get(name, 1) for name in ("tp", "pp", "cp"))
     if "dp" not in sizes and gpus % (tp * pp * cp):

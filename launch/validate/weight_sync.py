@@ -1,18 +1,18 @@
-"""Published weight transfers beside the lower bound of `launch.fabric` and a cost of their engine class.
+"""Compares published weight transfers with the lower bound of `launch.fabric` and with a cost per engine class.
 
-No published system moves shards as `launch.fabric` does, so `expected` describes what they do, in classes:
+No published system moves shards as `launch.fabric` does, so `expected` describes what these systems do, in classes:
 
-    gather_broadcast   full tensors gathered on the trainer, one sender, a call for a tensor
-    bucket_broadcast   packed buckets, one sender for each pipeline stage (also over NIXL); what says nothing of its way
+    gather_broadcast   full tensors gathered on the trainer, one sender, one call per tensor
+    bucket_broadcast   packed buckets, one sender per pipeline stage (also over NIXL); the default without details
     reshard            every rank sends its overlap, or receivers pull it (also RDMA)
     send_plan          a plan of many unpacked sends and receives
     host_checkpoint    through host memory, everything to every GPU
     handover           trainer and engine on the same GPUs
     delta              only changed elements, encoded
 
-The class is read from the transport's words, never from regime or source. Most classes have points of a single
-source, so that their coefficients describe that system and no other. Bounds assume the best conceivable route: a node
-takes each byte once, over all its NICs.
+The class is read from the description of the transport, never from regime or source. Most classes have points of a
+single source, so their coefficients describe only that system. Bounds assume the best conceivable route: a node
+receives each byte once, over all its NICs.
 """
 
 from __future__ import annotations
@@ -38,51 +38,51 @@ FITTED: Mapping[EngineClass, tuple[str, ...]] = {
     "reshard": ("reshard_fixed_s", "reshard_tensor_s"), "send_plan": ("send_plan_rate",),
     "host_checkpoint": ("host_fixed_s", "host_rate"),
     "handover": ("handover_fixed_s", "handover_rate"), "delta": ("delta_rate",)}
-"""Fewer than a class has points."""
+"""Fewer coefficients than a class has points."""
 TYPICAL = {"tensor_s": 3e-4, "gather_fixed_s": 1.0, "gather_share": 0.2, "bucket_share": 0.2, "reshard_fixed_s": 0.1,
            "reshard_tensor_s": 3e-4, "send_plan_rate": 5e10, "host_fixed_s": 1.0, "host_rate": 5e10,
            "handover_fixed_s": 1.0, "handover_rate": 1e10, "delta_rate": 5e8}
-"""Where the search starts: round numbers of the order that the parts suggest."""
+"""Start of the search: round numbers of the expected order of magnitude."""
 LINE_RATE = 50e9
-"""bytes/s of a NIC where a point does not say: 400 Gb/s, the fastest of these GPUs' generation."""
+"""bytes/s of a NIC if not stated: 400 Gb/s, the fastest NIC of these GPUs' generation."""
 OLDER_LINE_RATE = 25e9
-"""Of A100 nodes, for expected times (200 Gb/s is their usual NIC); bounds keep `LINE_RATE`."""
+"""bytes/s of a NIC of A100 nodes for expected times (200 Gb/s is usual). Bounds use `LINE_RATE`."""
 HOST_RATE = 64e9
 """bytes/s into a GPU from host memory: PCIe 5.0 x16 at line rate."""
 NODE_GPUS = 8
 TENSORS = 4000
-"""Of a model that is not described: between a dense model's hundreds and a mixture's tens of thousands."""
+"""Tensors of a model that is not described: between a dense model's hundreds and a mixture's tens of thousands."""
 LEAST_FIXED_S = 0.05
-"""A transfer between two programs does not start and end in less."""
+"""Minimum time for a transfer between two programs to start and end."""
 ENCODED = 0.78
-"""Bytes on the link over changed elements x their bytes, of a compressed delta."""
+"""Bytes on the link of a compressed delta, over the bytes of the changed elements."""
 ENGINE_SHARE = 0.45
-"""Most of a GPU's memory that weights take in an engine of unknown size: it also holds a KV cache."""
+"""Maximum share of a GPU's memory for weights in an engine of unknown size, which also holds a KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A point as the model takes it."""
+    """A point in the model's terms."""
 
     kind: EngineClass
     payload: float
-    """bytes of the whole model on the wire."""
+    """Bytes of the whole model on the wire."""
     engine_gpus: int
-    """That share one copy: TP, or a node where replicas share one."""
+    """GPUs that share one copy: TP, or a node if replicas share one."""
     engine_split: int
-    """Ranks over which the engine splits the weights."""
+    """Ranks that the engine splits the weights over."""
     training_gpus: int | None
     rollout_gpus: int | None
     stages: int
     """Pipeline stages that may send."""
     tensors: int
     nic: float | None
-    """bytes/s, where stated."""
+    """bytes/s, if stated."""
     older: bool
-    """A100 generation."""
+    """Whether the GPUs are of the A100 generation."""
     nvlink: float
     changed: float
-    """Share of the elements that travel; 1 for all."""
+    """Share of the elements that is transferred; 1 for all."""
 
 
 def default() -> PublishedSyncCoefficients:
@@ -90,7 +90,7 @@ def default() -> PublishedSyncCoefficients:
 
 
 def predict(point: Point, coefficients: PublishedSyncCoefficients) -> list[Predicted]:
-    """Time of a transfer: a figure or a range."""
+    """Predict the time of a transfer, measured as one value or as a range."""
     low = point.number("measured.sync_time_s", point.number("measured.sync_time_low_s"))
     if low is None:
         return []
@@ -101,8 +101,8 @@ def predict(point: Point, coefficients: PublishedSyncCoefficients) -> list[Predi
 
 
 def lower_bound_s(point: Point, coefficients: PublishedSyncCoefficients) -> float | None:
-    """Seconds below which no route can be, at line rate; from the payload alone where GPUs are not stated."""
-    del coefficients                             # line rates: nothing fitted enters a bound
+    """Lower bound in seconds of any route at line rate, from the payload alone if GPUs are not stated."""
+    del coefficients                             # line rates: a bound uses no fitted value
     transfer, _ = _transfer(point, bound=True)
     if transfer is None:
         return None
@@ -141,7 +141,7 @@ def expected_s(transfer: Transfer, c: PublishedSyncCoefficients) -> float:
 
 
 def calibrate(points: Sequence[Point], start: PublishedSyncCoefficients) -> PublishedSyncCoefficients:
-    """Each class fitted on its own points, from `TYPICAL`; a class without points keeps `start`."""
+    """Fit each class to its own points, from `TYPICAL`. A class without points keeps `start`."""
     known = []
     for point in points:
         transfer, _ = _transfer(point, bound=False)
@@ -163,12 +163,12 @@ def calibrate(points: Sequence[Point], start: PublishedSyncCoefficients) -> Publ
 
 
 def _error(value: float, each: Predicted) -> float:
-    """Logarithmic, to the middle of a published range: its ends would leave a fit free to wander between them."""
+    """Logarithmic error from the middle of a published range. With its ends, the fit could drift between them."""
     return log_error(value, (each.measured_low * each.measured_high) ** 0.5)
 
 
 def engine_class(point: Point) -> EngineClass:
-    """By the transport's words, in this order."""
+    """The class according to the description of the transport, tested in this order."""
     transport = (point.text("transport") or "").lower()
 
     def named(*words: str) -> bool:
@@ -184,7 +184,7 @@ def engine_class(point: Point) -> EngineClass:
         return "host_checkpoint"
     if named("full weights", "per-tensor"):
         return "gather_broadcast"
-    if named("broadcast", "nixl"):          # the NIXL back ends of checkpoint engines pass buckets along, too
+    if named("broadcast", "nixl"):          # the NIXL back ends of checkpoint engines also pass buckets along
         return "bucket_broadcast"
     if named("reshard", "point-to-point", "p2p", "rdma", "path not named"):     # the last: a measured rate, no system
         return "reshard"
@@ -192,7 +192,7 @@ def engine_class(point: Point) -> EngineClass:
 
 
 class_of = engine_class
-"""No coefficient is shared between classes."""
+"""Classes share no coefficients."""
 
 
 def _transfer(point: Point, *, bound: bool) -> tuple[Transfer | None, str]:
@@ -217,7 +217,7 @@ def _transfer(point: Point, *, bound: bool) -> tuple[Transfer | None, str]:
 
 
 def _payload(point: Point, *, bound: bool) -> float | None:
-    """bytes. From a model in an FP8 run 2 an element are expected (bf16 travels), 1 at least."""
+    """Payload in bytes. For a model in an FP8 run, 2 bytes per element are expected (bf16 is sent); the minimum is 1."""
     stated = point.number("payload_bytes")
     if stated is not None and stated > 0:
         return stated
@@ -231,7 +231,7 @@ def _fp8(point: Point) -> bool:
 
 
 def _nic(point: Point, gpus: int) -> float | None:
-    """bytes/s a GPU, from "8x400Gbit InfiniBand"."""
+    """bytes/s per GPU, from "8x400Gbit InfiniBand"."""
     found = re.search(r"(\d+)\s*x\s*(\d+)\s*G", point.text("hardware.nic") or "")
     if not found:
         return None
