@@ -1,21 +1,21 @@
-"""A digest of tiles that does not depend on how the elements are cut, and sees any change of place.
+"""A digest of tiles that does not depend on how the elements are split into tiles and detects any change of position.
 
 The digest of a set of elements of canonical tensors is a sum modulo 2^64,
 
     digest = sum over elements of (bits + OFFSET) * row_key(tensor, leading coordinates) * column_key(last coordinate)
 
-with `bits` the element's bit pattern as a signed integer and pseudo-random odd 64-bit keys made by splitmix64's
-finaliser (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"). It is the multilinear
-universal hash (Carter and Wegman 1979) over canonical positions, so:
+`bits` is the element's bit pattern as a signed integer. The keys are pseudo-random odd 64-bit numbers made by
+splitmix64's finaliser (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"). This is the
+multilinear universal hash (Carter and Wegman 1979) over canonical positions, so:
 
-- it is additive: the digest of a worker is the sum of the digests of what each source sent it, however it was cut;
-- a single changed element always changes it (the keys are odd, hence invertible);
-- swapped elements, rows or tiles, a tile dropped, doubled or put into another tensor change it, except with a
-  probability near 2^-47 (16-bit elements; 2^-31 for two swapped elements of 32 bits), because positions have keys
+- it is additive: the digest of a worker is the sum of the digests of what each source sent, however it was split;
+- a single changed element always changes it, because the keys are odd and therefore invertible;
+- swapped elements, rows or tiles, and a tile that is dropped, doubled or put into another tensor, change it except with
+  a probability near 2^-47 (16-bit elements; 2^-31 for two swapped elements of 32 bits), because positions have keys
   and OFFSET gives even an all-zero tile a weight.
 
-It guards against faults, not against an adversary. All arithmetic is int64 with wrap-around, the same on any device;
-the key is a product so that an element costs one conversion, one multiplication and one addition.
+It guards against faults, not against an adversary. All arithmetic is int64 with wrap-around, equal on all devices. The
+key is a product, so an element costs one conversion, one multiplication and one addition.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _CHUNK_ELEMENTS_DEVICE = 1 << 22
 
 
 def digest_tiles(parameter: Tensor, tiles: Iterable[Tile]) -> int:
-    """Digest of the elements of `parameter` that `tiles` name, in [0, 2^64).
+    """Digest of the elements of `parameter` named by `tiles`, in [0, 2^64).
 
-    Element types of 1, 2 or 4 bytes (fp8, bf16, fp16, fp32). Needs 2 MiB of temporaries on a CPU, 32 MiB on another
-    device, whatever the size.
+    Element types have 1, 2 or 4 bytes (fp8, bf16, fp16, fp32). It needs 2 MiB of temporaries on a CPU and 32 MiB on
+    another device, for any size.
     """
     return _to_int(_digest(parameter, tiles))
 
 
 def digest_layouts(layouts: Iterable[ParamLayout], parameters: Mapping[str, Tensor]) -> int:
-    """Digest of all tiles of `layouts`; one transfer from the device in all."""
+    """Digest of all tiles of `layouts`, with a single transfer from the device."""
     total: Tensor | None = None
     for layout in layouts:
         part = _digest(parameters[layout.name], layout.tiles)
@@ -63,7 +63,7 @@ def add(*digests: int) -> int:
 
 def _digest(parameter: Tensor, tiles: Iterable[Tile]) -> Tensor:
     if parameter.element_size() not in _BITS:
-        raise TypeError(f"no digest for elements of {parameter.dtype}: 1, 2 or 4 bytes")
+        raise TypeError(f"no digest for elements of {parameter.dtype}: an element must have 1, 2 or 4 bytes")
     bits = parameter.detach().view(_BITS[parameter.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=parameter.device)
     for tile in tiles:
@@ -96,7 +96,7 @@ def _digest_box(bits: Tensor, tile: Tile) -> Tensor:
 
 
 def _row_keys(tile: Tile, device: torch.device) -> Tensor:
-    """One key for each combination of leading coordinates, hashed in turn after the tensor's name."""
+    """One key per combination of leading coordinates, hashed one after the other, starting from the tensor's name."""
     keys = torch.tensor([_signed(_name_seed(tile.tensor))], dtype=torch.int64, device=device)
     for start, extent in zip(tile.start[:-1], tile.shape[:-1], strict=True):
         coordinates = torch.arange(start + 1, start + extent + 1, dtype=torch.int64, device=device)
@@ -122,7 +122,7 @@ def _splitmix64(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """A logical shift: torch's is arithmetic."""
+    """A logical shift; torch's shift is arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,8 +1,8 @@
-"""Weights on disk, read back: digests of the files, and a live engine's parameters against them.
+"""Weights read back from disk: digests of the files, and a comparison with a live engine's parameters.
 
     python -m megatron_rl.layouts.disk_check runs/NAME/weights/step-000060
 
-reads a folder again and says which tensors are not what the trainer had.
+reads a folder again and names the tensors that differ from the trainer's.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megatron_rl.layouts.hf_read import CheckpointReader
 from megatron_rl.layouts.tiles import ParamLayout, Tile, contiguous_stride, tile_view
 
 AT_ONCE = 1 << 24
-"""Elements that are read at once."""
+"""Number of elements read at once."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def digests_of_files(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    """Digest of each of these tensors of a Hugging Face folder, read a block of rows at a time."""
+    """Digest of each named tensor of a Hugging Face folder, read one block of rows at a time."""
     digests = {}
     with CheckpointReader(folder) as reader:
         for name in names:
@@ -43,49 +43,49 @@ def digests_of_files(folder: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 def unlike(recorded: Mapping[str, int], found: Mapping[str, int]) -> list[str]:
-    """Names of the tensors whose digests differ, or that one side lacks."""
+    """Names of the tensors whose digests differ or that one side lacks."""
     return sorted(name for name in recorded.keys() | found.keys() if recorded.get(name) != found.get(name))
 
 
 def recorded_digests(folder: Path) -> dict[str, int]:
-    """The digests of what the trainer held, by tensor, of a version that was written completely.
+    """Digests of the trainer's tensors, by name, for a version that was written completely.
 
     Raises:
-        UserError: it is not complete, or was not written with digests.
+        UserError: the version is not complete, or was written without digests.
     """
     if problem := step_folder.incomplete_because(folder):
         raise UserError(f"these weights are not complete: {problem}", where=str(folder),
-                        fix="use an older version; `weight_sync.disk.keep` says how many there are")
+                        fix="use an older version; `weight_sync.disk.keep` sets how many there are")
     facts = json.loads((folder / step_folder.COMPLETE).read_text())
     if "digests" not in facts:
-        raise UserError(f"{step_folder.COMPLETE} holds no digests of weights", where=str(folder),
+        raise UserError(f"{step_folder.COMPLETE} has no digests of weights", where=str(folder),
                         fix="give a folder under runs/NAME/weights or runs/NAME/hf")
     return {name: int(digest, 16) for name, digest in facts["digests"].items()}
 
 
 def changed(folder: Path) -> tuple[list[str], int]:
-    """Names of the tensors in a version's files that are not what the trainer had, and how many tensors there are.
+    """Names of the tensors in a version's files that differ from the trainer's, and the number of tensors.
 
     Raises:
-        UserError: it is not complete, or cannot be read.
+        UserError: the version is not complete or cannot be read.
     """
     recorded = recorded_digests(folder)
     return unlike(recorded, digests_of_files(folder, recorded)), len(recorded)
 
 
 def refuse_changed(folder: Path) -> None:
-    """Raise UserError unless a version is complete and its files hold what the trainer had."""
+    """Raise UserError unless a version is complete and its files hold the trainer's weights."""
     wrong, _ = changed(folder)
     if wrong:
         raise UserError(f"{len(wrong)} tensors are not what the trainer had: {', '.join(wrong[:5])}", where=str(folder),
-                        fix="use another version, and look for faults of the file system")
+                        fix="use another version, and check the file system for faults")
 
 
 def differences(parameters: Mapping[str, Tensor], layouts: Iterable[ParamLayout], folder: str | Path) -> list[str]:
-    """Compare live parameters with the weights in a folder, bit for bit; padding is not compared.
+    """Compare live parameters with the weights in a folder, bit for bit, except for padding.
 
     Returns:
-        A line for each box of a tensor that differs, with the parameter and the number of elements. Empty: all equal.
+        One line per box of a tensor that differs, with the parameter and the number of elements; [] if all are equal.
     """
     lines = []
     with CheckpointReader(folder) as reader:
@@ -98,7 +98,7 @@ def differences(parameters: Mapping[str, Tensor], layouts: Iterable[ParamLayout]
 
 
 def read_tiles(parameters: Mapping[str, Tensor], layouts: Iterable[ParamLayout], folder: str | Path) -> None:
-    """Write the weights in a folder into parameters."""
+    """Read the weights in a folder into parameters."""
     with CheckpointReader(folder) as reader:
         for layout in layouts:
             for tile in layout.tiles:
@@ -114,7 +114,7 @@ def _difference(live: Tensor, stored: Tensor, what: str) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Check one folder; 0: as the trainer had it, 1: not, 2: it cannot be checked."""
+    """Check one folder. Returns 0 if it matches the trainer's weights, 1 if not, 2 if it cannot be checked."""
     if len(arguments) != 1:
         print("usage: python -m megatron_rl.layouts.disk_check FOLDER", file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
-"""Loading a Hugging Face checkpoint through the layouts: a rank reads only the boxes it holds.
+"""Loading a Hugging Face checkpoint through the layouts. A rank reads only the boxes it holds.
 
-safetensors' slices are read from a mapped file, so a rank of TP8 x PP4 touches 1/32 of the bytes.
+safetensors reads slices from a mapped file, so a rank of TP8 x PP4 touches 1/32 of the bytes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _LAYER = re.compile(r"model\.layers\.\d+\.")
 class CheckpointReader:
     """Reads boxes of the tensors of a Hugging Face folder: one `model.safetensors`, or shards with an index.
 
-    Opening reads headers only. Use as a context manager, or call `close()`.
+    Opening reads only headers. Use it as a context manager, or call `close()`.
 
-    Raises UserError if the folder is missing, holds no safetensors, lacks a shard that its index names, or a file
-    is truncated.
+    Raises UserError if the folder is missing, has no safetensors, lacks a shard that its index names, or contains a
+    truncated file.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -49,7 +49,7 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        """Let go of the mapped files."""
+        """Release the mapped files."""
         self._files.clear()
 
     @property
@@ -92,7 +92,7 @@ class CheckpointReader:
                             fix="download the missing files")
         for name, path in located.items():
             if name not in self._open(path).keys():
-                raise UserError(f"{index.name} says that {path.name} holds {name}; it does not",
+                raise UserError(f"{index.name} says that {path.name} holds {name}, but it does not",
                                 where=str(self.folder), fix="download or save the model again")
         return located
 
@@ -114,7 +114,7 @@ class CheckpointReader:
         if name == HEAD:
             return UserError(f"{self.folder} has no {HEAD}, but its config.json says tie_word_embeddings: false",
                              where="model.path", fix="set tie_word_embeddings to true in config.json if the model "
-                                                     "ties them, else save the model again")
+                                                     "ties them, otherwise save the model again")
         return UserError(f"{self.folder} lacks the tensor {name} ({len(self._file_of)} tensors found)",
                          where="model.path", fix="compare config.json with the checkpoint: layers, biases and q/k "
                                                  "norms follow from it")
@@ -122,30 +122,30 @@ class CheckpointReader:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a rank's load touched."""
+    """What one rank read."""
 
     bytes_read: int
     unused: tuple[str, ...]
-    """Tensors of the checkpoint that the architecture has no place for (rotary buffers, a tied head, layers beyond
-    the configured number)."""
+    """Tensors of the checkpoint that the architecture does not use (rotary buffers, a tied head, layers beyond the
+    configured number)."""
 
 
 def load_layout(reader: CheckpointReader, canonical: Iterable[CanonicalTensor], layouts: Iterable[ParamLayout],
                 parameters: Mapping[str, Tensor]) -> LoadReport:
-    """Fill `parameters` in place from the checkpoint, converting to each parameter's dtype; padding becomes zero.
+    """Fill `parameters` in place from the checkpoint, converted to each parameter's dtype. Padding becomes zero.
 
-    Every tensor of `canonical` must be in the checkpoint with its shape, whether this rank holds a part of it or
-    not, so that all ranks refuse a wrong checkpoint, not only one.
+    Every tensor of `canonical` must be in the checkpoint with its shape, even if this rank holds no part of it, so that
+    all ranks refuse a wrong checkpoint together.
 
     Args:
         canonical: `canonical_tensors(architecture)`.
         layouts: this rank's layouts.
-        parameters: name -> tensor for exactly the names of `layouts`; contiguous, any device.
+        parameters: name -> tensor, for exactly the names in `layouts`; contiguous, on any device.
 
     Raises:
-        UserError: a tensor is missing or has another shape; a layer has a tensor that the architecture does not
-            know; or embeddings are tied and the checkpoint carries an `lm_head.weight` unlike the embedding.
-        ValueError: parameters and layouts do not belong together.
+        UserError: a tensor is missing or has another shape, a layer has a tensor that the architecture does not know,
+            or embeddings are tied and the checkpoint has an `lm_head.weight` that differs from the embedding.
+        ValueError: the parameters do not match the layouts.
     """
     canonical, layouts = list(canonical), list(layouts)
     _check_shapes(reader, canonical)
@@ -165,7 +165,7 @@ def load_layout(reader: CheckpointReader, canonical: Iterable[CanonicalTensor], 
 
 
 def check_parameters(layouts: Iterable[ParamLayout], parameters: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless `parameters` are those of `layouts`: the same names and shapes."""
+    """Raise ValueError unless `parameters` have the names and shapes of `layouts`."""
     expected = {layout.name: layout.shape for layout in layouts}
     found = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     if expected == found:
@@ -180,13 +180,13 @@ def _check_shapes(reader: CheckpointReader, canonical: Iterable[CanonicalTensor]
     for tensor in canonical:
         found = reader.shape(tensor.name)
         if found != tensor.shape:
-            raise UserError(f"{tensor.name} has shape {list(found)} in the checkpoint, {list(tensor.shape)} by its "
-                            f"config.json", where=str(reader.folder),
-                            fix="the weights and config.json are of different models: take both from one source")
+            raise UserError(f"{tensor.name} has shape {list(found)} in the checkpoint, but {list(tensor.shape)} "
+                            f"according to its config.json", where=str(reader.folder),
+                            fix="the weights and config.json belong to different models: take both from one source")
 
 
 def _check_unused(reader: CheckpointReader, canonical: Iterable[CanonicalTensor], unused: Iterable[str]) -> None:
-    """A tensor left over in a layer that the model has is a part of the computation that would be dropped."""
+    """Refuse an unused tensor in a layer of the model: the computation would silently drop it."""
     layers = {match[0] for tensor in canonical if (match := _LAYER.match(tensor.name))}
     for name in sorted(unused):
         match = _LAYER.match(name)
@@ -197,9 +197,9 @@ def _check_unused(reader: CheckpointReader, canonical: Iterable[CanonicalTensor]
 
 
 def _check_tied_head(reader: CheckpointReader, layouts: Iterable[ParamLayout]) -> None:
-    """A tied model whose checkpoint still carries a head: harmless if it equals the embedding, ambiguous if not.
+    """Check a tied model whose checkpoint has a head: it is harmless if it equals the embedding, otherwise ambiguous.
 
-    Compared on the rows this rank holds; together the ranks cover the vocabulary."""
+    Only the rows that this rank holds are compared. Together, the ranks cover the vocabulary."""
     boxes = {tile.box for layout in layouts for tile in layout.tiles if tile.tensor == EMBEDDING}
     for start, shape in sorted(boxes):
         if reader.shape(HEAD) != reader.shape(EMBEDDING) or not torch.equal(

@@ -1,15 +1,15 @@
-"""Exporting to a Hugging Face folder through the layouts: every rank writes the tiles it owns, in place.
+"""Exporting to a Hugging Face folder through the layouts. Every rank writes the tiles it owns, in place.
 
-The files are standard safetensors whose byte offsets every rank computes for itself, so nothing is gathered and no
-tensor is ever whole in memory. Three steps, with a barrier of the caller's between them (`disk.VersionsOnDisk`):
+The files are standard safetensors. Every rank computes their byte offsets itself, so nothing is gathered and no tensor
+is ever whole in memory. There are three steps, and the caller adds barriers between them (`disk.VersionsOnDisk`):
 
     exporter = Exporter(folder, canonical_tensors(architecture), torch.bfloat16)
     exporter.prepare(model_folder, architecture)            # one rank: files at full size, config and tokenizer
-    exporter.write(layouts, parameters, owned_tiles(...))   # every rank: digests of what it holds
-    exporter.read_back(rank, world)                         # every rank: digests of what lies in the files
+    exporter.write(layouts, parameters, owned_tiles(...))   # every rank: returns digests of what it holds
+    exporter.read_back(rank, world)                         # every rank: returns digests of what the files hold
 
-All of it lies in a hidden folder beside the final one, until `step_folder.publish` gives it its name. All writing
-ranks must see it.
+All files are in a hidden folder next to the final one until `step_folder.publish` renames it. All writing ranks must
+see this folder.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float1
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 Digests = dict[str, int]
-"""Canonical tensor -> digest (`layouts.digest`) of its elements, or of some of them: parts add up."""
+"""Canonical tensor -> digest (`layouts.digest`) of all or some of its elements. Digests of parts add up."""
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One safetensors file of the export: its name, its header, and where each tensor's bytes begin."""
+    """One safetensors file of the export: its name, its header, and the offset of each tensor's bytes."""
 
     name: str
     header: bytes
@@ -55,7 +55,7 @@ class ShardFile:
 
 
 def shard_files(canonical: Sequence[CanonicalTensor], dtype: torch.dtype, max_bytes: int) -> list[ShardFile]:
-    """Pack tensors, in order, into files of at most `max_bytes` of data (a larger tensor gets a file of its own)."""
+    """Pack tensors in order into files of at most `max_bytes` of data. A larger tensor gets its own file."""
     groups: list[list[CanonicalTensor]] = []
     room = 0
     for tensor in canonical:
@@ -72,7 +72,7 @@ def shard_files(canonical: Sequence[CanonicalTensor], dtype: torch.dtype, max_by
 
 
 def _shard_file(name: str, tensors: Iterable[CanonicalTensor], dtype: torch.dtype) -> ShardFile:
-    """safetensors: 8 bytes of header length, a JSON header padded with spaces to 8 bytes, then the data."""
+    """The safetensors format: 8 bytes of header length, a JSON header padded with spaces to 8 bytes, then the data."""
     entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     begin, begins = 0, {}
     for tensor in tensors:
@@ -88,17 +88,17 @@ def _shard_file(name: str, tensors: Iterable[CanonicalTensor], dtype: torch.dtyp
 
 def owned_tiles(layouts_of_rank: Mapping[int, Iterable[ParamLayout]], rank: int, replica: int = 0,
                 replicas: int = 1) -> dict[str, list[int]]:
-    """Which tiles a rank writes: parameter name -> indices of its tiles. Every box has one owner.
+    """The tiles that a rank writes: parameter name -> indices of its tiles. Every box has one owner.
 
-    A box that several ranks hold (norms under TP, the second copy of tied embeddings) belongs to the first holder
-    in the order of rank, then parameter. Replicas share the tensors of their shard, the largest first. A tensor is
-    written by one of them, so that the slices of columns that lie interleaved in its file come from one TP group, in
-    most layouts from one node: two clients of a file system do not fight over a page.
+    A box that several ranks hold (norms under TP, the second copy of tied embeddings) belongs to the first holder in
+    the order of rank, then parameter. Replicas share the tensors of their shard, the largest first. One replica writes
+    a whole tensor, so the slices of columns that interleave in its file come from one TP group, in most layouts from
+    one node, and two clients of the file system do not compete for a page.
 
     Args:
-        layouts_of_rank: of the ranks of one replica (DP = CP = 0).
-        rank: the one of them whose shard the rank holds.
-        replica: which of the `replicas` (DP x CP) copies the rank is of.
+        layouts_of_rank: layouts of the ranks of one replica (DP = CP = 0).
+        rank: the rank of that replica with the same shard.
+        replica: which of the `replicas` (DP x CP) copies the writing rank belongs to.
     """
     taken: set[tuple] = set()
     first: dict[str, int] = {}
@@ -127,7 +127,7 @@ def owned_tiles(layouts_of_rank: Mapping[int, Iterable[ParamLayout]], rank: int,
 
 
 class Exporter:
-    """One export. Construct it alike on every rank; see the module's docstring for the three steps."""
+    """One export. Construct it with equal arguments on every rank; the module's docstring explains the three steps."""
 
     def __init__(self, folder: str | Path, canonical: Sequence[CanonicalTensor], dtype: torch.dtype,
                  max_shard_bytes: int = 5 * 10**9) -> None:
@@ -141,20 +141,20 @@ class Exporter:
         self._file_of = {name: file for file in self.files for name in file.offsets}
 
     def prepare(self, model_folder: str | Path, architecture: Architecture) -> None:
-        """On one rank: make the files with their headers at full size, copy config, tokenizer and chat template.
+        """On one rank: create the files with their headers at full size, and copy config, tokenizer and chat template.
 
-        The files are sparse: on NFS and older Lustre the C library would reserve space by writing into every block.
+        The files are sparse: on NFS and older Lustre the C library would reserve space by writing to every block.
 
-        Raises UserError if the folder exists already or the disk has too little room.
+        Raises UserError if the folder already exists or the disk has too little room.
         """
         if self.folder.exists():
-            raise UserError(f"{self.folder} exists already", fix="export to another folder, or remove it")
+            raise UserError(f"{self.folder} already exists", fix="export to another folder, or remove it")
         if self.partial.exists():
             shutil.rmtree(self.partial)
         self.partial.mkdir(parents=True)
         needed, free = sum(file.size for file in self.files), shutil.disk_usage(self.partial).free
         if free < needed:
-            raise UserError(f"no room for the weights: they take {needed:,} bytes, {free:,} are free",
+            raise UserError(f"no room for the weights: they need {needed:,} bytes, {free:,} are free",
                             where=str(self.folder), fix="free space, or move the run with run.dir")
         for source in sorted(Path(model_folder).iterdir()):
             if source.is_file() and not source.name.endswith(_WEIGHT_SUFFIXES):
@@ -172,11 +172,11 @@ class Exporter:
     def write(self, layouts: Iterable[ParamLayout], parameters: Mapping[str, Tensor],
               owned: Mapping[str, Sequence[int]]) -> Digests:
         """On every rank: write the tiles that `owned_tiles` gives it, converted to the export's dtype, and sync them to
-        the disk. Returns their digests as this rank holds them.
+        disk. Returns their digests as this rank holds them.
 
-        pwrite, not a shared mapping: on NFS two hosts that dirty the same page through mappings lose bytes.
+        It uses pwrite, not a shared mapping: on NFS, two hosts that write to one mapped page lose bytes.
 
-        Raises OSError: no space, over the quota, or another fault of the file system.
+        Raises OSError: no space, quota exceeded, or another fault of the file system.
         """
         layouts = list(layouts)
         check_parameters(layouts, parameters)
@@ -203,8 +203,8 @@ class Exporter:
         return digests
 
     def read_back(self, rank: int, world: int) -> Digests:
-        """On every rank, after all have written: digests of this rank's share of the tensors, whole, as a reader finds
-        them in the files by name. Together the shares are all tensors; they are cut otherwise than what was written.
+        """On every rank, after all have written: digests of this rank's share of the tensors, read whole and by name as
+        a reader would. The shares together cover all tensors, and differ from the shares that were written.
         """
         load = [0] * world
         mine = []
@@ -221,7 +221,7 @@ class Exporter:
         run_dims = len(shape)
         while run_dims > 1 and tile.shape[run_dims - 1] == shape[run_dims - 1]:
             run_dims -= 1
-        # Dimensions run_dims-1 and later form one run: the later ones are whole.
+        # Dimensions from run_dims-1 on form one run, because the later ones are whole.
         run = prod(tile.shape[run_dims - 1:]) * item
         data = values.view(torch.uint8).flatten().numpy().data
         strides = contiguous_stride(shape)
@@ -244,12 +244,12 @@ class Exporter:
 def export_part(exporter: Exporter, part: Part, model_folder: str | Path, architecture: Architecture,
                 training: TrainingPlan, rank: int, implementation: Implementation,
                 parameters: Mapping[str, Tensor]) -> Exported:
-    """What a training rank does when `disk.write_folder` asks it for a part. What the file system refuses is told in
-    the answer, not raised.
+    """Carry out one part of an export on a training rank, for `disk.write_folder`. Errors of the file system are
+    returned in the answer, not raised.
 
     Args:
-        model_folder: where config, tokenizer and chat template are taken from.
-        parameters: the rank's live ones, by the names of its `megatron_layout`.
+        model_folder: source of config, tokenizer and chat template.
+        parameters: the rank's live parameters, by the names in its `megatron_layout`.
     """
     try:
         if part == "prepare":

@@ -1,15 +1,15 @@
-"""What every Megatron-core parameter of a rank holds, as tiles of Hugging Face tensors. Pure integers.
+"""The layout of every Megatron-core parameter of a rank, as tiles of Hugging Face tensors. Pure integers.
 
-Covers `GPTModel` for Llama, Qwen2 and Qwen3 (dense), under tensor, pipeline and virtual pipeline parallelism.
-Data- and context-parallel ranks hold the same parameters as their peers. Where Megatron's storage differs from
-Hugging Face's:
+Covers `GPTModel` for Llama, Qwen2 and Qwen3 (dense) under tensor, pipeline and virtual pipeline parallelism. Data- and
+context-parallel ranks hold the same parameters as their peers. Megatron's storage differs from Hugging Face's as
+follows:
 
-- `linear_qkv` is fused by query group: for each KV head its query heads, then its key, then its value;
+- `linear_qkv` is fused by query group: the query heads of each KV head, then its key, then its value;
 - `linear_fc1` is [gate; up] of this rank's slice, not a slice of [gate; up];
-- the vocabulary is padded to `TrainingPlan.padded_vocab`; padded rows belong to no tile;
-- layers are numbered from 0 inside each pipeline chunk;
-- with tied embeddings and PP > 1 the last stage holds a second copy of the embedding, as `output_layer.weight`;
-- Transformer Engine fuses the norm into the linear layer behind it, which renames its weight.
+- the vocabulary is padded to `TrainingPlan.padded_vocab`, and no tile contains the padded rows;
+- layers are numbered from 0 within each pipeline chunk;
+- with tied embeddings and PP > 1, the last stage holds a second copy of the embedding as `output_layer.weight`;
+- Transformer Engine fuses the norm into the linear layer after it, which renames the norm's weight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FINAL_NORM = "model.norm.weight"
 
 
 def canonical_tensors(architecture: Architecture) -> list[CanonicalTensor]:
-    """The tensors of the Hugging Face checkpoint, in its order; tied embeddings have no `lm_head.weight`."""
+    """The tensors of the Hugging Face checkpoint in its order. Tied embeddings have no `lm_head.weight`."""
     return [CanonicalTensor(name, shape) for name, shape in tensor_shapes(architecture).items()]
 
 
@@ -37,10 +37,10 @@ def megatron_layout(architecture: Architecture, training: TrainingPlan, rank: in
                     implementation: Implementation) -> list[ParamLayout]:
     """The layout of every parameter of a training rank, in the model's order.
 
-    Names carry the virtual pipeline chunk: `chunk0.decoder.layers.0.self_attention.linear_qkv.weight`.
+    Names include the virtual pipeline chunk: `chunk0.decoder.layers.0.self_attention.linear_qkv.weight`.
 
-    Raises ValueError if the parallel sizes do not divide the architecture (the configuration's cross-checks
-    refuse such a run long before).
+    Raises ValueError if the parallel sizes do not divide the architecture. The configuration's cross-checks refuse such
+    a run much earlier.
     """
     _check_divisible(architecture, training)
     coordinates = training.ranks[rank]
@@ -68,7 +68,7 @@ def _check_divisible(a: Architecture, training: TrainingPlan) -> None:
 
 
 class _Stage:
-    """The parameters of one tensor-parallel rank, whatever its pipeline stage."""
+    """The parameters of one tensor-parallel rank, for any pipeline stage."""
 
     def __init__(self, architecture: Architecture, training: TrainingPlan, tp_rank: int,
                  implementation: Implementation) -> None:

@@ -1,7 +1,7 @@
-"""The folder of a checkpoint: complete or absent, never in between. No torch here.
+"""The folder of a checkpoint, which is either complete or absent. No torch here.
 
     checkpoints/step-000050/            complete.json names every file and its size
-    checkpoints/.step-000100.partial/   being written; never resumed, removed by the next checkpoint
+    checkpoints/.step-000100.partial/   being written; it is never resumed, and the next checkpoint removes it
 
 A checkpoint is written under the hidden name, every file is synced, `complete.json` is written last, and one rename
 makes it visible. docs/checkpoints.md lists the files.
@@ -30,19 +30,19 @@ _NAME = re.compile(r"step-(\d{6,})")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Part = Literal["prepare", "write", "read_back"]
-"""The parts of an export, with a barrier between them (`hf_write`)."""
+"""The parts of an export, with barriers between them (`hf_write`)."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What one rank answers to a part of an export."""
+    """One rank's answer to a part of an export."""
 
     digests: Mapping[str, int]
     error: str | None = None
 
 
 def checkpoint_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies under the run's `checkpoints` folder."""
+    """Path of the checkpoint of a step in the run's `checkpoints` folder."""
     return root / f"step-{step:06d}"
 
 
@@ -56,9 +56,9 @@ def step_of(folder: Path) -> int:
 
 
 def latest_complete(root: Path) -> Path | None:
-    """The newest checkpoint under `root` whose files are all there with the sizes they were written with.
+    """The newest checkpoint under `root` whose files all exist with the sizes they were written with.
 
-    One that fails this is passed over with a warning that says what is wrong.
+    An incomplete checkpoint is skipped with a warning that gives the reason.
     """
     complete = complete_checkpoints(root)
     return complete[-1] if complete else None
@@ -74,14 +74,14 @@ def complete_checkpoints(root: Path) -> list[Path]:
         if problem is None:
             found.append(folder)
         else:
-            log.warning("passing over checkpoint %s: %s", folder, problem)
+            log.warning("skipping checkpoint %s: %s", folder, problem)
     return found
 
 
 def incomplete_because(folder: Path) -> str | None:
     """What is missing from a checkpoint, or None if it is complete."""
     if not folder.is_dir():
-        return "there is no such folder"
+        return "the folder does not exist"
     marker = folder / COMPLETE
     if not marker.is_file():
         return f"{COMPLETE} is missing: writing it did not finish"
@@ -99,10 +99,10 @@ def incomplete_because(folder: Path) -> str | None:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Refuse a checkpoint that someone else could have written: owned by another user, or writable by others.
+    """Refuse a checkpoint that another user could have written: owned by another user, or writable by others.
 
-    Megatron's format holds one pickle (`.metadata`). Its contents are checked as well before it is loaded
-    (`megatron_rl.trainer.checkpoint`), but who can write a checkpoint can also make it train anything.
+    Megatron's format contains one pickle (`.metadata`). Its contents are also checked before it is loaded
+    (`megatron_rl.trainer.checkpoint`), but anyone who can write a checkpoint controls what the run trains.
     """
     for path in [folder, *folder.iterdir()]:
         status = path.lstat()
@@ -118,11 +118,11 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def begin(folder: Path) -> Path:
-    """An empty folder aside, private while it is written."""
+    """Create an empty folder next to the final one, private while it is written."""
     partial = partial_of(folder)
     if folder.exists():
-        raise UserError(f"the checkpoint {folder.name} exists already", where=str(folder),
-                        fix="remove it, or go on from it (run.resume=auto)")
+        raise UserError(f"the checkpoint {folder.name} already exists", where=str(folder),
+                        fix="remove it, or continue from it (run.resume=auto)")
     folder.parent.mkdir(parents=True, exist_ok=True)
     if partial.exists():
         shutil.rmtree(partial)
@@ -131,14 +131,14 @@ def begin(folder: Path) -> Path:
 
 
 def partial_of(folder: Path) -> Path:
-    """Where a checkpoint is written before it is complete."""
+    """Path at which a checkpoint is written until it is complete."""
     return folder.parent / f".{folder.name}.partial"
 
 
 def publish(folder: Path, facts: dict) -> int:
-    """Make the partial folder durable and visible as `folder`; returns its size in bytes.
+    """Make the partial folder durable and visible as `folder`. Returns its size in bytes.
 
-    `facts` go into `complete.json` next to the file sizes, for people who look.
+    `facts` go into `complete.json` next to the file sizes, for people.
     """
     partial = partial_of(folder)
     files = sorted(path for path in partial.rglob("*") if path.is_file())
@@ -155,16 +155,16 @@ def publish(folder: Path, facts: dict) -> int:
 
 
 def discard(folder: Path) -> None:
-    """Remove the partial folder of a checkpoint that failed, to give its space back."""
+    """Remove the partial folder of a failed checkpoint to free its space."""
     partial = partial_of(folder)
     if partial.exists():
         shutil.rmtree(partial)
 
 
 def remove_old(root: Path, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` complete checkpoints, and what earlier attempts left half-written.
+    """Remove all but the newest `keep` complete checkpoints, and the partial folders of earlier attempts.
 
-    Call it after a checkpoint has become visible, so that the newest is never at risk. Returns what was removed.
+    Call it after a checkpoint has become visible, so that the newest is never at risk. Returns the removed folders.
     """
     removed = complete_checkpoints(root)[:-keep]
     remove(removed)
@@ -174,14 +174,14 @@ def remove_old(root: Path, keep: int) -> list[Path]:
 
 
 def remove(folders: Iterable[Path]) -> None:
-    """Remove checkpoints. Out of sight first: a removal that is cut short leaves nothing that looks like one."""
+    """Remove checkpoints. They are renamed first, so an interrupted removal leaves nothing that looks complete."""
     doomed = [folder.rename(folder.parent / f".{folder.name}.removed") for folder in folders]
     for folder in doomed:
         shutil.rmtree(folder)
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a file and sync it to the disk."""
+    """Write a file and sync it to disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -189,7 +189,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def refuse_too_small(partial: Path, needed: int) -> None:
-    """Refuse at once what the file system has plainly no room for."""
+    """Refuse early if the file system clearly has too little room."""
     space = os.statvfs(partial)
     free = space.f_bavail * space.f_frsize
     if free < needed:
@@ -197,7 +197,7 @@ def refuse_too_small(partial: Path, needed: int) -> None:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is a full disk, an exhausted quota or a file size limit."""
+    """Whether an error, or its cause, is a full disk, an exhausted quota or a file size limit."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _DISK_FULL:
             return True
@@ -206,17 +206,17 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def disk_full(partial: Path, needed: int, free: int | None = None) -> UserError:
-    """The message for a disk that has no room for a checkpoint."""
+    """The message for a disk with too little room for a checkpoint."""
     has = "" if free is None else f"; {free:,} bytes are free"
     return UserError(
-        f"no room for the checkpoint: it needs {needed:,} bytes{has}. Earlier checkpoints are untouched.",
+        f"no room for the checkpoint: it needs {needed:,} bytes{has}. Earlier checkpoints are unchanged.",
         where=str(partial.parent),
-        fix="free space or raise the quota and start again (run.resume=auto goes on from the last complete "
-            "checkpoint); run.dir moves the run, a smaller checkpoint.keep uses less")
+        fix="free space or raise the quota and start again (run.resume=auto continues from the last complete "
+            "checkpoint); run.dir moves the run, a smaller checkpoint.keep uses less space")
 
 
 def changed_since(saved: dict[str, str], current: dict[str, str]) -> list[str]:
-    """One line for each identity (data set, tokenizer, template, plan, ...) that is not what it was at the save."""
+    """One line per identity (data set, tokenizer, template, plan, ...) that has changed since the save."""
     lines = []
     for name in sorted(saved.keys() | current.keys()):
         before, now = saved.get(name), current.get(name)

@@ -1,8 +1,7 @@
-"""Tiles: how a local parameter is made of boxes of canonical (Hugging Face) tensors. Integers only, no torch.
+"""Tiles describe how a local parameter is made of boxes of canonical (Hugging Face) tensors. Integers only, no torch.
 
-Both sides of a sync speak this language. The trainer's layout says what a Megatron rank holds, the traced vLLM
-layout what a rollout worker holds; the intersection of the two is the copies. Loading and export use the same
-layouts.
+Both sides of a sync use tiles. The trainer's layout describes a Megatron rank, and the traced vLLM layout describes a
+rollout worker. Their intersections are the copies. Loading and export use the same layouts.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tile:
-    """A box of a canonical tensor and where it lies in a local parameter.
+    """A box of a canonical tensor, and its position in a local parameter.
 
     The box is `[start[d], start[d] + shape[d])` along each dimension of `tensor`. In the local parameter it is the
-    strided view (`shape`, `stride`, `offset`), in elements counted from the parameter's first one: see `tile_view`.
+    strided view (`shape`, `stride`, `offset`), in elements counted from the parameter's first element: see `tile_view`.
     """
 
     tensor: str
@@ -40,8 +39,8 @@ class Tile:
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """A local parameter: its name on that side, its shape, and the tiles it holds. Elements that no tile covers
-    are padding: never sent, never digested."""
+    """A local parameter: its name on that side, its shape, and its tiles. Elements outside all tiles are padding, which
+    is never sent and never digested."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,7 +48,7 @@ class ParamLayout:
 
     @property
     def padding(self) -> int:
-        """Elements that no tile covers (the tiles of a parameter do not overlap)."""
+        """Number of elements outside all tiles. Tiles of a parameter do not overlap."""
         return prod(self.shape) - sum(tile.numel for tile in self.tiles)
 
 
@@ -71,10 +70,10 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def tile_view(parameter: Tensor, tile: Tile) -> Tensor:
-    """The elements of `tile` inside `parameter`, as a view of shape `tile.shape`.
+    """The elements of `tile` in `parameter`, as a view of shape `tile.shape`.
 
-    The parameter must be contiguous (tiles count from its first element in row-major order); it may itself be a
-    view into a larger buffer, as the parameters of Megatron's DDP are.
+    The parameter must be contiguous, because tiles count from its first element in row-major order. It may be a view
+    into a larger buffer, like the parameters of Megatron's DDP.
     """
     if not parameter.is_contiguous():
         raise ValueError(f"a tile of {tile.tensor} addresses a parameter that is not contiguous "
@@ -96,6 +95,6 @@ def intersect(source: Tile, destination: Tile) -> tuple[Tile, Tile] | None:
 
 
 def cut(tile: Tile, start: tuple[int, ...], shape: tuple[int, ...]) -> Tile:
-    """The part of `tile` that is the box (`start`, `shape`) of its canonical tensor; the box must lie inside."""
+    """The part of `tile` that is the box (`start`, `shape`) of its canonical tensor. The tile must contain the box."""
     offset = tile.offset + sum((a - b) * s for a, b, s in zip(start, tile.start, tile.stride, strict=True))
     return Tile(tile.tensor, start, shape, tile.stride, offset)

@@ -1,9 +1,9 @@
-"""The rollout side's layout, traced from vLLM's own weight loaders: no table per model.
+"""The rollout side's layout, traced from vLLM's own weight loaders, without a table per model.
 
-`model.load_weights` is run with meta tensors while a dispatch mode watches. Views cost nothing and are followed by
-storage identity; `copy_` into a live parameter becomes a tile, `fill_` becomes padding, and nothing is written.
-Whatever is not a plain copy of a box (a transpose, a cast, a sum) raises `LayoutError`: a layout is right or
-absent, never silently wrong.
+`model.load_weights` runs with meta tensors while a dispatch mode watches. Views cost nothing and are followed by
+storage identity. A `copy_` into a live parameter becomes a tile, a `fill_` becomes padding, and nothing is written.
+Anything that is not a plain copy of a box (a transpose, a cast, a sum) raises `LayoutError`. A layout is therefore
+right or absent, never silently wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile
 
 
 class LayoutError(RuntimeError):
-    """vLLM's loading of this model cannot be written as tiles of live parameters."""
+    """vLLM's loading of this model cannot be expressed as tiles of live parameters."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Padding:
 @dataclass(frozen=True)
 class TracedLayout:
     layouts: tuple[ParamLayout, ...]
-    """One for each live parameter, by its name in `model.named_parameters()`; tied parameters appear once."""
+    """One layout per live parameter, by its name in `model.named_parameters()`. Tied parameters appear once."""
     padding: tuple[Padding, ...]
     unused: tuple[str, ...]
-    """Canonical tensors that this rank takes nothing from (a tied head, or another rank's)."""
+    """Canonical tensors that this rank does not use (a tied head, or another rank's tensors)."""
 
     def padded_elements(self) -> dict[str, int]:
-        """Parameter name -> elements that its loader fills with a constant."""
+        """Parameter name -> number of elements that its loader fills with a constant."""
         counts: dict[str, int] = {}
         for pad in self.padding:
             counts[pad.name] = counts.get(pad.name, 0) + prod(pad.shape)
@@ -52,12 +52,12 @@ class TracedLayout:
 
 
 def trace_layout(model: nn.Module, canonical: Sequence[CanonicalTensor], dtype: torch.dtype) -> TracedLayout:
-    """Which box of which canonical tensor vLLM's loader puts where, for this rank's model.
+    """Trace which boxes of which canonical tensors vLLM's loader copies where, for this rank's model.
 
     Args:
-        model: a live model or one built on the meta device; left exactly as it was.
+        model: a live model or one built on the meta device. It is left unchanged.
         canonical: names and shapes of the checkpoint's tensors.
-        dtype: the type the checkpoint would have.
+        dtype: type of the checkpoint's tensors.
 
     Raises:
         LayoutError: a parameter is empty, an element is neither loaded nor padded, or a loader does more than copy.
@@ -81,21 +81,21 @@ def trace_layout(model: nn.Module, canonical: Sequence[CanonicalTensor], dtype: 
 
 
 def assert_not_empty(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a model whose weights were packed away after loading: writes into it would have no effect."""
+    """Refuse a model whose weights were packed after loading, because writes to its parameters would have no effect."""
     empty = [name for name, parameter in parameters.items() if parameter.numel() == 0]
     if empty:
         raise LayoutError(f"{len(empty)} live parameters are empty (packed after loading): {', '.join(empty[:4])}")
 
 
 def write_padding(parameters: Mapping[str, torch.Tensor], padding: Iterable[Padding]) -> None:
-    """Fill padded regions as vLLM's loader would: an engine started with dummy weights has noise there."""
+    """Fill padded regions as vLLM's loader would. An engine started with dummy weights has noise there."""
     for pad in padding:
         parameter = parameters[pad.name].detach()
         parameter.as_strided(pad.shape, pad.stride, parameter.storage_offset() + pad.offset).fill_(pad.value)
 
 
 def encode_layout(layout: ParamLayout) -> list:
-    """Lists, strings and integers only (it travels through vLLM's msgpack RPC); `decode_layout` inverts it."""
+    """The layout as lists, strings and integers, for vLLM's msgpack RPC. `decode_layout` is the inverse."""
     return [layout.name, list(layout.shape), [[t.tensor, list(t.start), list(t.shape), list(t.stride), t.offset]
                                               for t in layout.tiles]]
 
@@ -108,7 +108,7 @@ def decode_layout(plain: list) -> ParamLayout:
 
 
 class _Recorder(TorchDispatchMode):
-    """Follows source and destination storages through views; turns writes into tiles."""
+    """Follows source and destination storages through views and turns writes into tiles."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class _Recorder(TorchDispatchMode):
     def meta_tensor(self, canonical: CanonicalTensor, dtype: torch.dtype) -> tuple[str, torch.Tensor]:
         tensor = torch.empty(canonical.shape, dtype=dtype, device="meta")
         self._sources[_storage(tensor)] = canonical
-        self._alive.append(tensor)               # a freed storage's identity would be given to the next tensor
+        self._alive.append(tensor)               # or the next tensor would get the identity of a freed storage
         return canonical.name, tensor
 
     def check_storages(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -147,13 +147,13 @@ class _Recorder(TorchDispatchMode):
             self.padding.append(Padding(name, tuple(view.shape), tuple(view.stride()), offset, value))
             return
         if operation != "copy_":
-            raise LayoutError(f"vLLM's loader applies {operation} to {name}; only copies can be written as tiles")
+            raise LayoutError(f"vLLM's loader applies {operation} to {name}; only copies can be expressed as tiles")
         source = args[1]
         canonical = self._sources.get(_storage(source))
         if canonical is None:
             raise LayoutError(f"vLLM's loader computes what it copies into {name}: not a view of a checkpoint tensor")
         if source.dtype != view.dtype:
-            raise LayoutError(f"{name} is {view.dtype}, the checkpoint's {canonical.name} {source.dtype}")
+            raise LayoutError(f"{name} is {view.dtype}, but {canonical.name} of the checkpoint is {source.dtype}")
         start = _box_start(canonical.shape, source)
         if start is None or tuple(source.shape) != tuple(view.shape):
             raise LayoutError(f"what vLLM's loader copies from {canonical.name} into {name} is not a box of it")
@@ -165,7 +165,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _box_start(shape: tuple[int, ...], view: torch.Tensor) -> tuple[int, ...] | None:
-    """Where the box seen by `view` starts in a contiguous tensor of `shape`; None if it is no box of it."""
+    """Start of the box seen by `view` in a contiguous tensor of `shape`; None if the view is not a box."""
     strides = [1] * len(shape)
     for d in range(len(shape) - 2, -1, -1):
         strides[d] = strides[d + 1] * shape[d + 1]
@@ -183,7 +183,7 @@ def _box_start(shape: tuple[int, ...], view: torch.Tensor) -> tuple[int, ...] | 
 
 
 def _check_filled(layout: ParamLayout, padding: list[Padding]) -> None:
-    """Every element of the parameter is loaded once or padded; marked one by one, in a byte each."""
+    """Check that every element of the parameter is loaded once or padded, with one byte per element."""
     size = prod(layout.shape)
     writes = torch.zeros(size, dtype=torch.uint8)
     regions: tuple[Tile | Padding, ...] = (*layout.tiles, *padding)

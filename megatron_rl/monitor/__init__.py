@@ -1,1 +1,1 @@
-"""What a run tells: metrics and their writers, samples to look at, detectors of runs that go wrong."""
+"""What a run reports: metrics and their writers, samples for people, detectors of diverging runs."""

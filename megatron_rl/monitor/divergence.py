@@ -1,7 +1,7 @@
 """Detectors of runs that go wrong: pure functions from the history of metrics to coded warnings with evidence.
 
-A history is the list of rows of metrics.jsonl, oldest first. Every detector looks at its end only, so that it can
-be asked after each step, and says nothing where the metric is absent.
+A history is the list of rows of metrics.jsonl, oldest first. Every detector looks only at its end, so it can be called
+after each step, and reports nothing if its metric is absent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from statistics import fmean, median, stdev
 
 Row = Mapping[str, float]
 WINDOW = 10
-"""Steps that a mean is taken over."""
+"""Number of steps in a mean."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _series(history: Sequence[Row], name: str) -> list[float]:
 
 
 def _has_learned(rewards: Sequence[float]) -> bool:
-    """The reward has risen from its start by more than three standard errors."""
+    """Whether the reward has risen from its start by more than three standard errors."""
     if len(rewards) < 2 * WINDOW:
         return False
     first, last = rewards[:WINDOW], rewards[-WINDOW:]

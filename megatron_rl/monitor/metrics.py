@@ -1,5 +1,5 @@
-"""Every metric of a run: name, unit, meaning, healthy range. docs/metrics.md is printed from this table
-(`python -m megatron_rl.monitor.metrics > docs/metrics.md`), and a name that is not in it is warned of."""
+"""Every metric of a run: name, unit, meaning, healthy range. docs/metrics.md is generated from this table
+(`python -m megatron_rl.monitor.metrics > docs/metrics.md`). A name outside the table causes a warning."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from launch.errors import nearest
 
 log = logging.getLogger(__name__)
 NONE = "–"
-"""No unit, or no healthy range."""
+"""Marks a missing unit or healthy range."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of the table. A name that ends in `/<x>` stands for every name with that prefix."""
+    """One row of the table. A name that ends in `/<x>` stands for all names with that prefix."""
 
     name: str
     unit: str
@@ -133,16 +133,16 @@ ALL: tuple[Metric, ...] = tuple(metric for section in SECTIONS.values() for metr
 
 
 class UnknownMetric(ValueError):
-    """A metric name that the table does not hold: a bug of the caller, not of the user."""
+    """A metric name outside the table. This is a bug of the caller, not of the user."""
 
 
 def lookup(name: str) -> Metric | None:
-    """The table's row for `name`, families included."""
+    """The table's row for `name`, including families."""
     return next((metric for metric in ALL if metric.matches(name)), None)
 
 
 def check_names(names: Iterable[str], *, strict: bool, warned: set[str] | None = None) -> None:
-    """Raise UnknownMetric (`strict`) or warn once about names without a row. `warned` remembers those warned of."""
+    """Raise UnknownMetric (`strict`) or warn once about names without a row. `warned` collects these names."""
     for name in names:
         if lookup(name) is not None:
             continue

@@ -1,4 +1,4 @@
-"""What the loop holds: one object that takes a step's metrics and passes them to every writer and detector."""
+"""The loop's one object for metrics: it passes a step's metrics to every writer and detector."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 class Monitor:
     """Metrics, samples and warnings of one attempt.
 
-    In `attempt_dir` (runs/<name>/attempts/<n>): metrics.jsonl, samples.jsonl, warnings.jsonl. TensorBoard's files lie
-    in runs/<name>/tensorboard, shared by all attempts. `first_step` is the first step that this attempt will log.
+    It writes metrics.jsonl, samples.jsonl and warnings.jsonl in `attempt_dir` (runs/<name>/attempts/<n>). TensorBoard's
+    files are in runs/<name>/tensorboard, shared by all attempts. `first_step` is the first step this attempt will log.
     """
 
     def __init__(self, config: ResolvedConfig, attempt_dir: Path, *, first_step: int = 1, strict: bool = False) -> None:
@@ -49,7 +49,7 @@ class Monitor:
     def log(self, step: int, metrics: Mapping[str, float]) -> list[TrainingWarning]:
         """Write one step (once, steps rising). Returns the warnings that are new, already logged and written.
 
-        Raises UnknownMetric for a name outside the table when `strict`, else warns once a name."""
+        Raises UnknownMetric for a name outside the table if `strict`; otherwise warns once per name."""
         check_names(metrics, strict=self._strict, warned=self._warned)
         self._step = step
         for writer in self._writers:
@@ -73,7 +73,7 @@ class Monitor:
             file.write(json.dumps(asdict(warning) | {"evidence": evidence}, allow_nan=False) + "\n")
 
     def samples(self, step: int, groups: Sequence[Group], rewards: Sequence[np.ndarray]) -> None:
-        """Write trajectories to look at, on the steps where `monitor.samples_every` says so."""
+        """Write trajectories for people, on the steps selected by `monitor.samples_every`."""
         self._samples.write(step, groups, rewards)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Trajectories for people to read: samples.jsonl, a few every N steps and the outliers among the rewards."""
+"""Trajectories for people to read, in samples.jsonl: a few every N steps, and those with outlying rewards."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from megatron_rl.data.batch import Group
 
 SHOWN = 4
-"""Ordinary trajectories a time."""
+"""Number of ordinary trajectories per record."""
 OUTLIERS = 2
-"""Outliers a side and time."""
+"""Number of outliers per side and record."""
 
 
 def pick(rewards: Sequence[np.ndarray]) -> list[tuple[int, int, str]]:
-    """Which trajectories to show, as (group, sample, why); `rewards[p][g]` is a total reward, groups of any sizes.
+    """Choose trajectories to show, as (group, sample, why). `rewards[p][g]` is a total reward; groups vary in size.
 
-    `best` and `worst` of the batch, `sample` spread evenly over the prompts, and `outlier_high` / `outlier_low`
-    outside Tukey's far fences (three interquartile ranges past the quartiles). Nothing twice; the same rewards, the
-    same choice.
+    It chooses `best` and `worst` of the batch, `sample` spread evenly over the prompts, and `outlier_high` /
+    `outlier_low` outside Tukey's far fences (three interquartile ranges beyond the quartiles). Nothing appears twice,
+    and equal rewards give equal choices.
     """
     places = [(p, g) for p, group in enumerate(rewards) for g in range(len(group))]
     flat_B = np.concatenate(rewards)
@@ -40,7 +40,7 @@ def pick(rewards: Sequence[np.ndarray]) -> list[tuple[int, int, str]]:
 
 
 class SampleWriter:
-    """Appends to `path` every `every` steps (0: never) what `pick` chooses, one JSON object a trajectory."""
+    """Appends the choice of `pick` to `path` every `every` steps (0: never), one JSON object per trajectory."""
 
     def __init__(self, path: Path, every: int) -> None:
         self._path, self._every = path, every
@@ -49,9 +49,9 @@ class SampleWriter:
         return self._every > 0 and (step == 1 or step % self._every == 0)
 
     def write(self, step: int, groups: Sequence[Group], rewards: Sequence[np.ndarray]) -> None:
-        """`rewards[p][g]` is the total reward of `groups[p].trajectories[g]`.
+        """Write a record if it is due. `rewards[p][g]` is the total reward of `groups[p].trajectories[g]`.
 
-        Raises ValueError when rewards and groups differ in shape."""
+        Raises ValueError if rewards and groups differ in shape."""
         if not self.due(step):
             return
         shape, expected = [len(group) for group in rewards], [len(group.trajectories) for group in groups]

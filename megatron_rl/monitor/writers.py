@@ -1,4 +1,4 @@
-"""Where metrics go: JSONL always, TensorBoard and Weights & Biases by config. All take the same flat mapping."""
+"""Writers of metrics: always JSONL, optionally TensorBoard and Weights & Biases. All take the same flat mapping."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Writer(Protocol):
 
 
 class JsonlWriter:
-    """`metrics.jsonl`: one object a step, flushed at once, only ever appended to.
+    """`metrics.jsonl`: one object per step, flushed at once and only appended.
 
-    Steps must rise within a file. An attempt that is resumed writes a file of its own, so nothing here is ever
-    rewritten; `launch.run.metrics.metric_history` lets the newer attempt win where two hold the same step.
+    Steps must rise within a file. A resumed attempt writes its own file, so nothing here is ever rewritten. If two
+    attempts hold the same step, `launch.run.metrics.metric_history` uses the newer one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,10 +46,10 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """Event files in `folder`. `first_step` purges what an earlier attempt wrote from there on: one curve a run."""
+    """Event files in `folder`. `first_step` purges an earlier attempt's data from there on: a run has one curve."""
 
     def __init__(self, folder: Path, first_step: int, text: Mapping[str, str] | None = None) -> None:
-        # tensorboard's protobufs take a second to import; runs that switch it off do not pay for it.
+        # Importing tensorboard's protobufs takes a second, which runs without it do not pay.
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=10)
@@ -66,11 +66,11 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Weights & Biases, one run a run folder: a resumed attempt goes on with the same curve. W&B refuses to write a
-    step again, so steps that a resume makes a second time keep their first values there. With WANDB_MODE=offline
-    the files stay in `<folder>/wandb` until `wandb sync`.
+    """Weights & Biases, one run per run folder: a resumed attempt continues the same curve. W&B refuses to write a step
+    twice, so steps that a resume repeats keep their first values there. With WANDB_MODE=offline the files stay in
+    `<folder>/wandb` until `wandb sync`.
 
-    Raises UserError when the package is missing, or W&B refuses (no key, no connection)."""
+    Raises UserError if the package is missing or W&B refuses the run (no key, no connection)."""
 
     def __init__(self, project: str, name: str, folder: Path, config: Mapping) -> None:
         where = f"monitor.wandb_project = {project}"
@@ -80,7 +80,7 @@ class WandbWriter:
             raise UserError("monitor.wandb_project is set, but the package wandb is not installed", where=where,
                             fix="pip install wandb, or monitor.wandb_project=null") from error
         folder.mkdir(parents=True, exist_ok=True)
-        # Not its own capture of the console: logs lie in the attempt's folder, and stdout is ours.
+        # Its own capture of the console is off: logs are in the attempt's folder, and stdout belongs to this program.
         settings = wandb.Settings(console="off", silent=True)
         try:
             self._run = wandb.init(project=project, name=name, id=_wandb_id(folder), resume="allow", dir=str(folder),
@@ -97,7 +97,7 @@ class WandbWriter:
 
 
 def _wandb_id(folder: Path) -> str:
-    """The id of the run in `folder`, drawn once: a new run of the same name must not go on with an old curve."""
+    """The ID of the run in `folder`, drawn once, so that a new run of the same name does not continue an old curve."""
     file = folder / "wandb-id"
     if not file.exists():
         file.write_text(secrets.token_hex(4), encoding="ascii")
@@ -105,7 +105,7 @@ def _wandb_id(folder: Path) -> str:
 
 
 def json_number(value: float) -> float | int | str:
-    """JSON has no NaN: non-finite values become the strings that float() reads back."""
+    """JSON has no NaN, so non-finite values become strings that float() reads back."""
     number = value if isinstance(value, int) else float(value)
     if math.isfinite(number):
         return number
@@ -113,7 +113,7 @@ def json_number(value: float) -> float | int | str:
 
 
 def _last_step(path: Path) -> int | None:
-    """Step of the last complete line. A line that a crash cut short is dropped."""
+    """Step of the last complete line. A line truncated by a crash is dropped."""
     if not path.exists() or path.stat().st_size == 0:
         return None
     text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What runs inside a reward worker process. Its only ties to the pool are one connection and the pool's life."""
+"""The code of a reward worker process. It is tied to the pool only by one connection and the pool's lifetime."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from megatron_rl.rewards.sample import Sample, Score
 # Messages to the pool, as (kind, value).
 READY = "ready"
 REFUSED = "refused"
-"""The rewards cannot be used; value: the UserError."""
+"""The rewards cannot be used. Value: the UserError."""
 RUNNING = "running"
-"""Value: the function about to run, sent where a run has several, so that a hang or a death can be blamed."""
+"""Value: the function about to run. Sent if there are several, so that a hang or a death can be attributed."""
 SCORED = "scored"
 """Value: the Score of the next sample."""
 
 
 def main(connection: Connection, config: RewardConfig, columns: Sequence[str] | None, log_path: Path | None) -> None:
-    """Loads the rewards, tries their guards, then scores lists of samples until the connection closes.
+    """Load the rewards, run their guards, then score lists of samples until the connection closes.
 
-    The functions run in this process's main thread, so that those that use signals work, and one message is sent
-    for each sample, so that the pool sees progress sample by sample.
+    The functions run in this process's main thread, so those that use signals work. One message is sent per sample, so
+    the pool sees progress sample by sample.
     """
     _settle(log_path)
     try:
@@ -54,7 +54,7 @@ def main(connection: Connection, config: RewardConfig, columns: Sequence[str] | 
 
 
 def score(rewards: Sequence[Reward], sample: Sample, connection: Connection | None = None) -> Score:
-    """The weighted sum over the rewards; whatever a function raises becomes a Score with status `error`."""
+    """The weighted sum over the rewards. Anything that a function raises becomes a Score with status `error`."""
     components: dict[str, float] = {}
     total = 0.0
     for reward in rewards:
@@ -62,7 +62,7 @@ def score(rewards: Sequence[Reward], sample: Sample, connection: Connection | No
             connection.send((RUNNING, reward.name))
         try:
             value = reward(sample)
-        except BaseException as error:  # sys.exit and math-verify's timeout are no Exception: all is reported
+        except BaseException as error:  # sys.exit and math-verify's timeout are not Exceptions: report them all
             return Score(0.0, components, "error", _describe(error), reward.name)
         components[reward.name] = value
         total += reward.weight * value
@@ -77,7 +77,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _settle(log_path: Path | None) -> None:
-    # A group of its own: Ctrl-C reaches the driver only, and what a reward starts ends together with it.
+    # In its own process group: Ctrl-C reaches only the driver, and processes started by a reward end with it.
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if log_path is not None:
@@ -85,13 +85,13 @@ def _settle(log_path: Path | None) -> None:
             os.dup2(log.fileno(), sys.stdout.fileno())
             os.dup2(log.fileno(), sys.stderr.fileno())
     faulthandler.enable()
-    # math-verify warns that its timeout is off: on purpose, the deadline is the pool's.
+    # math-verify warns that its timeout is off. This is intended: the pool sets the deadline.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     threading.Thread(target=_die_with_parent, daemon=True, name="die-with-parent").start()
 
 
 def _die_with_parent() -> None:
-    """The pool's process may end without closing anything (SIGKILL) while a reward hangs here."""
+    """End with the pool's process, which may be killed (SIGKILL) without closing anything while a reward hangs here."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

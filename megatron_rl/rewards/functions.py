@@ -1,6 +1,6 @@
-"""The built-in rewards. Each is `f(completion, answer, **keywords) -> float`, the form of a user's function too.
+"""The built-in rewards. Each is `f(completion, answer, **keywords) -> float`, like a user's own function.
 
-They are pure and hold no deadline of their own: `pool` runs them in a worker process that it can end.
+They are pure and have no deadlines: `pool` runs them in a worker process that it can end.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pydantic import Field
 from megatron_rl.rewards.numbers import last_number, marked_number, parse_number
 
 LONGEST_BOX = 500
-"""Characters of a boxed answer that are still read: parsing time grows fast with nested brackets."""
+"""Maximum length of a boxed answer in characters: parsing time grows fast with nested brackets."""
 
 
 def exact_match(completion: str, answer: str | None, *,
                 anywhere: Literal["marker", "last_number", "text"] = "marker") -> float:
-    """1 if the completion's final answer equals the gold answer, else 0.
+    """1 if the completion's final answer equals the gold answer, otherwise 0.
 
     Args:
-        anywhere: where the answer is looked for. `marker`: after GSM8K's `####` (see `numbers.marked_number`);
-            `last_number`: the last number of the completion; `text`: the whole completion, compared as text without
-            the white space around it. Numbers are compared exactly, by value (`1,000` = `1000.0`).
+        anywhere: where to look for the answer. `marker`: after GSM8K's `####` (see `numbers.marked_number`);
+            `last_number`: the last number in the completion; `text`: the whole completion, compared as text without
+            surrounding white space. Numbers are compared exactly by value (`1,000` = `1000.0`).
     Raises:
-        ValueError: the gold answer is empty, or holds no number where one is compared. Such a row must not score.
+        ValueError: the gold answer is empty, or has no number although one is compared. Such a row must not score.
     """
     if answer is None or not answer.strip():
         raise ValueError("the gold answer is empty")
@@ -41,15 +41,15 @@ def exact_match(completion: str, answer: str | None, *,
 
 
 def math_equivalence(completion: str, answer: str | None, *, anywhere: Literal["boxed", "last"] = "boxed") -> float:
-    r"""1 if the completion's final answer is mathematically equal to the gold answer (math-verify), else 0.
+    r"""1 if the completion's final answer is mathematically equal to the gold answer (math-verify), otherwise 0.
 
     Args:
-        anywhere: `boxed`: only what stands in `\boxed{...}` counts, and every box must be right: an answer that
-            boxes two different things is no answer. `last`: the last expression that math-verify finds.
+        anywhere: `boxed`: only the content of `\boxed{...}` counts, and every box must be right, because an answer with
+            two different boxes is not an answer. `last`: the last expression that math-verify finds.
 
-    SymPy may work for ever on what a policy writes (`9^{9^{9^9}}`), which the pool ends as a timeout: use
-    `reward.on_error: zero` with it. Words are read as products of their letters, so for answers in words take
-    `exact_match` with `anywhere: text`.
+    SymPy may never finish on a policy's output (`9^{9^{9^9}}`), which the pool ends as a timeout, so use
+    `reward.on_error: zero`. Words are read as products of their letters, so use `exact_match` with `anywhere: text` for
+    answers in words.
 
     Raises:
         ValueError: the gold answer is empty or cannot be parsed. Such a row must not score (open-r1#55).
@@ -64,7 +64,7 @@ def math_equivalence(completion: str, answer: str | None, *, anywhere: Literal["
 
 
 def format_match(completion: str, answer: str | None, *, pattern: str) -> float:
-    """1 if the whole completion matches the regular expression `pattern`, else 0. Start it with `(?s)` to let `.`
+    """1 if the whole completion matches the regular expression `pattern`, otherwise 0. Start it with `(?s)` to let `.`
     match line breaks."""
     return float(re.fullmatch(pattern, completion) is not None)
 
@@ -89,7 +89,7 @@ BUILTINS: dict[str, Callable[..., float]] = {
 
 
 def boxed(text: str) -> list[str]:
-    r"""The contents of every `\boxed{...}` of a text, outermost boxes only, braces balanced."""
+    r"""The contents of every outermost `\boxed{...}` in a text, with balanced braces."""
     contents, position = [], 0
     while (start := text.find("\\boxed{", position)) >= 0:
         begin = position = start + len("\\boxed{")
@@ -114,16 +114,16 @@ def _parse_gold(answer: str) -> list[Any]:
 
 
 def _parse(text: str) -> list[Any]:
-    """What math-verify reads in a text: SymPy expressions, never a bare string (its fallback), by which text that
-    nobody could parse would equal other such text."""
-    import math_verify  # 0.4 s of SymPy, only where it is used
+    """SymPy expressions that math-verify finds in a text, without its fallback to a bare string, which would make any
+    two texts that cannot be parsed equal."""
+    import math_verify  # imported only on use: SymPy takes 0.4 s
 
     return math_verify.parse(text, fallback_mode="no_fallback", parsing_timeout=None)
 
 
 def _parse_box(content: str) -> list[Any]:
-    r"""The whole content as one expression. With math-verify's other extractors `\boxed{Is it 4 or 5?}` would be 5,
-    the last number of what is no expression."""
+    r"""The whole content as one expression. With math-verify's other extractors, `\boxed{Is it 4 or 5?}` would be 5,
+    the last number in a text that is not an expression."""
     from math_verify import LatexExtractionConfig, parse
 
     whole = LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0)
@@ -133,6 +133,6 @@ def _parse_box(content: str) -> list[Any]:
 def _equal(gold: list[Any], found: list[Any]) -> bool:
     import math_verify
 
-    # Its own timeout raises SIGALRM, which works in a main thread only and elsewhere turns every answer into 0
-    # (verl#5635, TRL#5281); the deadline is the pool's.
+    # Its own timeout raises SIGALRM, which works only in a main thread and turns every answer into 0 elsewhere
+    # (verl#5635, TRL#5281). The pool sets the deadline instead.
     return bool(found) and math_verify.verify(gold, found, timeout_seconds=None)

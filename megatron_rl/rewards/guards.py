@@ -1,7 +1,7 @@
-"""Known right answers, known wrong answers and known cheats, scored before a run starts.
+"""Known right answers, wrong answers and cheats that are scored before a run starts.
 
-A policy finds every hole of its reward. Each built-in is therefore tried, with the run's own arguments, on the
-tricks that have been seen to earn reward elsewhere, and the run does not start if one works.
+A policy finds every hole in its reward. Each built-in is therefore tested, with the run's own arguments, on tricks that
+are known to have earned reward elsewhere. The run does not start if one of them works.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Verdict = Literal["right", "wrong", "cheat", "refused"]
 
 @dataclass(frozen=True)
 class Case:
-    """A sample and what must become of it: `right` scores 1, `wrong` and `cheat` score 0 or less, `refused` raises
-    (a gold answer that cannot be used must be an error, never a score)."""
+    """A sample and its expected outcome. `right` scores 1, `wrong` and `cheat` score 0 or less, and `refused` raises,
+    because a gold answer that cannot be used must be an error, never a score."""
 
     verdict: Verdict
     why: str
@@ -96,10 +96,10 @@ _LAST_EXPRESSION = [
 
 
 def check_guards(rewards: Sequence[Reward]) -> None:
-    """Scores the cases of every built-in reward among `rewards`; a user's functions have none.
+    """Score the cases of every built-in reward in `rewards`. A user's functions have none.
 
     Raises:
-        UserError: a case that does not come out as it must, with the case.
+        UserError: a case has another outcome than expected; the message shows it.
     """
     for reward in rewards:
         for case in guard_cases(reward):
@@ -107,7 +107,7 @@ def check_guards(rewards: Sequence[Reward]) -> None:
 
 
 def guard_cases(reward: Reward) -> list[Case]:
-    """The cases that hold for a reward with its arguments."""
+    """The cases that apply to a reward with its arguments."""
     anywhere = reward.args.get("anywhere")
     if reward.function.__name__ == "exact_match":
         return {None: _MARKER, "marker": _MARKER, "last_number": _LAST_NUMBER, "text": _TEXT}[anywhere]

@@ -1,4 +1,4 @@
-"""From the configuration's reward functions to callables, with every mistake found before the run starts."""
+"""Turns the configuration's reward functions into callables and finds every mistake before the run starts."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from megatron_rl.rewards.functions import BUILTINS
 from megatron_rl.rewards.sample import Sample
 
 OFFERED = ("prompt", "finish_reason", "completion_tokens")
-"""Offered to every reward function by keyword, besides the data row's columns."""
+"""Offered to every reward function as keywords, in addition to the data row's columns."""
 
 
 @dataclass(frozen=True)
 class Reward:
-    """One reward function of the configuration, ready to be called."""
+    """One reward function of the configuration, ready to call."""
 
     name: str
-    """As in the configuration; numbered (`format#2`) where one name is used twice."""
+    """Name in the configuration, numbered (`format#2`) if it is used twice."""
     function: Callable[..., Any]
     weight: float
     args: dict[str, Any]
     keywords: frozenset[str] | None
-    """Keyword arguments that the function takes; None: all (`**kwargs`)."""
+    """Keyword arguments of the function; None: all (`**kwargs`)."""
 
     def __call__(self, sample: Sample) -> float:
-        """The unweighted value for one sample. The function gets its `args`, and of the row's columns and `OFFERED`
-        what its signature names; `args` win over `OFFERED`, and `OFFERED` over columns.
+        """The unweighted value for one sample. The function gets its `args`, and those of the row's columns and
+        `OFFERED` that its signature names. `args` override `OFFERED`, and `OFFERED` overrides columns.
 
         Raises:
-            TypeError, ValueError: the function returned something that is not a finite number.
-            Whatever the function raises.
+            TypeError, ValueError: the function returned something other than a finite number.
+            Anything that the function raises.
         """
         offered = {**sample.columns, "prompt": sample.prompt, "finish_reason": sample.finish_reason,
                    "completion_tokens": sample.completion_tokens, **self.args}
@@ -60,11 +60,11 @@ def load_rewards(config: RewardConfig, columns: Collection[str] | None = None) -
     User functions are imported with the working directory on `sys.path`, as `python -m` would.
 
     Args:
-        columns: names of the data set's further columns, if known: a function that requires another keyword is
-            then refused here, not at the first sample.
+        columns: names of the data set's further columns, if known. A function that requires another keyword is then
+            refused here, not at the first sample.
     Raises:
-        UserError: a name that is no built-in and does not import, an attribute that is missing or not callable,
-            arguments that do not fit the signature.
+        UserError: a name is not a built-in and cannot be imported, an attribute is missing or not callable, or
+            arguments do not fit the signature.
     """
     rewards: list[Reward] = []
     for i, entry in enumerate(config.functions):
@@ -83,12 +83,12 @@ def _resolve(path: str, where: str) -> Callable[..., Any]:
     module_name, colon, attribute = path.partition(":")
     if not (colon and module_name and attribute):
         raise UserError(f"no built-in reward is called {path!r}", where=where, fix=_nearest(path, list(BUILTINS))
-                        + f" (built-in: {', '.join(BUILTINS)}), or a function of yours as package.module:function")
+                        + f" (built-in: {', '.join(BUILTINS)}), or name your own function as package.module:function")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # importing a module may raise anything
         raise UserError(f"reward {path!r}: importing {module_name} fails with {type(error).__name__}: {error}",
                         where=where, fix=f"make `python -c 'import {module_name}'` work from {Path.cwd()}, "
                                          f"or set PYTHONPATH to the folder that holds it") from error
@@ -164,7 +164,7 @@ def _check_args(name: str, function: Callable[..., Any], args: dict[str, Any],
         try:
             re.compile(args.get("pattern", ""))
         except re.error as error:
-            raise UserError(f"reward 'format': pattern {args['pattern']!r} is no regular expression: {error}",
+            raise UserError(f"reward 'format': pattern {args['pattern']!r} is not a regular expression: {error}",
                             where=f"{where}.args.pattern", fix="correct the expression") from error
     if name == "length" and args.get("buffer_tokens", 0) > args.get("max_tokens", math.inf):
         raise UserError(f"reward 'length': buffer_tokens = {args['buffer_tokens']} is more than max_tokens = "
@@ -173,7 +173,7 @@ def _check_args(name: str, function: Callable[..., Any], args: dict[str, Any],
 
 
 def _finite(value: Any) -> float:
-    # NumPy's and torch's scalars are no numbers.Real; `item` is their common way out.
+    # Scalars of NumPy and torch are not numbers.Real; both convert with `item`.
     if not isinstance(value, numbers.Real) and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, numbers.Real):

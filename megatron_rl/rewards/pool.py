@@ -1,12 +1,12 @@
-"""Scores samples in worker processes, with a deadline for each sample.
+"""Scores samples in worker processes, with a deadline per sample.
 
-A grader may hang (a regular expression, SymPy on `9^{9^9}`), raise, or take its process down. It must run in the
-main thread of a process that can be killed: in a thread, math-verify's own timeout raises and everything scores 0
-(verl#5635, TRL#5281); without one, an answer hangs the run (verl#5839).
+A grader may hang (a regular expression, SymPy on `9^{9^9}`), raise, or crash its process. It must run in the main
+thread of a process that can be killed: in another thread, math-verify's own timeout raises and everything scores 0
+(verl#5635, TRL#5281); without a timeout, one answer hangs the run (verl#5839).
 
-Samples go out in chunks, scores come back one by one, so a worker's silence is measured from its last score: the
-sample that follows it is the guilty one, the rest of its chunk goes to another worker. Pools that return a chunk as
-a whole (pebble, concurrent.futures) can time a chunk only, and would have to run it again to find out.
+Samples are sent in chunks and scores come back one by one, so a worker's silence is measured from its last score. The
+next sample is then to blame, and the rest of its chunk goes to another worker. Pools that return a chunk as a whole
+(pebble, concurrent.futures) can only time a chunk, and would have to run it again to find the sample.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class RewardFailure(Exception):
 
 
 class RewardPool:
-    """`config.workers` processes that score samples. Not tied to a thread: any may call it, one at a time.
+    """`config.workers` processes that score samples. Any thread may call it, one at a time.
 
     Args:
         columns: names of the data's further columns, see `load_rewards`.
-        log_dir: each worker's output goes to `<log_dir>/reward-process-<i>.log`; None: to this process's.
-        start_timeout_s: how long a worker may take to start (import, guards).
+        log_dir: each worker writes to `<log_dir>/reward-process-<i>.log`; None: to this process's output.
+        start_timeout_s: time limit for the start of a worker (import, guards).
     """
 
     def __init__(self, config: RewardConfig, *, columns: Sequence[str] | None = None, log_dir: Path | None = None,
@@ -58,7 +58,7 @@ class RewardPool:
         self._workers = [_Worker(i, config, columns, logs[i], start_timeout_s) for i in range(config.workers)]
 
     def start(self) -> None:
-        """Starts the processes and waits until all are ready.
+        """Start the processes and wait until all are ready.
 
         Raises:
             UserError: the rewards do not load or fail their guards, or a worker does not start in time.
@@ -78,10 +78,10 @@ class RewardPool:
     def score(self, samples: Sequence[Sample], *, stop_on_failure: bool = False) -> list[Score]:
         """The score of every sample, in the given order.
 
-        A sample that fails has the status `error` or `timeout`; its worker is replaced where that is needed.
+        A sample that fails has the status `error` or `timeout`. Its worker is replaced if necessary.
 
         Raises:
-            RewardFailure: with `stop_on_failure`, at the first sample that fails; the pool can be used again.
+            RewardFailure: with `stop_on_failure`, at the first sample that fails. The pool can be used again.
         """
         with self._lock:
             if not all(worker.running for worker in self._workers):
@@ -106,7 +106,7 @@ class RewardPool:
             return [scores[i] for i in range(len(samples))]
 
     def close(self) -> None:
-        """Ends all worker processes, and what they started. May be called twice."""
+        """End all worker processes and the processes they started. May be called twice."""
         with self._lock:
             self._kill_all()
 
@@ -142,7 +142,7 @@ class RewardPool:
 
 
 class _Worker:
-    """One process and the samples that it holds. `starting` until it says that it is ready, then `idle` or busy."""
+    """One process and the samples it holds. It is `starting` until it reports ready, then `idle` or busy."""
 
     def __init__(self, number: int, config: RewardConfig, columns: Sequence[str] | None, log_path: Path | None,
                  start_timeout_s: float) -> None:
@@ -154,7 +154,7 @@ class _Worker:
         self._running = ""
         self.starting = False
         self.deadline: float | None = None
-        """When the silence becomes a fault, on the monotonic clock; None while idle."""
+        """When silence becomes a fault, on the monotonic clock; None while idle."""
 
     @property
     def running(self) -> bool:
@@ -175,11 +175,11 @@ class _Worker:
         self.deadline = time.monotonic() + self._start_timeout_s
 
     def handles(self) -> list:
-        """What becomes ready when the worker says something or dies."""
+        """Handles that become ready when the worker sends a message or dies."""
         return [] if self._process is None else [self._connection, self._process.sentinel]
 
     def give(self, chunk: list[int], samples: list[Sample]) -> bool:
-        """Whether the samples were taken. A process that died while idle is replaced: no sample is to blame."""
+        """Whether the samples were taken. A process that died while idle is replaced, as no sample is to blame."""
         try:
             self._connection.send(samples)
         except (BrokenPipeError, ConnectionResetError):
@@ -191,12 +191,12 @@ class _Worker:
         return True
 
     def read(self) -> dict[int, Score]:
-        """Scores that have arrived, by sample index. If the process died or is past its deadline it is replaced, and
-        the sample that it was busy with has failed."""
+        """Scores that have arrived, by sample index. If the process died or missed its deadline it is replaced, and the
+        sample that it was scoring has failed."""
         scores: dict[int, Score] = {}
         if self._process is None:
             return scores
-        # Taken before the messages are read: a score that comes in while this process is not scheduled is in time.
+        # Taken before the messages are read: a score that arrives while this process is not scheduled is in time.
         now = time.monotonic()
         try:
             while self._connection.poll():
@@ -218,14 +218,14 @@ class _Worker:
         return scores
 
     def take_back(self) -> list[int]:
-        """The samples that a process left behind when it was replaced."""
+        """The samples left behind by a process that was replaced."""
         left, self._left = self._left, []
         return left
 
     def kill(self) -> None:
         if self._process is None or self._process.pid is None:
             return
-        # Before `join`, which frees the pid: the worker leads a process group, with whatever the reward started.
+        # Before `join`, which frees the PID: the worker leads a process group with everything the reward started.
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -240,7 +240,7 @@ class _Worker:
         self.deadline = time.monotonic() + self._config.timeout_s if self._pending else None
 
     def _replace(self, status: Status, detail: str) -> dict[int, Score]:
-        """A new process in place of this one; the sample it was busy with gets the blame."""
+        """Replace this process. The sample that it was scoring gets the blame."""
         if self._log_path is not None:
             detail += f"; see {self._log_path}"
         if self.starting:
@@ -259,6 +259,6 @@ class _Worker:
 def _death(process: multiprocessing.process.BaseProcess) -> str:
     process.join(timeout=5.0)
     code = process.exitcode
-    if code is None:  # someone else waited for it
+    if code is None:  # another waiter has reaped it
         return "the worker process ended"
     return f"the worker process ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"

@@ -1,4 +1,4 @@
-"""What goes into a reward and what comes out."""
+"""The input and the output of a reward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Status = Literal["ok", "error", "timeout"]
 
 @dataclass(frozen=True)
 class Sample:
-    """The text of one trajectory, to be scored. Plain values only: it crosses process boundaries and is saved as JSON.
+    """The text of one trajectory to score. It holds plain values, because it crosses processes and is saved as JSON.
     """
 
     completion: str
@@ -22,11 +22,11 @@ class Sample:
     """The data row's other columns, offered to the reward as keyword arguments."""
     finish_reason: str = "stop"
     completion_tokens: int = 0
-    """Those that the policy sampled."""
+    """Number of tokens sampled by the policy."""
     prompt_index: int = -1
     """Row in the data set."""
     sample_index: int = -1
-    """Place among the trajectories of its group."""
+    """Position in its group."""
 
     @property
     def name(self) -> str:
@@ -35,16 +35,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class Score:
-    """A wrong answer (`ok`, low total), a reward that failed (`error`) and one that hung (`timeout`) are three
-    different things; only the first says anything about the policy."""
+    """The result for one sample. A wrong answer (`ok`, low total), a reward that failed (`error`) and one that hung
+    (`timeout`) are different outcomes; only the first says anything about the policy."""
 
     total: float
     """Sum over functions of weight x value; 0 unless the status is `ok`."""
     components: dict[str, float] = field(default_factory=dict)
-    """Unweighted value by function; those computed before a failure only."""
+    """Unweighted value per function. After a failure, only the values computed before it."""
     status: Status = "ok"
     detail: str = ""
-    """Why it failed: the function and its exception, or how its process ended."""
+    """Reason of the failure: the function and its exception, or how its process ended."""
     function: str = ""
     """The function that failed."""
 

@@ -1,4 +1,4 @@
-"""The reward side of the loop: a pool, and what becomes of samples whose reward failed."""
+"""The reward side of the loop: a pool, and the handling of samples whose reward failed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from megatron_rl.rewards.sample import Sample, Score
 log = logging.getLogger(__name__)
 
 SAVED_AT_MOST = 50
-"""Failed samples saved in one attempt with `reward.on_error: zero`."""
+"""Maximum number of failed samples saved per attempt with `reward.on_error: zero`."""
 
 
 class RewardWorker:
-    """Scores samples as the configuration says. A plain class: the driver puts it into a Ray actor on CPUs.
+    """Scores samples as configured. It is a plain class; the driver puts it into a Ray actor on CPUs.
 
     Args:
         config: the `reward` section.
         attempt_dir: failed samples are saved in `<attempt_dir>/failed_samples/`.
-        log_dir: for the output of the worker processes; default `<attempt_dir>/logs`.
+        log_dir: folder for the output of the worker processes; default `<attempt_dir>/logs`.
         columns: names of the data's further columns, if known.
     """
 
@@ -39,7 +39,7 @@ class RewardWorker:
         self._saved = 0
 
     def start(self) -> None:
-        """Loads the rewards, tries their guards, warms the processes up.
+        """Load the rewards, run their guards and start the processes.
 
         Raises:
             UserError: see `RewardPool.start`.
@@ -51,7 +51,7 @@ class RewardWorker:
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """The score of every sample, in the given order.
 
-        With `on_error: zero` a failed sample has total 0 and keeps its status, for the caller to count.
+        With `on_error: zero`, a failed sample has total 0 and keeps its status, so that the caller can count it.
 
         Raises:
             UserError: with `on_error: stop`, at the first sample whose reward raises or hangs.
@@ -74,7 +74,7 @@ class RewardWorker:
         return scores
 
     def close(self) -> None:
-        """Ends the worker processes. May be called twice."""
+        """End the worker processes. May be called twice."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None

@@ -153,7 +153,7 @@ def test_folders_that_are_no_checkpoint_are_refused(copy, tmp_path):
 @pytest.mark.parametrize("damage, message", [
     (lambda folder, index: index["weight_map"].update({EMBEDDING: "gone.safetensors"}), "names gone.safetensors"),
     (lambda folder, index: index["weight_map"].update({"extra": next(iter(index["weight_map"].values()))}),
-     "holds extra; it does not"),
+     "holds extra, but it does not"),
     (lambda folder, index: index.pop("weight_map"), "not a safetensors index"),
 ])
 def test_an_index_that_does_not_fit_its_shards_is_refused(tiny, tmp_path, damage, message):
@@ -271,7 +271,7 @@ def test_an_export_does_not_overwrite_and_survives_an_interrupted_one(tiny, tmp_
     (tmp_path / ".out.partial" / "left").touch()
     export(tiny, tmp_path / "out", training_plan(a), torch.float32)
     assert not (tmp_path / "out" / "left").exists() and not (tmp_path / ".out.partial").exists()
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         exporter.prepare(tiny, a)
 
 
@@ -279,5 +279,5 @@ def test_a_full_disk_is_told_before_any_weight_is_written(tiny, tmp_path, monkey
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000_000))
     a = from_hf_config(tiny)
     exporter = Exporter(tmp_path / "out", canonical_tensors(a), torch.float32)
-    with pytest.raises(UserError, match="they take .* bytes, 1,000,000 are free"):
+    with pytest.raises(UserError, match="they need .* bytes, 1,000,000 are free"):
         exporter.prepare(tiny, a)

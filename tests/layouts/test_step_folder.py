@@ -61,7 +61,7 @@ def test_only_the_newest_are_kept(tmp_path) -> None:
 
 def test_existing_checkpoint_is_not_overwritten(tmp_path) -> None:
     _write(tmp_path, 1)
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         files.begin(files.checkpoint_folder(tmp_path, 1))
 
 
