@@ -158,9 +158,9 @@ def markdown(document: dict) -> str:
         whole = case["ours"]["samples_per_step"] / case["trl"]["samples_per_s"]
         rollout = case["ours"]["split_s"]["rollout"]
         if case["ratio"] < AIM and rollout * AIM > whole:
-            lines += ["", f"{name}: TRL's whole step takes {whole:.3f} s, and generation alone takes {rollout:.3f} s here, "
-                      "mostly for requests to an engine, which outweigh the model at this size. The target cannot be "
-                      "reached with an engine in a process of its own."]
+            lines += ["", f"{name}: TRL's whole step takes {whole:.3f} s, and generation alone takes {rollout:.3f} s "
+                      "here, mostly for requests to an engine, which outweigh the model at this size. The target "
+                      "cannot be reached with an engine in a process of its own."]
     return "\n".join(lines) + "\n"
 
 

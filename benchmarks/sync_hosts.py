@@ -1,7 +1,7 @@
 """Simulated hosts for a benchmark: network namespaces with one shaped NIC each, all on one bridge.
 
-No interface is created outside these namespaces, so no traffic leaves them. Names begin with `PREFIX` and the PID of the
-process that made them. The next benchmark removes what a killed one left behind.
+No interface is created outside these namespaces, so no traffic leaves them. Names begin with `PREFIX` and the PID of
+the process that made them. The next benchmark removes what a killed one left behind.
 """
 
 from __future__ import annotations

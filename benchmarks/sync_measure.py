@@ -36,13 +36,13 @@ class Measured:
     prediction: SyncPrediction
     """With this machine's rates. Its route was measured; `floor_s` is the bound."""
     predicted_s: float = 0.0
-    """Of the route, chunk by chunk."""
+    """Predicted time of the route, chunk by chunk."""
     manifest: SyncManifest = field(init=False)
     ours: SyncReport = field(init=False)
     nics: tuple[Traffic, ...] = ()
     """Bytes carried by each host's NIC in our sync."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """ours, gather, tensors, buckets (the last two with the gather)."""
+    """ours, gather, tensors, buckets (the last two include the gather)."""
     verdict: Verdict = field(init=False)
 
     @property

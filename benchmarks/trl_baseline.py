@@ -4,7 +4,8 @@
 
 It uses the same model folder, rendered prompts, rewards, G, prompts per step, completion limit, temperature, learning
 rate and precision. Settings that TRL leaves open get the faster value: weights purely in the configured type (no
-autocast), no gradient checkpointing unless the configuration recomputes, no KL, one update per batch, the largest batch.
+autocast), no gradient checkpointing unless the configuration recomputes, no KL, one update per batch, the largest
+batch.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Weight syncs without a trainer and without an engine: the real sender, receiver and coordinator over plain processes,
-to be measured. `python -m megatron_rl.sync_bench` is what `megatron-rl sync bench` runs.
+"""Weight syncs for measurement, without a trainer and without an engine: the real sender, receiver and coordinator run
+over plain processes. `megatron-rl sync bench` runs `python -m megatron_rl.sync_bench`.
 
-    members    processes that take calls over pipes, on this machine or in network namespaces of it
+    members    processes that take calls over pipes, on this machine or in its network namespaces
     rank       a training rank: Megatron's layout over plain tensors, and the real `WeightSender`
-    worker     a rollout worker: vLLM's own model, unrun, and the real `InPlaceTransferEngine`
+    worker     a rollout worker: vLLM's own model, not run, and the real `InPlaceTransferEngine`
     world      both, with handles for the real `SyncCoordinator`
-    rates      what one process copies and digests, alone
-    lane_probe what one lane carries, alone
-    compare    measured beside predicted, edge by edge
+    rates      the copy and digest rates of one process
+    lane_probe the rate of one lane
+    compare    measured and predicted times, edge by edge
     local      the sync of a configuration on this machine
 """

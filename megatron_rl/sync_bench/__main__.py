@@ -1,4 +1,4 @@
-"""The process behind `megatron-rl sync bench`: it needs torch and vLLM, which the launcher must not import."""
+"""The process behind `megatron-rl sync bench`. It needs torch and vLLM, which the launcher must not import."""
 
 from __future__ import annotations
 

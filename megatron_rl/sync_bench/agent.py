@@ -1,8 +1,8 @@
-"""An agent on a node of an allocation: starts member processes there for a bench that runs elsewhere.
+"""An agent on a node of an allocation: it starts member processes there for a bench that runs elsewhere.
 
-The bench listens inside the job's network; agents and members connect to it, and both ends prove that they know the
-bench's key before anything else is read. Each member has a connection of its own, so that it is called as one on the
-bench's machine is. When the bench closes an agent's connection, its members end.
+The bench listens inside the job's network. Agents and members connect to it, and both ends prove that they know the
+bench's key before anything else is read. Each member has its own connection, so it is called like a member on the
+bench's machine. When the bench closes an agent's connection, its members end.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from launch.run.node_files import greeting
 from megatron_rl.sync_bench.members import Host, await_ends, serve
 
 KEY = "MEGATRON_RL_SYNC_BENCH_KEY"
-"""The key, in the environment of the step: it is on no command line."""
+"""The key, in the environment of the step. It is on no command line."""
 
 
 def main() -> int:
-    """`python -m megatron_rl.sync_bench.agent ADDRESS PORT`, once a node."""
+    """`python -m megatron_rl.sync_bench.agent ADDRESS PORT`, once per node."""
     endpoint, key = (sys.argv[1], int(sys.argv[2])), bytes.fromhex(envvars.get(KEY, ""))
     node = envvars.get("SLURMD_NODENAME", "")
     ports = allocate(int(envvars.get("SLURM_PROCID", "0")))

@@ -1,4 +1,4 @@
-"""The agents on the nodes of an allocation, seen from the bench."""
+"""The agents on the nodes of an allocation, as the bench sees them."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from megatron_rl.sync_bench.agent import KEY
 from megatron_rl.sync_bench.members import GRACE_S, Host, Member, MemberError
 
 PROVING_S = 10
-"""How long who connects may take to prove that it knows the key."""
+"""How long a connecting peer has to prove that it knows the key."""
 START_S = 300.0
-"""How long a process may take to fork and connect; the first one of a node imports what all of them need."""
+"""Time limit for a process to fork and connect. The first one on a node imports what all of them need."""
 Step = Callable[[Sequence[str]], tuple[list[str], dict[str, str]]]
-"""A command -> (one that runs it once on every node, its environment)."""
+"""A command -> (a command that runs it once on every node, its environment)."""
 
 
 class Agents:
-    """Started on entry, ended on exit. `hellos` has a greeting of every node.
+    """Agents that are started on entry and ended on exit. `hellos` has a greeting of every node.
 
     Args:
         nodes: the names that agents must greet with.
-        step: how to run a command on all of them.
+        step: how to run a command on all nodes.
         preload: modules that the agents' members have imported when they fork.
         logs: folder of the step's log.
-        deadline_s: for all agents to greet.
+        deadline_s: time limit for all agents to greet.
 
     Raises:
-        MemberError: an agent did not come; names its node.
+        MemberError: an agent did not arrive; the message names its node.
     """
 
     def __init__(self, nodes: Sequence[str], step: Step, preload: Sequence[str], logs: Path, deadline_s: float,
@@ -74,11 +74,11 @@ class Agents:
         self._listener.close()
         for agent in self._agents.values():
             agent.close()
-        if self._child.wait(3 * GRACE_S) is None:       # the agents end their members first
+        if self._child.wait(3 * GRACE_S) is None:       # the agents first end their members
             self._child.end(grace_s=GRACE_S)
 
     def start(self, name: str, host: Host, kind: str, args: tuple, variables: Mapping[str, str]) -> Member:
-        """A member on the node that `host` is named after."""
+        """Start a member on the node that `host` is named after."""
         number = next(self._numbers)
         self._agents[host.name].send((number, name, host, kind, args, dict(variables)))
         with self._came:
@@ -99,12 +99,12 @@ class Agents:
         while True:
             try:
                 peer, _ = self._listener.accept()
-            except OSError:         # closed: the bench is over
+            except OSError:         # closed, because the bench is over
                 return
             threading.Thread(target=self._admit, args=(peer,), daemon=True).start()
 
     def _admit(self, peer: socket.socket) -> None:
-        """Nothing is unpickled before the peer has proved that it knows the key."""
+        """Admit a peer. Nothing is unpickled before it has proved that it knows the key."""
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         same, connection = peer.dup(), Connection(peer.detach())
         try:
@@ -128,12 +128,12 @@ class Agents:
 
 
 class _Elsewhere:
-    """A process of another machine: its agent ends it."""
+    """A process on another machine. Its agent ends it."""
 
     exitcode: Any = "in the log of the agents"
 
     def join(self, timeout: float | None = None) -> None:
-        """It ends when its pipe is closed."""
+        """Do nothing: the process ends when its pipe is closed."""
 
     def is_alive(self) -> bool:
         return False

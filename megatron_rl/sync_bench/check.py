@@ -1,4 +1,4 @@
-"""Whether the sync of a plan can be measured here, or on an allocation. Light: it is asked before anything is
+"""Whether the sync of a plan can be measured here or on an allocation. Light, because it runs before anything is
 started."""
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ def check(prepared: Prepared, on: Literal["local", "slurm"] = "local") -> Predic
     """The same, before anything is started.
 
     Args:
-        on: this machine, or the nodes of the job that this is a part of.
+        on: this machine, or the nodes of the job that this process belongs to.
 
     Raises:
-        UserError: the plan is not for what it is to run on, has no sync, or is too large for it.
+        UserError: the plan is for another place, has no sync, or is too large for this one.
     """
     loaded = prepared.loaded
     if on == "local" and isinstance(prepared, OnCluster):
@@ -36,7 +36,7 @@ def check(prepared: Prepared, on: Literal["local", "slurm"] = "local") -> Predic
         raise UserError(prepared.plan.no_forecast or "no weights travel in this plan", where=loaded.path,
                         fix="plan with placement.mode=disaggregated, and with a workload that can be predicted")
     if not (prepared.model_folder / "config.json").is_file():
-        raise UserError("the workers build the model from its config.json, and there is none in "
+        raise UserError("the workers build the model from its config.json, which does not exist in "
                         f"{prepared.model_folder}",
                         where=loaded.where("model.path"), fix="give the model's folder")
     if on == "local":
@@ -49,13 +49,13 @@ def _check_size(prepared: Predicted, replica_bytes: int) -> None:
     count = training.gpus + rollout.gpus
     if count > MOST_PROCESSES:
         raise UserError(f"the plan has {training.gpus} training ranks and {rollout.gpus} rollout workers: {count} "
-                        f"processes, and at most {MOST_PROCESSES} are measured on one machine",
+                        f"processes, but at most {MOST_PROCESSES} can be measured on one machine",
                         where=prepared.loaded.path, fix="lower trainer.dp, trainer.tp or rollout.replicas")
     if prepared.plan.device == "cpu":
         copies = training.dp * training.cp + 2 * rollout.replicas           # an engine's second one is measured, too
         needed = replica_bytes * copies
         available = psutil.virtual_memory().available
         if needed > available:
-            raise UserError(f"the weights of all ranks and engines are {needed / 1e9:.1f} GB, and "
+            raise UserError(f"the weights of all ranks and engines need {needed / 1e9:.1f} GB, but only "
                             f"{available / 1e9:.1f} GB of memory are free", where=prepared.loaded.path,
                             fix="measure with a smaller model.path, trainer.dp=1 or rollout.replicas=1")

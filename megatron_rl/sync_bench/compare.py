@@ -1,4 +1,4 @@
-"""Measured beside predicted: edges, parts of a sync, and this machine's coefficients. Pure."""
+"""Compares measurements with predictions: edges, parts of a sync, and this machine's coefficients. Pure."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from megatron_rl.weight_sync.protocol import SyncReport, engine_name, trainer_na
 
 
 class Lane(NamedTuple):
-    """One lane between two processes, nothing else running."""
+    """One lane between two processes, with nothing else running."""
 
     rate: float
-    """bytes/s of large buckets."""
+    """bytes/s with large buckets."""
     chunk_s: float
-    """Of a bucket of a few bytes, there and acknowledged: what a bucket costs beside its bytes."""
+    """Seconds for a bucket of a few bytes, including its acknowledgement: the cost of a bucket besides its bytes."""
 
 
 class EdgeTime(NamedTuple):
-    """What one process sends or passes on to another, in bytes and seconds until the last of them had arrived; None
-    where the plan, or the sync that ran, has no such edge."""
+    """What one process sends or forwards to another, in bytes, and the seconds until the last byte has arrived. None if
+    the plan, or the sync that ran, has no such edge."""
 
     name: str
     planned_bytes: int | None
@@ -35,12 +35,12 @@ class EdgeTime(NamedTuple):
 
     @property
     def residual_s(self) -> float | None:
-        """Measured less predicted."""
+        """Measured minus predicted."""
         return None if self.predicted_s is None or self.measured_s is None else self.measured_s - self.predicted_s
 
 
 class Part(NamedTuple):
-    """A part of a sync, in seconds; None: nothing is predicted for it."""
+    """A part of a sync, in seconds. None: there is no prediction for it."""
 
     name: str
     predicted_s: float | None
@@ -53,9 +53,9 @@ def edges(route: Route, arrivals: Sequence[float], seats: Seats,
     """Each pair of a sending and a receiving process, in the order of receivers.
 
     Args:
-        arrivals: of the route's edges, see `launch.fabric.simulate.arrivals`.
-        moved: bytes of each hop, see `SyncManifest.bytes_per_hop`.
-        measured: seconds of each hop, see `SyncReport.arrivals`.
+        arrivals: arrivals of the route's edges, see `launch.fabric.simulate.arrivals`.
+        moved: bytes per hop, see `SyncManifest.bytes_per_hop`.
+        measured: seconds per hop, see `SyncReport.arrivals`.
     """
     names = {place: trainer_name(rank) for rank, place in enumerate(seats.training)}
     names |= {place: engine_name(*key) for key, place in seats.rollout.items()}
@@ -72,7 +72,7 @@ def edges(route: Route, arrivals: Sequence[float], seats: Seats,
 
 
 def parts(prediction: SyncPrediction, kind: Kind, coefficients: SyncCoefficients, report: SyncReport) -> list[Part]:
-    """Of one sync, by the clock of its slowest receiver; what is left is the protocol. Digests overlap the transfer."""
+    """Parts of one sync by its slowest receiver's clock; the rest is the protocol. Digests overlap the transfer."""
     seconds, cost = report.seconds, prediction.routes[kind]
     held = cost.rollout_nic_in_bytes + cost.nvlink_bytes
     return [Part("pause and protocol", coefficients.pause_s + coefficients.barrier_s,
@@ -84,14 +84,14 @@ def parts(prediction: SyncPrediction, kind: Kind, coefficients: SyncCoefficients
 
 
 def pauses(predicted: Mapping[str, float], reports: Mapping[str, SyncReport]) -> list[Part]:
-    """For how long engines served nothing at a sync, by `weight_sync.staging`."""
+    """How long engines serve nothing during a sync, by `weight_sync.staging`."""
     return [Part(staging, predicted.get(staging), report.seconds["pause"]) for staging, report in reports.items()]
 
 
 def found_coefficients(lane: Lane, nic_bandwidth: float, pack: float, digest: float,
                        report: SyncReport) -> dict[str, float]:
-    """What a cluster file may hold in place of the design values. The pause is that of an idle engine, nearly nothing:
-    it is left as it is."""
+    """Coefficients that may replace the design values in a cluster file. The pause is left out, because it was measured
+    on an idle engine and is nearly zero."""
     seconds = report.seconds
     protocol = seconds["total"] - seconds["receive"]
     return {"sync.nic_efficiency": min(1.0, lane.rate / nic_bandwidth), "sync.chunk_latency_s": lane.chunk_s,

@@ -1,4 +1,4 @@
-"""One lane of the real transport between two processes, alone: its rate, and what a bucket costs beside its bytes."""
+"""Measures one lane of the real transport between two processes: its rate, and the fixed cost of a bucket."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IN_FLIGHT = 2
 
 
 class LaneProbe:
-    """The object of two member processes: member 0 sends, member 1 receives."""
+    """Runs in two member processes: member 0 sends, member 1 receives."""
 
     def __init__(self, device: str) -> None:
         torch.set_num_threads(1)
@@ -31,7 +31,7 @@ class LaneProbe:
         self._member, self._timeout_s = member, timeout_s
 
     def stream(self, bucket_bytes: int, count: int) -> float:
-        """`count` buckets one way, two in flight; seconds."""
+        """Send `count` buckets one way, two in flight. Returns the seconds."""
         deadline = Deadline(self._timeout_s)
         waiting: list[Pending] = []
         buffers = [torch.zeros(bucket_bytes, dtype=torch.uint8, device=self._device) for _ in range(IN_FLIGHT)]
@@ -46,7 +46,7 @@ class LaneProbe:
         return time.perf_counter() - started
 
     def small(self) -> float:
-        """Seconds of one small bucket, there; half of there and back."""
+        """Seconds for one small bucket one way: half of a round trip."""
         buffer, deadline = torch.zeros(SMALL, dtype=torch.uint8, device=self._device), Deadline(self._timeout_s)
         turns: list[tuple[Callable[[int, torch.Tensor, int], Pending], int]]
         turns = [(self._lane.send, THERE), (self._lane.receive, BACK)]

@@ -1,4 +1,4 @@
-"""`megatron-rl sync bench`: the sync of a plan, measured beside its prediction where its processes were put."""
+"""`megatron-rl sync bench`: measures the sync of a plan next to its prediction, with its processes placed."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.protocol import Backend, LaneSpec, SyncReport
 
 PROBE_BYTES = 256 << 20
-"""Through a lane alone."""
+"""Bytes sent to measure a lane alone."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What was measured, with its prediction."""
+    """The measurements, with their predictions."""
 
     backend: str
     route: str
     processes: int
     what: str
-    """On what they ran."""
+    """Description of the machine or nodes."""
     report: SyncReport
-    """Of the median sync, in place."""
+    """Report of the median sync, in place."""
     opening_s: float
-    """Layouts, proof of coverage, lanes."""
+    """Seconds for layouts, proof of coverage and lanes."""
     lane: Lane
     rates: Rates
     parts: list[Part]
     pauses: list[Part]
-    """For how long the engines serve nothing, in place and with a second copy."""
+    """How long the engines serve nothing, in place and with a second copy."""
     edges: list[EdgeTime]
     coefficients: SyncCoefficients
-    """Of the plan."""
+    """Coefficients of the plan."""
     nic_bandwidth: float
-    """That the plan assumes."""
+    """NIC bandwidth that the plan assumes."""
     found: dict[str, float]
-    """Coefficients of what was measured, by their keys in a cluster file."""
+    """Measured coefficients, by their keys in a cluster file."""
 
 
 async def bench(prepared: Predicted, site: Site, repeats: int) -> Bench:
@@ -89,8 +89,8 @@ async def _syncs(coordinator: SyncCoordinator, world: World, repeats: int) -> Sy
 
 async def _alone(site: Site, device: str, backend: Backend, dtype: str, timeout_s: float,
                  bucket_bytes: int) -> tuple[Rates, Lane]:
-    """What one process does, then what one lane from a training node to a rollout node does, with nothing beside
-    them."""
+    """The rates of one process, and of one lane from a training node to a rollout node, measured with nothing else
+    running."""
     members, placement = site.members, site.placement
     kind = "cuda" if device == "gpu" else "cpu"
     at = ((placement.training[0].node, placement.training[0].gpu),

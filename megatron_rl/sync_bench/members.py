@@ -1,7 +1,7 @@
-"""Processes that hold one object each and take calls of its methods over a pipe, every wait with a deadline.
+"""Processes that each hold one object and take calls of its methods over a pipe. Every wait has a deadline.
 
-They fork from one server that has imported what they need, so sixteen of them start in seconds. A process may live in
-a network namespace (Linux, as root): then all its traffic goes over the interfaces there.
+They fork from one server that has imported what they need, so sixteen of them start in seconds. A process may run in a
+network namespace (Linux, as root): then all its traffic uses the interfaces there.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from typing import Any, Protocol, TypeVar
 Result = TypeVar("Result")
 CLONE_NEWNET = 0x40000000
 NAMESPACES = Path("/run/netns")
-"""Where `ip netns` keeps them."""
+"""Where `ip netns` keeps namespaces."""
 GRACE_S = 5.0
-"""Between the end of a member's pipe and a SIGKILL to its pid."""
+"""Time between the end of a member's pipe and a SIGKILL to its PID."""
 
 
 class MemberError(RuntimeError):
-    """A member raised, died, or did not answer in time; the message names it."""
+    """A member raised, died, or did not answer in time. The message names it."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """Where members live."""
+    """Where members run."""
 
     name: str
     address: str = "127.0.0.1"
-    """Of the interface that its members listen on."""
+    """Address of the interface that its members listen on."""
     namespace: str | None = None
-    """Network namespace, by its name under `NAMESPACES`; None: the one of this process."""
+    """Network namespace, by its name under `NAMESPACES`; None: that of this process."""
 
 
 class Agents(Protocol):
-    """What starts members on other machines (`agents.Agents`)."""
+    """Starts members on other machines (`agents.Agents`)."""
 
     @property
     def hellos(self) -> Mapping[str, Any]: ...
 
     def start(self, name: str, host: Host, kind: str, args: tuple, variables: Mapping[str, str]) -> Member:
-        """A member on the node that `host` is named after."""
+        """Start a member on the node that `host` is named after."""
 
 
 class Process(Protocol):
@@ -65,7 +65,7 @@ class Process(Protocol):
 
 
 class Member:
-    """One process, seen from the process that started it."""
+    """One process, as seen by the process that started it."""
 
     def __init__(self, name: str, host: Host, process: Process, pipe: Connection) -> None:
         self.name, self.host = name, host
@@ -77,7 +77,7 @@ class Member:
         """Run a method of the member's object and return its answer.
 
         Raises:
-            MemberError: it raised, died, or gave no answer in time.
+            MemberError: the member raised, died, or did not answer in time.
         """
         async with self._alone:
             number = next(self._numbers)
@@ -87,7 +87,7 @@ class Member:
                     while True:
                         await _readable(self._pipe)
                         answered, failed, answer = self._pipe.recv()
-                        if answered == number:      # others are late answers to calls that were given up
+                        if answered == number:      # others are late answers to abandoned calls
                             break
             except TimeoutError:
                 raise MemberError(f"{self.name} gave no answer to {method} within {timeout_s:g} s") from None
@@ -99,17 +99,17 @@ class Member:
         return answer
 
     def end(self) -> None:
-        """Close the pipe, on which the process ends; it is killed, by its pid, if it does not."""
+        """Close the pipe, which ends the process. If it does not end, it is killed by its PID."""
         _end([self])
 
 
 class Members:
-    """Starts members and ends all of them. Use as a context.
+    """Starts members and ends all of them. Use it as a context manager.
 
     Args:
         preload: modules that the server imports before any member forks from it.
-        logs: folder for what members print; None: they print here.
-        agents: start the members of hosts that they are on.
+        logs: folder for the members' output; None: they use this process's output.
+        agents: start the members of hosts that have an agent.
     """
 
     def __init__(self, preload: Sequence[str], logs: Path | None = None, agents: Agents | None = None) -> None:
@@ -129,7 +129,7 @@ class Members:
         """Start a process that makes an object of `kind` ("module:Class") from `args` at its first call.
 
         Args:
-            variables: set in the process before anything of `kind` is imported.
+            variables: environment of the process, set before anything of `kind` is imported.
         """
         if self._agents is not None and host.name in self._agents.hellos:
             self._members.append(self._agents.start(name, host, kind, args, dict(variables or {})))
@@ -151,7 +151,7 @@ def _end(members: Sequence[Member]) -> None:
 
 
 def await_ends(processes: Sequence[Process]) -> None:
-    """Of members whose pipes are closed: they share the grace, and who is left then is killed by its pid."""
+    """Wait for members whose pipes are closed. They share the grace time; the rest are then killed by PID."""
     deadline = time.monotonic() + GRACE_S
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
@@ -162,7 +162,7 @@ def await_ends(processes: Sequence[Process]) -> None:
 
 
 async def together(calls: Iterable[Awaitable[Result]]) -> list[Result]:
-    """The answers in order, once all have been given. What the first failing call raised is raised then."""
+    """The answers in order, once all have arrived. The exception of the first failing call is raised then."""
     answers: list[Result] = []
     for answer in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(answer, BaseException):
@@ -174,7 +174,7 @@ async def together(calls: Iterable[Awaitable[Result]]) -> list[Result]:
 async def _readable(pipe: Connection) -> None:
     if pipe.poll():
         return
-    loop, descriptor = asyncio.get_running_loop(), pipe.fileno()    # a pipe that is closed meanwhile has none
+    loop, descriptor = asyncio.get_running_loop(), pipe.fileno()    # a pipe closed in the meantime has none
     ready = loop.create_future()
 
     def wake() -> None:
@@ -192,7 +192,7 @@ def enter_namespace(name: str) -> None:
     """Move this process, which must have one thread, into a network namespace.
 
     Raises:
-        OSError: there is no such namespace, or this process may not enter it.
+        OSError: the namespace does not exist, or this process may not enter it.
     """
     descriptor = os.open(NAMESPACES / name, os.O_RDONLY)
     try:
@@ -211,10 +211,10 @@ def _print_into(log: Path) -> None:
 
 
 def serve(pipe: Connection, host: Host, kind: str, args: tuple, variables: dict[str, str], log: Path | None) -> None:
-    """A member process: answer calls until the pipe is closed."""
+    """Run a member process: answer calls until the pipe is closed."""
     from launch import envvars
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C reaches every process of a terminal; our pipe ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C reaches all processes of a terminal; the pipe ends this
     envvars.set_for_this_process(variables)
     thing = None
     while True:

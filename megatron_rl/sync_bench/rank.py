@@ -17,7 +17,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 class TrainerRank:
-    """The object of a member process; its `sync_*` methods are the sender's own."""
+    """Runs in a member process. Its `sync_*` methods are the sender's own."""
 
     def __init__(self, architecture: Architecture, training: TrainingPlan, rank: int, dtype: str, address: str,
                  device: str) -> None:
@@ -30,14 +30,14 @@ class TrainerRank:
         self.sync_send, self.sync_discard = sender.sync_send, sender.sync_discard
 
     def fill(self, version: int) -> int:
-        """Weights of a version, as an optimizer step leaves them: the same on every rank that holds an element.
-        Returns how many bytes this rank holds."""
+        """Write the weights of a version, as an optimizer step would: equal on every rank that holds an element.
+        Returns the number of bytes that this rank holds."""
         fill(self.layouts, self.parameters, version)
         return sum(parameter.nbytes for parameter in self.parameters.values())
 
 
 def fill(layouts: Iterable[ParamLayout], parameters: Mapping[str, torch.Tensor], version: int) -> None:
-    """Bit patterns that depend on tensor, row, column and version."""
+    """Fill with bit patterns that depend on tensor, row, column and version."""
     for layout in layouts:
         bits = parameters[layout.name].view(_BITS[parameters[layout.name].element_size()])
         for tile in layout.tiles:

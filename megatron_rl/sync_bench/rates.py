@@ -1,4 +1,4 @@
-"""What one process of this machine copies and digests, in bytes/s."""
+"""Copy and digest rates of one process on this machine, in bytes/s."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_rl.weight_sync.plan.buckets import Bucket, Copy
 from megatron_rl.weight_sync.wire.packing import HEADER_BYTES, pack_bucket, unpack_bucket
 
 ROWS, COLUMNS = 4096, 4096
-"""32 MiB in bf16, more than a cache."""
+"""32 MiB in bf16, larger than a cache."""
 REPEATS = 3
 
 
 class Rates(NamedTuple):
-    """The fastest of a few repeats: what nothing disturbed."""
+    """The fastest of a few repeats, which nothing disturbed."""
 
     memcpy: float
     pack: float
@@ -29,7 +29,7 @@ class Rates(NamedTuple):
 
 
 class RateProbe:
-    """The object of a member process."""
+    """Runs in a member process."""
 
     def __init__(self, dtype: str, device: str) -> None:
         torch.set_num_threads(1)
@@ -37,7 +37,7 @@ class RateProbe:
 
     @torch.no_grad()
     def measure(self) -> Rates:
-        """Columns of a matrix, as a TP rank holds of a row-parallel weight: packed, unpacked, digested."""
+        """Pack, unpack and digest columns of a matrix, as a TP rank holds them of a row-parallel weight."""
         shape = (ROWS, COLUMNS)
         tile = Tile("probe", (0, 0), shape, contiguous_stride(shape), 0)
         layout, kind = ParamLayout("probe", shape, (tile,)), getattr(torch, self._dtype)

@@ -1,4 +1,4 @@
-"""What `megatron-rl sync bench` prints, as text and as JSON."""
+"""The output of `megatron-rl sync bench`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def as_text(bench: Bench) -> str:
 def _lines(bench: Bench) -> Iterator[str]:
     untried = "" if bench.backend == "gloo" else " (this path has not been run on GPUs yet)"
     yield (f"{bench.processes} processes on {bench.what}, {bench.backend}{untried}, route {bench.route}; "
-           f"{bench.report.nbytes / 1e6:.1f} MB a sync, all edges together; lanes open after {bench.opening_s:.2f} s")
+           f"{bench.report.nbytes / 1e6:.1f} MB per sync, over all edges; lanes opened in {bench.opening_s:.2f} s")
     yield from _alone(bench)
     yield from _sync(bench)
     yield from _pauses(bench)
@@ -32,7 +32,7 @@ def _alone(bench: Bench) -> Iterator[str]:
             ("memcpy", None, rates.memcpy), ("pack", known.copy_rate, rates.pack),
             ("unpack", known.copy_rate, rates.unpack), ("digest", known.digest_rate, rates.digest)):
         yield f"{name:<32}{_rate(predicted):>14}{_rate(measured):>14}"
-    yield f"{'a bucket beside its bytes':<32}{_time(known.chunk_latency_s):>14}{_time(bench.lane.chunk_s):>14}"
+    yield f"{'a bucket besides its bytes':<32}{_time(known.chunk_latency_s):>14}{_time(bench.lane.chunk_s):>14}"
 
 
 def _sync(bench: Bench) -> Iterator[str]:
@@ -46,7 +46,7 @@ def _sync(bench: Bench) -> Iterator[str]:
 
 
 def _pauses(bench: Bench) -> Iterator[str]:
-    """The predicted ones hold what pausing a busy engine takes; these engines are idle."""
+    """Predictions include the time to pause a busy engine. These engines are idle."""
     yield from ("", f"{'an idle engine serves nothing':<32}{'predicted':>14}{'measured':>14}{'residual':>14}")
     for part in bench.pauses:
         residual = None if part.predicted_s is None else part.measured_s - part.predicted_s
@@ -60,7 +60,7 @@ def _edges(bench: Bench) -> Iterator[str]:
         yield (f"{edge.name:<46}{_size(edge.planned_bytes):>12}{_size(edge.bytes):>12}{_time(edge.predicted_s):>12}"
                f"{_time(edge.measured_s):>12}{_time(edge.residual_s, signed=True):>12}")
     if any(None in (edge.planned_bytes, edge.bytes) for edge in bench.edges):
-        yield "- where only one of the two has the edge: the sync did not go the way of the plan"
+        yield "- if only one of the two has the edge: the sync did not follow the planned route"
 
 
 def _rate(value: float | None) -> str:
@@ -76,7 +76,7 @@ def _time(value: float | None, *, signed: bool = False) -> str:
 
 
 def as_document(bench: Bench) -> dict:
-    """For `--json`; rates in bytes/s, times in seconds."""
+    """For `--json`: rates in bytes/s, times in seconds."""
     return {"backend": bench.backend, "route": bench.route, "processes": bench.processes, "on": bench.what,
             "bytes": bench.report.nbytes, "opening_s": bench.opening_s, "seconds": bench.report.seconds,
             "lane": bench.lane._asdict(), "rates": bench.rates._asdict(),

@@ -1,4 +1,4 @@
-"""Where the processes of a measured plan run: this machine, or the nodes of the allocation that this is called in."""
+"""Where the processes of a measured plan run: on this machine, or on the nodes of the current allocation."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from megatron_rl.sync_bench.world import PRELOAD
 
 @dataclass(frozen=True)
 class Site:
-    """Placed processes."""
+    """Placed processes and what the measurement needs to know about them."""
 
     what: str
-    """In words."""
+    """Description in words."""
     members: Members
     placement: Placement
     hosts: Mapping[str, Host]
-    """By the placement's nodes."""
+    """By node of the placement."""
     seats: Seats
-    """That the sync is routed over."""
+    """Seats that the sync is routed over."""
     planned_seats: Seats
-    """That the prediction was made for."""
+    """Seats that the prediction was made for."""
     route: Kind
     bucket_bytes: int
     sync: SyncPrediction
@@ -75,7 +75,7 @@ def allocation(prepared: Predicted, logs: Path) -> Iterator[Site]:
     """The nodes of the Slurm job that this runs in (salloc, sbatch), placed as a run is placed on them.
 
     Raises:
-        UserError: this is no job, or it has fewer nodes than the plan needs.
+        UserError: this is not a job, or it has fewer nodes than the plan needs.
         MemberError: a node did not answer.
     """
     assert isinstance(prepared, OnCluster), "`check` lets no other through"

@@ -1,5 +1,5 @@
 """A rollout worker without an engine: vLLM's own model, which never runs, and the real `InPlaceTransferEngine` that
-writes into it. vLLM's executor is replaced by the pipe of a member process."""
+writes into it. The pipe of a member process replaces vLLM's executor."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron_rl.weight_sync.protocol import Staging
 
 
 class RolloutWorker(WeightSyncWorker):
-    """The object of a member process. Its methods are those that an engine calls in vLLM's worker."""
+    """Runs in a member process. Its methods are those that an engine calls in vLLM's worker."""
 
     def __init__(self, model_folder: str, tp: int, rank: int, dtype: str, device: str) -> None:
         torch.set_num_threads(1)
-        self._open = ExitStack()                            # the model's parallel groups live as long as the process
+        self._open = ExitStack()                            # the model's parallel groups last as long as the process
         self.model = self._open.enter_context(offline_model(model_folder, tp, rank, getattr(torch, dtype), device))
         self.model_runner = SimpleNamespace(get_model=lambda: self.model)
         self.vllm_config, self._device = get_current_vllm_config(), torch.device(device)
@@ -30,7 +30,7 @@ class RolloutWorker(WeightSyncWorker):
         self.weight_transfer_engine = InPlaceTransferEngine(None, self.vllm_config, self._device, self.model)
 
     def stage(self, staging: Staging) -> None:
-        """From here on receive in place, or into a second copy."""
+        """From now on, receive in place or into a second copy."""
         self.weight_transfer_engine.shutdown()
         kind = ShadowTransferEngine if staging == "shadow" else InPlaceTransferEngine
         self.weight_transfer_engine = kind(None, self.vllm_config, self._device, self.model)
@@ -55,10 +55,10 @@ class RolloutWorker(WeightSyncWorker):
         return answer
 
     def whole_digest(self) -> int:
-        """Of everything that this worker holds, padding left out."""
+        """Digest of everything that this worker holds, without padding."""
         return digest_layouts(self.layouts, dict(self.model.named_parameters()))
 
     def spoil(self) -> None:
-        """Forget all weights, so that the next sync cannot be credited with the last one's."""
+        """Overwrite all weights, so that the next sync cannot pass with those of the last one."""
         for parameter in self.model.parameters():
             parameter.data.fill_(torch.nan)

@@ -1,4 +1,4 @@
-"""Trainer ranks and rollout workers of a plan as member processes, with the handles that a `SyncCoordinator` takes."""
+"""Trainer ranks and rollout workers of a plan as member processes, with the handles that a `SyncCoordinator` needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRELOAD = ("torch", "torch.distributed", "megatron_rl.weight_sync.ends.sender",
            "vllm.model_executor.models.qwen2")
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 BUILD_S = 300.0
-"""For a process to import vLLM and build its model, on a machine that is busy with fifteen others."""
+"""Time limit for a process to import vLLM and build its model, on a machine that is busy with fifteen others."""
 
 
 class TrainerHandle:
@@ -46,15 +46,15 @@ class TrainerHandle:
 
 
 class PipedEngine:
-    """An engine without vLLM's executor: `weights`, which the coordinator calls, reach their workers over pipes."""
+    """An engine without vLLM's executor. The coordinator calls `weights`, which reach their workers over pipes."""
 
     def __init__(self, workers: Sequence[Member], replica: int, dtype: str, timeout_s: float) -> None:
         self.workers, self._timeout_s = workers, timeout_s
         self.weights = EngineWeights(self, replica, len(workers), dtype, workers[0].host.address)
-        self.unfinished = 0                                  # requests: nobody asks anything of this engine
+        self.unfinished = 0                                  # this engine never has requests
 
     async def stage(self, staging: Staging) -> None:
-        """From here on receive in place, or into a second copy; the next sync needs a new set-up."""
+        """From now on, receive in place or into a second copy. The next sync needs a new set-up."""
         await self.rpc("stage", staging)
         self.weights.shadow = staging == "shadow"
 
@@ -69,7 +69,7 @@ class PipedEngine:
         await self.rpc("update_weights", update_info)
 
     async def label_version(self, version: str) -> None:
-        """There is no engine core that would label tokens."""
+        """Do nothing: there is no engine core that labels tokens."""
 
     async def reset_prefix_cache(self, *, preempt: bool) -> bool:
         return True
@@ -84,23 +84,23 @@ class World:
     endpoints: tuple[Endpoint, ...]
 
     async def on_ranks(self, method: str, *args: Any) -> list:
-        """A method of every training rank at the same time; the answers by rank."""
+        """Call a method of all training ranks at the same time. Returns the answers by rank."""
         return await together(each.member.call(method, *args, timeout_s=BUILD_S) for each in self.trainers)
 
     async def on_workers(self, method: str, *args: Any) -> list:
-        """A method of every rollout worker at the same time; the answers by replica, then worker."""
+        """Call a method of all rollout workers at the same time. Returns the answers by replica, then worker."""
         return await together(worker.call(method, *args, timeout_s=BUILD_S)
                               for engine in self.engines for worker in engine.workers)
 
 
 def start_world(members: Members, config: ResolvedConfig, plan: Plan, model_folder: Path, placement: Placement,
                 hosts: Mapping[str, Host], *, rank_kind: str = RANK, worker_kind: str = WORKER) -> World:
-    """Start every training rank and every rollout worker of a plan.
+    """Start all training ranks and rollout workers of a plan.
 
     Args:
-        model_folder: its `config.json` is all that is read.
-        placement: where each of them lives, on which GPU.
-        hosts: by the placement's nodes.
+        model_folder: only its `config.json` is read.
+        placement: node and GPU of each process.
+        hosts: by node of the placement.
         rank_kind, worker_kind: other objects with the same methods.
     """
     timeout_s, dtype = config.weight_sync.timeout_s, TORCH_NAMES[config.trainer.dtype]

@@ -158,7 +158,7 @@ def test_coefficients_are_those_that_a_cluster_file_takes():
 
 
 @pytest.mark.parametrize("words, fragment", [
-    (("configs/70b/grpo.yaml",), "is planned for configs/clusters/h100x32.yaml, and what is measured is this machine"),
+    (("configs/70b/grpo.yaml",), "the plan is for configs/clusters/h100x32.yaml, but the measurement is on this"),
     (("configs/tiny/grpo.yaml", "rollout.replicas=13"), "17 processes, and at most 16")])
 def test_what_cannot_be_measured_here_is_refused(words, fragment):
     with pytest.raises(UserError, match=fragment):
