@@ -1,6 +1,6 @@
-"""What a training rank does: Megatron-core's model, optimizer and checkpoints, without Ray."""
+"""The work of a training rank: Megatron-core's model, optimizer and checkpoints, without Ray."""
 
 import warnings
 
-# Said by five modules of Megatron on import; on a CPU it is meant to be so, and on a GPU the model's own spec insists.
+# Five modules of Megatron print this on import. It is intended on a CPU; on a GPU the model's own spec requires them.
 warnings.filterwarnings("ignore", message="(Transformer Engine and Apex are|Apex is) not installed")

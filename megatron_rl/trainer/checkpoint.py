@@ -1,8 +1,8 @@
-"""Checkpoints of a training run in Megatron's distributed format (torch_dist), free of the parallel layout.
+"""Checkpoints of a training run in Megatron's distributed format (torch_dist), independent of the parallel layout.
 
-Tensors (weights, fp32 master weights, Adam's moments) are stored as slices of whole tensors under layout-free keys,
-so that any TP, PP, VPP, CP and DP can read them (`checkpoint_tensors`). All else is JSON (`state.json`) or plain
-tensors (`rng.safetensors`). How a folder becomes visible only when it is complete: `layouts.step_folder`.
+Tensors (weights, fp32 master weights, Adam's moments) are stored as slices of whole tensors under layout-free keys, so
+any TP, PP, VPP, CP and DP can read them (`checkpoint_tensors`). Everything else is JSON (`state.json`) or plain tensors
+(`rng.safetensors`). `layouts.step_folder` makes a folder visible only when it is complete.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint brought back besides weights, moments and random states."""
+    """What a checkpoint restored besides weights, moments and random states."""
 
     state: dict[str, Any]
-    """`state.json` as it was given to `save_checkpoint`."""
+    """`state.json` as given to `save_checkpoint`."""
     rng_restored: bool
-    """False when the layout changed: random states belong to ranks that no longer exist."""
+    """False if the layout has changed, because random states belong to ranks that no longer exist."""
 
 
 def save_checkpoint(folder: Path, chunks: list[torch.nn.Module], optimizer: PolicyOptimizer,
                     coordinates: RankCoordinates, layout: dict[str, int], state: dict[str, Any], keep: int) -> int:
-    """Write a checkpoint; every training rank calls this at the same step.
+    """Write a checkpoint. Every training rank calls this at the same step.
 
     Args:
-        folder: its final place, `checkpoints/step-000050`, on a file system that all ranks see.
+        folder: its final path, `checkpoints/step-000050`, on a file system that all ranks see.
         chunks: the bare model chunks of this rank.
-        layout: the parallel sizes; the random states belong to them.
-        state: everything that is not a tensor; must be JSON. `state["model"]` is compared when it is read back.
-        keep: complete checkpoints to keep once this one is complete.
+        layout: the parallel sizes, which the random states belong to.
+        state: everything that is not a tensor, as JSON. `state["model"]` is compared when it is read back.
+        keep: number of complete checkpoints to keep once this one is complete.
 
     Returns:
         Bytes on disk.
 
     Raises:
-        UserError: on every rank, when the disk is full or a rank cannot write. The partial folder is removed and
-            earlier checkpoints are untouched.
+        UserError: on every rank, if the disk is full or a rank cannot write. The partial folder is removed, and
+            earlier checkpoints are unchanged.
     """
     first = dist.get_rank() == 0
     text = json.dumps({"format": FORMAT, **state, "updates": optimizer.updates, "layout": layout,
@@ -91,10 +91,10 @@ def save_checkpoint(folder: Path, chunks: list[torch.nn.Module], optimizer: Poli
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """`state.json` of a complete checkpoint. Reads no pickle, needs no process group.
+    """`state.json` of a complete checkpoint. Reads no pickle and needs no process group.
 
     Raises:
-        UserError: the checkpoint is not complete, of another format, or someone else could have written it.
+        UserError: the checkpoint is incomplete, of another format, or could have been written by another user.
     """
     if problem := files.incomplete_because(folder):
         raise UserError(f"the checkpoint is not complete: {problem}", where=str(folder),
@@ -109,17 +109,17 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def load_checkpoint(folder: Path, chunks: list[torch.nn.Module], optimizer: PolicyOptimizer,
                     coordinates: RankCoordinates, layout: dict[str, int], model: dict[str, Any]) -> Loaded:
-    """Read a checkpoint into the model and the optimizer; every training rank calls this.
+    """Read a checkpoint into the model and the optimizer. Every training rank calls this.
 
-    Weights, master weights, Adam's moments and step, and the schedule's position carry over to any layout; the
-    random states only to an equal one.
+    Weights, master weights, Adam's moments and step, and the position of the schedule carry over to any layout. Random
+    states carry over only to an equal layout.
 
     Args:
         model: must equal `state["model"]`.
 
     Raises:
-        UserError: on every rank. Not complete, not ours, of another model, or its tensors are not exactly those of
-            this model and optimizer (a checkpoint without optimizer state is refused, never half loaded).
+        UserError: on every rank. The checkpoint is incomplete, not this user's, or of another model, or its tensors do
+            not exactly match this model and optimizer. One without optimizer state is refused, never half loaded.
     """
     shared: list[dict[str, Any]] = [{}]
     with _together(folder):
@@ -144,7 +144,7 @@ def _refuse_other_model(folder: Path, saved: dict[str, Any], model: dict[str, An
                  for name in sorted(saved.keys() | model.keys()) if saved.get(name) != model.get(name)]
     if different:
         raise UserError(f"the checkpoint is of another model or precision: {'; '.join(different)}", where=str(folder),
-                        fix="go on with the settings it was written with, or start a new run")
+                        fix="continue with the settings it was written with, or start a new run")
 
 
 def _flat(nested: dict[str, Any]) -> dict[str, Any]:
@@ -154,9 +154,9 @@ def _flat(nested: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _together(folder: Path, needed: int | None = None) -> Iterator[None]:
-    """Run a block on all ranks; if it fails on one, all of them raise, and none is left waiting in a collective.
+    """Run a block on all ranks. If it fails on one, all ranks raise, and none keeps waiting in a collective.
 
-    Failures that a person can mend become UserErrors; on the other ranks the first failing rank's message is shown.
+    Failures that the user can fix become UserErrors. The other ranks raise the first failing rank's message.
     """
     failure: BaseException | None = None
     try:
@@ -189,7 +189,7 @@ def _told(error: BaseException, folder: Path, needed: int | None) -> UserError |
 
 
 def _random_states_of_all_ranks(coordinates: RankCoordinates) -> dict[str, torch.Tensor]:
-    """Every rank's random states under its coordinates, on the first rank; nothing on the others."""
+    """Every rank's random states under its coordinates, on the first rank; {} on the others."""
     first = dist.get_rank() == 0
     gathered: list[tuple[str, dict[str, torch.Tensor]]] | None = [("", {})] * dist.get_world_size() if first else None
     dist.gather_object((_prefix(coordinates), rng.capture()), gathered)

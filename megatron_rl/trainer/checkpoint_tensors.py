@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint: what Megatron's sharded state dicts hold, how they are written, how they come back.
+"""The tensors of a checkpoint: their sharded state dicts, and how they are written and read back.
 
-Each rank writes one file, from its own process: Megatron's stock writer forks processes and starts a manager, which
-must not happen inside an actor that holds threads, sockets and a GPU. Python objects (`_extra_state` of Transformer
-Engine modules, optimizer hyperparameters) are left out: they would have to be pickled.
+Each rank writes one file from its own process. Megatron's stock writer forks processes and starts a manager, which must
+not happen inside an actor that holds threads, sockets and a GPU. Python objects (`_extra_state` of Transformer Engine
+modules, optimizer hyperparameters) are left out, because they would have to be pickled.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from megatron_rl.trainer.optimizer import PolicyOptimizer
 
 METADATA = ".metadata"
 
-# Everything that torch's distributed checkpoint puts into `.metadata`; none of it runs code when it is built, and
-# what a forged file may set on these classes or call with what it has is again one of them, or data.
+# Everything that torch's distributed checkpoint puts into `.metadata`. None of it runs code when constructed, and what
+# a forged file may set on these classes, or call with its values, is again one of them, or data.
 _KNOWN = {
     "torch": {"Size", "float32", "bfloat16"},
     "torch.serialization": {"_get_layout"},
@@ -55,8 +55,8 @@ _KNOWN = {
 def sharded_tensors(chunks: list[MegatronModule], optimizer: PolicyOptimizer, *, loading: bool) -> dict[str, Any]:
     """Megatron's sharded state dict of the model chunks and the optimizer, tensors only.
 
-    With the distributed optimizer this gathers, one buffer at a time, fp32 master weights and moments on the first
-    rank of each DP x CP group, in host memory: 12 bytes for each parameter of the model shard. Collective.
+    With the distributed optimizer, this gathers fp32 master weights and moments on the first rank of each DP x CP group
+    in host memory, one buffer at a time: 12 bytes per parameter of the model shard. Collective.
     """
     model = {name: chunk.sharded_state_dict(metadata=_metadata()) for name, chunk in _named(chunks).items()}
     model, _ = extract_sharded_tensors_and_factories(model)
@@ -67,8 +67,8 @@ def sharded_tensors(chunks: list[MegatronModule], optimizer: PolicyOptimizer, *,
 
 
 def prepared_for_writing(tensors: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """What this rank must write of `sharded_tensors`, and its bytes; checks over all ranks that every element is
-    written exactly once. Collective."""
+    """The part of `sharded_tensors` that this rank must write, and its size in bytes. Checks over all ranks that every
+    element is written exactly once. Collective."""
     prepared, _ = save_preprocess(tensors)
     own: dict[str, list[ShardedTensor]] = {}
     for tensor in nested_values(prepared):
@@ -78,11 +78,11 @@ def prepared_for_writing(tensors: dict[str, Any]) -> tuple[dict[str, Any], int]:
 
 
 def write(own: dict[str, list[ShardedTensor]], folder: Path) -> None:
-    """Write this rank's tensors into `folder`, synced; the first rank adds the index (`.metadata`). Collective.
+    """Write this rank's tensors into `folder`, synced. The first rank adds the index (`.metadata`). Collective.
 
     Raises:
         OSError: on a rank that could not write.
-        CheckpointException: on all others.
+        CheckpointException: on all other ranks.
     """
     disk = _Disk()
     writer = torch_checkpoint.FileSystemWriter(folder, sync_files=True, thread_count=1)
@@ -122,7 +122,7 @@ class _Disk(FileSystem):
 
 
 def write_markers(folder: Path) -> None:
-    """The two small files that make Megatron's own loader take the folder: `metadata.json`, an empty `common.pt`."""
+    """Write the two small files that Megatron's own loader requires: `metadata.json` and an empty `common.pt`."""
     TorchCommonSaveStrategy("torch", 1).save_common({}, folder)
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
@@ -131,7 +131,7 @@ def read(folder: Path, chunks: list[MegatronModule], optimizer: PolicyOptimizer,
     """Fill the model, the master weights and Adam's state from `folder`. Collective.
 
     Raises:
-        CheckpointingException: a tensor is missing, left over, or of another shape.
+        CheckpointingException: a tensor is missing, unexpected, or of another shape.
     """
     loaded = megatron_load(sharded_tensors(chunks, optimizer, loading=True), str(folder),
                            strict=StrictHandling.RAISE_ALL)
@@ -144,16 +144,16 @@ def read(folder: Path, chunks: list[MegatronModule], optimizer: PolicyOptimizer,
 
 
 def refuse_unknown_classes(folder: Path) -> None:
-    """Refuse a `.metadata` that names anything but the classes torch's distributed checkpoint writes.
+    """Refuse a `.metadata` that names any class other than those that torch's distributed checkpoint writes.
 
-    Torch loads this file with an unrestricted unpickler. Going through it first with one that knows only data
-    classes turns a forged file into an error before that happens.
+    Torch loads this file with an unrestricted unpickler. Reading it first with one that only knows data classes turns a
+    forged file into an error.
     """
     with (folder / METADATA).open("rb") as file:
         try:
             _KnownClassesOnly(file).load()
         except pickle.UnpicklingError as error:
-            raise UserError(f"the checkpoint's index is not one that this program writes: {error}",
+            raise UserError(f"the checkpoint's index was not written by this program: {error}",
                             where=str(folder / METADATA), fix="do not use this checkpoint") from error
 
 
@@ -166,32 +166,32 @@ class _KnownClassesOnly(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-# Taken before any file is read: a pickle can change the class, and with it what the class says of its members.
+# Copied before any file is read: a pickle can change the class, and with it the list of its members.
 _MEMORY_FORMATS = dict(_MEM_FORMAT_ENCODING.__members__)
 
 
 def _enum_member(owner: Any, name: Any) -> Enum:
-    """What Python 3.11 before 3.11.4 writes for a member of an enum is getattr(its class, its name): that, of the one
-    enum of an index, and no other attribute of anything."""
+    """Python 3.11 before 3.11.4 pickles an enum member as getattr(its class, its name). Allow this only for the one
+    enum in an index."""
     if owner is not _MEM_FORMAT_ENCODING or name not in _MEMORY_FORMATS:
         raise pickle.UnpicklingError("it names builtins.getattr")
     return _MEMORY_FORMATS[name]
 
 
 def _named(chunks: list[MegatronModule]) -> dict[str, MegatronModule]:
-    """Megatron's names of the chunks in a sharded state dict."""
+    """The chunks by their names in Megatron's sharded state dict."""
     return {"model": chunks[0]} if len(chunks) == 1 else {f"model{i}": chunk for i, chunk in enumerate(chunks)}
 
 
 def _metadata() -> dict[str, Any]:
-    # The only layout-free format of the distributed optimizer in megatron-core 0.16; gathering over gloo keeps the
+    # The only layout-free format of the distributed optimizer in megatron-core 0.16. Gathering over gloo keeps the
     # gathered buffers out of GPU memory.
     return {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": True,
             "chained_optim_avoid_prefix": True}
 
 
 def _load_optimizer(optimizer: PolicyOptimizer, tensors: dict[str, Any], step: int) -> None:
-    """Hyperparameters come from the run's config (they may have been changed on purpose), state from the file."""
+    """Hyperparameters come from the run's config, where they may have been changed on purpose; state from the file."""
     (part,) = optimizer.parts
     if isinstance(part, DistributedOptimizer):
         _load_distributed(part, tensors["param_state"], step)
@@ -206,9 +206,9 @@ def _load_optimizer(optimizer: PolicyOptimizer, tensors: dict[str, Any], step: i
 
 
 def _load_distributed(part: DistributedOptimizer, moments: dict[str, Any], step: int) -> None:
-    # With torch's own Adam (no Transformer Engine), Megatron 0.16 gives all parameters one shared `step` tensor,
-    # which then counts once for each of them, and fails on the key itself when it copies the moments. So `step` is
-    # set here, after the moments.
+    # With torch's own Adam (no Transformer Engine), Megatron 0.16 gives all parameters one shared `step` tensor, which
+    # then counts once per parameter, and fails on the key itself when it copies the moments. So `step` is set here,
+    # after the moments.
     plain = part.state_dict()
     for group in plain["optimizer"]["param_groups"]:
         group["step"] = step

@@ -1,9 +1,9 @@
-"""What stands in for CUDA when Megatron-core runs on a CPU. Does nothing where CUDA exists.
+"""Replacements for CUDA when Megatron-core runs on a CPU. Does nothing if CUDA is available.
 
-`install()` changes megatron-core 0.16.1 in this process: in the functions listed in `_LITERALS` it rewrites the names
-of CUDA devices and tensor types, it points a few calls of `torch.cuda` at the CPU, and it holds on to the pipeline's
-sends. Each place is listed; one that another version of megatron-core no longer has raises instead of being passed
-over. `packed_attention` stands in for Transformer Engine's modules, and the trainer asks `needed()` to choose.
+`install()` changes megatron-core 0.16.1 in this process: it rewrites the names of CUDA devices and tensor types in the
+functions listed in `_LITERALS`, points a few calls of `torch.cuda` at the CPU, and keeps the pipeline's sends alive.
+Each place is listed, and one that is missing in another version of megatron-core raises instead of being skipped.
+`packed_attention` replaces Transformer Engine's modules; the trainer uses `needed()` to choose.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _DEVICE_NAMES = {
     "torch.cuda.HalfTensor": "torch.HalfTensor",
     "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
 }
-# Functions whose bodies hold one of those names as a literal. A rewritten constant costs nothing at run time, unlike
-# a TorchFunctionMode, which would sit in front of every tensor operation of a step.
+# Functions whose bodies contain one of those names as a literal. A rewritten constant costs nothing at run time, unlike
+# a TorchFunctionMode, which would run on every tensor operation of a step.
 _LITERALS = {
     # the token counter of the schedules
     "megatron.core.pipeline_parallel.schedules": (
@@ -56,14 +56,14 @@ _LITERALS = {
 
 
 def needed() -> bool:
-    """True on a machine without CUDA."""
+    """Whether this machine has no CUDA."""
     return not torch.cuda.is_available()
 
 
 @contextlib.contextmanager
 def nothing_compiled() -> Iterator[None]:
-    """Import Megatron inside: on a CPU its fused functions, none of which the model uses here, stay plain Python.
-    Megatron compiles them when it is imported, and torch's compiler alone takes more than a second to load."""
+    """Import Megatron inside this context. On a CPU its fused functions, which the model does not use here, stay plain
+    Python. Megatron compiles them at import, and loading torch's compiler alone takes more than a second."""
     compiler = torch.compile
     if needed():
         _replace(torch, "compile", lambda function: function)
@@ -75,7 +75,7 @@ def nothing_compiled() -> Iterator[None]:
 
 @functools.cache
 def install() -> None:
-    """Point Megatron's CUDA calls at the CPU. Idempotent; a no-op where CUDA is available."""
+    """Point Megatron's CUDA calls at the CPU. Idempotent; does nothing if CUDA is available."""
     if not needed():
         return
     for module_name, functions in _LITERALS.items():
@@ -98,11 +98,11 @@ def install() -> None:
     rng = importlib.import_module("megatron.core.tensor_parallel.random")
     _replace(rng, "_get_cuda_rng_state", lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state())
     _replace(rng, "_set_cuda_rng_state", lambda state, device=-1, graph_safe=False: torch.set_rng_state(state))
-    # ... and warns that the CPU's state moves meanwhile, which here is the same state
+    # ... and warns that the CPU's state changes in the meantime, which is the same state here
     logging.getLogger(rng.__name__).setLevel(logging.ERROR)
     p2p = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
     _replace(p2p, "_p2p_ops", _hold_sends(p2p._p2p_ops))
-    # Megatron cuts the frequencies document by document in Python; ours come packed (see PackedRotary)
+    # Megatron slices the frequencies document by document in Python; ours are packed (see PackedRotary)
     rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
     _replace(rope, "_apply_rotary_pos_emb_thd", _rotate)
     warnings.filterwarnings("ignore", message="When using async grad allreduce .* CUDA_DEVICE_MAX_CONNECTIONS")
@@ -111,7 +111,7 @@ def install() -> None:
 
 
 def _replace(owner: ModuleType | type, name: str, function: Callable) -> None:
-    """An assignment that a renamed function cannot make void."""
+    """An assignment that fails if the function has been renamed."""
     if not hasattr(owner, name):
         raise RuntimeError(f"{owner.__name__} has no {name} any more: megatron_rl.trainer.cpu was written for another "
                            "version (megatron-core 0.16.1, torch 2.13.0)")
@@ -136,8 +136,8 @@ def _replace_constants(value: Any) -> Any:
 
 
 class _Send:
-    """An unfinished send of the interleaved schedule. The schedule frees the tensor meanwhile and drops the last
-    handle unwaited: CUDA's allocator and streams bear that, gloo would read freed memory or lose the message."""
+    """An unfinished send of the interleaved schedule. In the meantime, the schedule frees the tensor and drops the last
+    handle without waiting. CUDA's allocator and streams allow that; gloo would read freed memory or lose messages."""
 
     unfinished: list[_Send] = []
 
@@ -153,7 +153,7 @@ class _Send:
 
 
 def finish_sends() -> None:
-    """Wait for what the interleaved schedule has sent and not waited for. Call after each pass."""
+    """Wait for sends of the interleaved schedule that it has not waited for. Call this after each pass."""
     for send in _Send.unfinished:
         send.wait()
     _Send.unfinished = []
@@ -169,7 +169,7 @@ def _hold_sends(p2p_ops: Callable[..., dict]) -> Callable[..., dict]:
 
 
 def _rotate(t_Thd: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """RoPE on packed tokens [T, heads, d]; `freqs` is what `PackedRotary` made: cos and sin, [2, T, 1, d]."""
+    """RoPE on packed tokens [T, heads, d]. `freqs` comes from `PackedRotary`: cos and sin, [2, T, 1, d]."""
     cos, sin = freqs.to(t_Thd.dtype)
     first, second = t_Thd.chunk(2, dim=-1)
     return t_Thd * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,8 +1,8 @@
-"""Weights drawn from a seed, the same for every parallel layout.
+"""Weights drawn from a seed, equal for every parallel layout.
 
-Each Hugging Face tensor has a generator of its own, seeded by the run's seed and the tensor's name; a rank draws the
-tensors it holds a part of, one at a time, and keeps its tiles. Megatron's own initialiser draws per rank and would
-give another model for each TP and PP.
+Each Hugging Face tensor has its own generator, seeded by the run's seed and the tensor's name. A rank draws the tensors
+that it holds a part of, one at a time, and keeps its tiles. Megatron's own initialiser draws per rank, so each TP and
+PP would give another model.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def draw_canonical(tensor: CanonicalTensor, seed: int, std: float) -> Tensor:
 @torch.no_grad()
 def draw_layout(canonical: Iterable[CanonicalTensor], layouts: Iterable[ParamLayout],
                 parameters: Mapping[str, Tensor], seed: int, std: float) -> None:
-    """Fill `parameters` in place with their part of the drawn tensors; padding becomes zero.
+    """Fill `parameters` in place with their parts of the drawn tensors. Padding becomes zero.
 
     Args:
         canonical: `canonical_tensors(architecture)`.
         layouts: this rank's layouts.
-        parameters: name -> tensor for exactly the names of `layouts`, any dtype and device.
+        parameters: name -> tensor for exactly the names in `layouts`, of any dtype, on any device.
         std: the architecture's `initializer_range`.
     """
     layouts = list(layouts)

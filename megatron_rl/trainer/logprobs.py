@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-# Logits handled at a time, by device: on a CPU what stays in a core's cache, on a GPU what fills it.
+# Number of logits per chunk, by device: what fits into a core's cache on a CPU, and what fills a GPU.
 _CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
 
 
@@ -14,18 +14,18 @@ def vocab_parallel_logprobs(logits_TV: torch.Tensor, labels_T: torch.Tensor, *, 
     """log p(label) and the entropy of softmax(logits / temperature), both float32 [T].
 
     Args:
-        logits_TV: [T, padded vocabulary / TP], this rank's columns. **Its storage is overwritten by the backward
-            pass** with its own gradient: nothing else may read it afterwards.
-        labels_T: int64, ids of the whole vocabulary, the same on all ranks of `group`.
-        vocab: true vocabulary size. Columns from there on are padding and left out of the softmax; they get no
-            gradient. (vLLM and Hugging Face know no padding columns.)
+        logits_TV: [T, padded vocabulary / TP], this rank's columns. **The backward pass overwrites its storage** with
+            its gradient, so nothing else may read it afterwards.
+        labels_T: int64, ids of the whole vocabulary, equal on all ranks of `group`.
+        vocab: true vocabulary size. Columns from there on are padding: they are excluded from the softmax and get no
+            gradient. (vLLM and Hugging Face have no padding columns.)
         temperature: the sampling temperature; logits, never log-probs, are divided by it.
-        group: the tensor parallel group; None for one rank.
+        group: the tensor parallel group; None for a single rank.
 
     Memory: the logits are the only full-size tensor, forward and backward. The peak on top of
-    T x V/TP x sizeof(logits) is 3 float32 buffers of one chunk (3 x 2 MiB on a CPU, 3 x 64 MiB on a GPU; 3 rows,
-    where one row is longer), plus O(T). One collective of 16 T bytes a rank in forward, none in backward. Math is in
-    float32 whatever the type of the logits.
+    T x V/TP x sizeof(logits) is 3 float32 buffers of one chunk (3 x 2 MiB on a CPU, 3 x 64 MiB on a GPU; 3 rows if a
+    row is longer), plus O(T). The forward pass has one collective of 16 T bytes per rank, the backward pass none. All
+    arithmetic is in float32 for any type of the logits.
     """
     return _VocabParallelLogprobs.apply(logits_TV, labels_T, vocab, temperature, group)
 
@@ -48,7 +48,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         else:
             gathered = stats_4T
         top_RT, sum_RT, weighted_RT, label_RT = gathered.unflatten(0, (ranks, 4)).unbind(1)
-        # All terms relative to the largest logit: its own size (and rounding) then cancels before, not after
+        # All terms are relative to the largest logit, so its size (and rounding) cancels before, not after
         top_T = top_RT.amax(0)
         below_RT = torch.where(sum_RT > 0, top_RT - top_T, 0.0)
         scale_RT = torch.where(sum_RT > 0, below_RT.exp(), 0.0)
@@ -86,8 +86,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 def _shard_statistics(logits_TV: torch.Tensor, column_T: torch.Tensor, owned_T: torch.Tensor,
                       temperature: float) -> torch.Tensor:
-    """float32 [4, T] of one shard: max x; sum exp(x - max); sum (x - max) exp(x - max); x - max of the label if it is
-    here. A shard of padding only has a sum of 0 and the lowest finite number as its maximum."""
+    """float32 [4, T] of one shard: max x; sum exp(x - max); sum (x - max) exp(x - max); x - max of the label if this
+    shard has it. A shard with only padding has a sum of 0 and the lowest finite number as its maximum."""
     stats_4T = torch.zeros(4, logits_TV.shape[0], device=logits_TV.device)
     if not logits_TV.shape[1]:
         stats_4T[0] = torch.finfo(torch.float32).min

@@ -1,6 +1,6 @@
 """Gradients, Adam and the learning rate: Megatron's DDP and optimizer around the model chunks of one rank.
 
-Loss weights carry the normaliser of the *global* batch (see `megatron_rl.data.batch`), so gradients are plain sums
+Loss weights contain the normaliser of the *global* batch (see `megatron_rl.data.batch`), so gradients are plain sums
 over DP x CP: nothing here divides by a world size, a micro-batch count or a token count.
 """
 
@@ -27,9 +27,9 @@ MAX_SKIPPED_IN_A_ROW = 3
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The learning rate of each optimizer step, as a function of the number of steps applied before it.
+    """The learning rate of each optimizer step, as a function of the number of steps applied before.
 
-    Having no state, it cannot be stepped twice, counted in rollouts, or lost in a checkpoint.
+    It has no state, so it cannot be stepped twice, counted in rollouts, or lost in a checkpoint.
     """
 
     kind: str
@@ -37,9 +37,9 @@ class LearningRate:
     peak: float
     final: float
     warmup: int
-    """Optimizer steps of linear warm-up; step `warmup - 1` is the first at the peak."""
+    """Optimizer steps of linear warm-up. Step `warmup - 1` is the first at the peak."""
     total: int
-    """Optimizer steps of the whole run; the last one has `final`."""
+    """Optimizer steps of the whole run. The last one has `final`."""
 
     def at(self, step: int) -> float:
         """Learning rate of the optimizer step with this 0-based number."""
@@ -61,12 +61,12 @@ def learning_rate(config: ResolvedConfig) -> LearningRate:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; equal on every rank."""
+    """Result of one optimizer step, equal on every rank."""
 
     applied: bool
     """False: the gradient was not finite and the weights are unchanged."""
     grad_norm: float
-    """Global norm before clipping; NaN or infinite when not applied."""
+    """Global norm before clipping; NaN or infinite if the step was not applied."""
     learning_rate: float
 
 
@@ -74,10 +74,10 @@ class PolicyOptimizer:
     """Adam over the chunks of a rank, with clipping, the schedule and the rule for gradients that are not finite.
 
     Attributes:
-        chunks: the chunks wrapped in Megatron's DDP; forward and backward go through these.
+        chunks: the chunks wrapped in Megatron's DDP, for forward and backward.
         megatron: Megatron's own optimizer.
-        updates: optimizer steps applied so far. Adam's step count, the schedule and the resume all use this number.
-        skipped_in_a_row: steps skipped since the last one applied.
+        updates: optimizer steps applied so far. Adam's step count, the schedule and a resume all use this number.
+        skipped_in_a_row: steps skipped since the last applied one.
     """
 
     def __init__(self, chunks: list[torch.nn.Module], model_config: TransformerConfig, trainer: ResolvedTrainer,
@@ -95,25 +95,25 @@ class PolicyOptimizer:
 
     @property
     def parts(self) -> list[MegatronOptimizer]:
-        """Megatron's optimizers behind the chain: one for a dense model."""
+        """Megatron's optimizers behind the chain. A dense model has one."""
         return _parts(self.megatron)
 
     def zero_grad(self) -> None:
-        """Clear all gradients; call before each forward-backward."""
+        """Clear all gradients. Call this before each forward-backward pass."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
     def step(self) -> StepResult:
-        """Clip and apply the gradients that the last forward-backward left (already reduced over DP x CP).
+        """Clip and apply the gradients of the last forward-backward pass (already reduced over DP x CP).
 
         Raises:
-            UserError: the third gradient in a row is not finite.
+            UserError: the gradient was not finite for the third time in a row.
         """
         rate = self.schedule.at(self.updates)
         for group in self.megatron.param_groups:
-            # Megatron leaves both to its scheduler. `wd_mult` is 0 for norms and biases: without this line Adam would
-            # decay them too.
+            # Megatron leaves both to its scheduler. `wd_mult` is 0 for norms and biases, which Adam would otherwise
+            # decay too.
             group["lr"] = rate * group["lr_mult"]
             group["weight_decay"] = self.weight_decay * group["wd_mult"]
         self.megatron.prepare_grads()
@@ -130,8 +130,8 @@ class PolicyOptimizer:
         return StepResult(True, norm, rate)
 
     def weights_changed(self) -> None:
-        """Tell the optimizer that the model's weights were written from outside (initial load): its fp32 copies
-        follow them."""
+        """Tell the optimizer that the model's weights were written from outside (initial load), so that it updates its
+        fp32 copies."""
         self.megatron.reload_model_params()
 
     def _skip(self, norm: float, rate: float) -> StepResult:
@@ -143,7 +143,7 @@ class PolicyOptimizer:
                 f"the gradient was not finite {MAX_SKIPPED_IN_A_ROW} updates in a row (norm {norm}), after "
                 f"{self.updates} good ones",
                 where=f"trainer.optimizer.lr ({rate:g} at this step), trainer.dtype",
-                fix="go on from the last checkpoint with a lower learning rate or a longer warm-up; "
+                fix="continue from the last checkpoint with a lower learning rate or a longer warm-up; "
                     "check the rewards for NaN")
         return StepResult(False, norm, rate)
 
@@ -175,7 +175,7 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def _allocate_adam_state(optimizer: MegatronOptimizer) -> None:
-    """Make Adam's moments at once, not at the first step: a checkpoint can then be written and read at any time.
+    """Allocate Adam's moments now, not at the first step, so a checkpoint can be written and read at any time.
 
     Megatron expects the state of `torch.optim.Adam` to exist when it builds a sharded state dict.
     """

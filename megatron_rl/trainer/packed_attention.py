@@ -1,12 +1,12 @@
-"""What stands in for Transformer Engine's modules on a CPU. Built by `model` where `cpu.needed()`; on a GPU unused.
+"""Replacements for Transformer Engine's modules on a CPU. `model` builds them if `cpu.needed()`; GPUs do not use them.
 
 * `PackedAttention` and `PackedRotary`: attention and rotary embedding over packed documents, also under context
   parallelism (Megatron's own local attention refuses both);
-* `RMSNorm`: torch's, marked for sequence parallelism (Megatron's wrapper of it refuses that).
+* `RMSNorm`: torch's, marked for sequence parallelism (Megatron's wrapper refuses that).
 
-Documents of similar length share one padded sub-batch, so that `scaled_dot_product_attention` runs on dense
-[documents, heads, length, d] blocks with at most twice the queries and keys, and no mask over the whole pack is ever
-made. A document that continues a prefix has the prefix's keys gathered before its own.
+Documents of similar length share one padded sub-batch. `scaled_dot_product_attention` therefore runs on dense
+[documents, heads, length, d] blocks with at most twice the queries and keys, and there is never a mask over the whole
+pack. The keys of a prefix are gathered before the keys of the document that continues it.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from megatron_rl.data.packing import Documents, zigzag_positions
 
 @dataclass
 class _SubBatch:
-    """`documents` documents padded to `query` (this CP rank's share) and `key` (prefix, then the whole document)
-    tokens."""
+    """`documents` documents padded to `query` tokens (this CP rank's share) and `key` tokens (prefix, then the whole
+    document)."""
 
     documents: int
     query: int
     key: int
     mask: torch.Tensor | None = None
-    """bool [documents, 1, query, key]; None where plain causality is enough (no prefix, no CP)."""
+    """bool [documents, 1, query, key]; None if plain causality is enough (no prefix, no CP)."""
 
 
 @dataclass
 class PackedDocuments(PackedSeqParams):
-    """Megatron's `PackedSeqParams` plus where each token lies in the padded sub-batches."""
+    """Megatron's `PackedSeqParams`, plus the position of each token in the padded sub-batches."""
 
     positions_T: torch.Tensor = field(kw_only=True)
-    """int64, position inside the sequence of each token of this CP rank."""
+    """int64, position in its sequence of each token of this CP rank."""
     sub_batches: tuple[_SubBatch, ...] = ()
     query_rows_T: torch.Tensor | None = None
-    """int64, row of each of this rank's tokens in the padded queries; None: they already lie that way."""
+    """int64, row of each of this rank's tokens in the padded queries; None if they are already in that order."""
     key_tokens_K: torch.Tensor | None = None
-    """int64, token (rank-major over CP) that stands in each of the padded keys; None as above."""
+    """int64, token (rank-major over CP) for each of the padded keys; None as above."""
     cos_sin: torch.Tensor | None = None
-    """RoPE of these tokens, made once a micro-batch by `PackedRotary`."""
+    """RoPE of these tokens, computed once per micro-batch by `PackedRotary`."""
 
 
 def plan_documents(documents: Documents, positions_T: torch.Tensor, cp: int, cp_rank: int) -> PackedDocuments:
-    """Sub-batches and index maps of documents, whose lengths are multiples of 2 CP if CP > 1.
+    """Sub-batches and index maps of documents. With CP > 1, their lengths are multiples of 2 CP.
 
     Args:
-        positions_T: position inside the sequence of each token of this CP rank.
+        positions_T: position in its sequence of each token of this CP rank.
     """
     lengths, prefixes = documents.lengths_D, documents.prefix_lengths_D
     starts = np.cumsum(lengths) - lengths
     local = lengths // cp
-    # Place of each token, in the order of the documents, among those gathered from the CP ranks.
+    # Position of each token, in the order of the documents, among those gathered from the CP ranks.
     place_of = np.empty(lengths.sum(), np.int64)
     place_of[np.concatenate([np.repeat(starts, local) + zigzag_positions(lengths, cp, r) for r in range(cp)])] = \
         np.arange(len(place_of))
@@ -87,7 +87,7 @@ def plan_documents(documents: Documents, positions_T: torch.Tensor, cp: int, cp_
 
 
 def _similar_documents(lengths: np.ndarray, prefixes: np.ndarray) -> Iterator[np.ndarray]:
-    """Documents with a prefix or without, whose numbers of keys and of queries are at most a factor of two apart."""
+    """Groups of documents, with or without a prefix, whose numbers of keys and queries are within a factor of two."""
     for with_prefix in (False, True):
         documents = np.flatnonzero((prefixes > 0) == with_prefix)
         for of_similar_keys in _similar(documents, (prefixes + lengths)[documents]):
@@ -103,7 +103,7 @@ def _similar(documents: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]
 
 
 def _keys_of(documents: Documents, starts: np.ndarray, document: int, padded: int) -> np.ndarray:
-    """Tokens of the prefix and of the document, then any token: no query looks at those."""
+    """Tokens of the prefix and of the document, padded with any token, because no query attends to those."""
     prefix, length = int(documents.prefix_lengths_D[document]), int(documents.lengths_D[document])
     tokens = np.full(padded, starts[document], np.int64)
     tokens[:prefix] = documents.prefix_starts_D[document] + np.arange(prefix)
@@ -112,7 +112,7 @@ def _keys_of(documents: Documents, starts: np.ndarray, document: int, padded: in
 
 
 def _add_masks(sub_batches: list[_SubBatch], query_rows_T: np.ndarray, positions_T: torch.Tensor, cp: int) -> None:
-    """A query sees the keys up to its own position; a padding query the first one, never none."""
+    """A query attends to the keys up to its own position. A padding query attends to the first key, never to none."""
     positions = torch.zeros(sum(b.documents * b.query for b in sub_batches), dtype=torch.int64)
     positions[torch.from_numpy(query_rows_T)] = positions_T
     sizes = [b.documents * b.query for b in sub_batches]
@@ -126,8 +126,8 @@ def _rows(rows: np.ndarray, total: int) -> torch.Tensor | None:
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal core attention over packed documents; with CP the keys and values of the CP group are gathered and the
-    queries stay where they are, two mirrored chunks of every document a rank (zig-zag, as Transformer Engine has it).
+    """Causal core attention over packed documents. With CP, the keys and values of the CP group are gathered and the
+    queries stay in place: each rank has two mirrored chunks of every document (zig-zag, as in Transformer Engine).
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None,
@@ -138,12 +138,12 @@ class PackedAttention(torch.nn.Module):
 
     def forward(self, q_Thd: torch.Tensor, k_Tgd: torch.Tensor, v_Tgd: torch.Tensor, attention_mask: None,
                 packed_seq_params: PackedDocuments, **_: Any) -> torch.Tensor:
-        """Tokens of this rank, [T, heads, d] and twice [T, kv heads, d]; returns [T, heads x d]."""
+        """Tokens of this rank: [T, heads, d] and twice [T, kv heads, d]. Returns [T, heads x d]."""
         documents, dtype = packed_seq_params, q_Thd.dtype
         if self.cp_group.size() > 1:
             k_Tgd, v_Tgd = _GatherOverGroup.apply(torch.cat((k_Tgd, v_Tgd), dim=1), self.cp_group).chunk(2, dim=1)
         q_Thd = _ToRows.apply(q_Thd, documents.query_rows_T, sum(b.documents * b.query for b in documents.sub_batches))
-        # In fp32 also for bf16 models: torch's CPU kernel is slower in bf16, up to six times for short documents. And
+        # In fp32 even for bf16 models: torch's CPU kernel is slower in bf16, up to six times for short documents, and
         # the gradient of a shared prompt is a sum over its trajectories.
         q_Thd, k_Kgd, v_Kgd = q_Thd.float(), k_Tgd.float(), v_Tgd.float()
         if documents.key_tokens_K is not None:
@@ -166,7 +166,7 @@ def _dense(x_Thd: torch.Tensor, documents: int) -> torch.Tensor:
 
 
 class _ToRows(torch.autograd.Function):
-    """out[rows] = x, zero elsewhere. The map is one to one, so its gradient is a plain read (no index_add)."""
+    """out[rows] = x, zero elsewhere. The map is one-to-one, so its gradient is a plain read (no index_add)."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, rows: torch.Tensor | None, total: int) -> torch.Tensor:
@@ -194,7 +194,7 @@ class _FromRows(torch.autograd.Function):
 
 
 class _GatherOverGroup(torch.autograd.Function):
-    """[T, ...] of each rank -> [W x T, ...] rank-major; the gradient is reduce-scattered back."""
+    """[T, ...] of each rank -> [W x T, ...] rank-major. The gradient is reduce-scattered back."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -211,13 +211,13 @@ class _GatherOverGroup(torch.autograd.Function):
 
 
 class PackedRotary(torch.nn.Module):
-    """In the place of Megatron's `RotaryEmbedding`: cos and sin of each packed token, [2, T, 1, d] in fp32, computed
-    once a micro-batch from its positions."""
+    """Replaces Megatron's `RotaryEmbedding`: cos and sin of each packed token, [2, T, 1, d] in fp32, computed once per
+    micro-batch from its positions."""
 
     def __init__(self, inv_freq: torch.Tensor) -> None:
         super().__init__()
-        self.inv_freq = inv_freq        # no buffer: a cast of the module to bf16 must not reach it
-        self._documents: PackedDocuments        # of the micro-batch: Megatron calls get_rotary_seq_len first
+        self.inv_freq = inv_freq        # not a buffer, so that a cast of the module to bf16 does not change it
+        self._documents: PackedDocuments        # of the micro-batch; Megatron calls get_rotary_seq_len first
 
     def get_rotary_seq_len(self, inference_context: None, transformer: Any, transformer_input: Any, config: Any,
                            packed_seq_params: PackedDocuments) -> int:
@@ -233,7 +233,7 @@ class PackedRotary(torch.nn.Module):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, its weight marked so that Megatron sums its gradient over TP under sequence parallelism."""
+    """torch's RMSNorm, with its weight marked so that Megatron sums its gradient over TP in sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)

@@ -11,25 +11,26 @@ from launch.plan.plan import Plan, RankCoordinates
 from megatron_rl.stores import meet, tcp_store
 from megatron_rl.trainer import cpu
 
-with cpu.nothing_compiled():        # of all modules of a training rank this one is imported first
+with cpu.nothing_compiled():        # this is the first module that a training rank imports
     from megatron.core import parallel_state, tensor_parallel
 
 
 def initialise(plan: Plan, rank: int, address: str, port: int, timeout_s: float, threads: int = 1,
                seed: int = 0, collective_timeout_s: float | None = None) -> None:
-    """Join the training ranks' process group and build Megatron's groups. Call once a process, on all ranks.
+    """Join the training ranks' process group and build Megatron's groups. Call this once per process, on all ranks.
 
     Args:
         rank: global training rank, an index into `plan.training.ranks`.
         address, port: rendezvous on rank 0's node.
         timeout_s: deadline of the rendezvous.
         threads: CPU threads of this rank (CPU runs).
-        seed: seeds weight initialisation; differs over TP and PP ranks as Megatron wants it, equal over DP and CP.
-        collective_timeout_s: deadline of every collective after it; `timeout_s` if not given.
+        seed: seed of weight initialisation. As Megatron requires, it differs over TP and PP ranks and is equal over DP
+            and CP.
+        collective_timeout_s: deadline of every later collective; default `timeout_s`.
 
     Raises:
-        TimeoutError: not all ranks came in time.
-        RuntimeError: Megatron derived other coordinates than the plan holds.
+        TimeoutError: not all ranks arrived in time.
+        RuntimeError: Megatron derived other coordinates than the plan.
     """
     cpu.install()
     training = plan.training
@@ -57,7 +58,7 @@ def initialise(plan: Plan, rank: int, address: str, port: int, timeout_s: float,
 
 
 def coordinates() -> RankCoordinates:
-    """This process's place, as Megatron's groups have it."""
+    """This process's coordinates according to Megatron's groups."""
     return RankCoordinates(
         rank=dist.get_rank(), tp=parallel_state.get_tensor_model_parallel_rank(),
         cp=parallel_state.get_context_parallel_rank(), dp=parallel_state.get_data_parallel_rank(),
@@ -65,7 +66,7 @@ def coordinates() -> RankCoordinates:
 
 
 def device_of_rank() -> torch.device:
-    """Where this rank's tensors live."""
+    """The device of this rank's tensors."""
     return torch.device("cpu") if cpu.needed() else torch.device("cuda", torch.cuda.current_device())
 
 

@@ -1,4 +1,4 @@
-"""The frozen reference policy of the KL term: the weights the run started from."""
+"""The frozen reference policy of the KL term: the weights that the run started from."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megatron_rl.trainer.step import run_logprobs
 class ReferenceModel:
     """A copy of the policy's chunks on the same ranks, in the same layout and precision, without gradients.
 
-    It is taken from the run's *initial* weights, also when a run goes on from a checkpoint. Memory: the weights of
-    the shard once more, on the device or, offloaded, in (pinned) host memory with the device holding them only during
-    a pass.
+    It holds the run's *initial* weights, even if the run continues from a checkpoint. It needs memory for the shard's
+    weights once more: on the device or, if offloaded, in (pinned) host memory, and then on the device only during a
+    pass.
     """
 
     def __init__(self, policy: list[torch.nn.Module], plan: Plan, trainer: ResolvedTrainer, device: torch.device, *,
@@ -36,7 +36,7 @@ class ReferenceModel:
             self._point_at_host()
 
     def logprobs(self, batch: PolicyBatch, temperature: float) -> np.ndarray:
-        """Log-probs of the sampled tokens under the reference: float32 [N] on every rank, 0 on others."""
+        """Log-probs of the sampled tokens under the reference: float32 [N] on every rank, 0 for other tokens."""
         with self._on_device():
             return run_logprobs(self.chunks, self.plan, batch, temperature)
 
@@ -53,7 +53,7 @@ class ReferenceModel:
             self._point_at_host()
 
     def _point_at_host(self) -> None:
-        """Nothing is copied back: frozen weights do not change."""
+        """Point the parameters at the host copies. Nothing is copied back, because frozen weights do not change."""
         for parameter, host in self._host or ():
             parameter.data = host
 

@@ -1,7 +1,7 @@
-"""Random states of a training rank: seeding by coordinates, capturing, restoring.
+"""Random states of a training rank: seed by coordinates, capture, restore.
 
-Dropout is off in every policy that is trained here, so an update draws nothing. The states are saved all the same:
-whatever draws later (a new layer, a user's code) then goes on where it stopped.
+Policies trained here have no dropout, so an update draws nothing. The states are saved anyway, so that anything that
+draws later (a new layer, a user's code) continues where it stopped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TRACKER = "tracker."
 
 
 def derived_seed(seed: int, *parts: object) -> int:
-    """A seed below 2^31 for one purpose: equal parts give equal seeds, different parts unrelated ones."""
+    """A seed below 2^31 for one purpose. Equal parts give equal seeds, different parts unrelated ones."""
     text = "\0".join([str(seed), *map(str, parts)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
@@ -27,9 +27,9 @@ def derived_seed(seed: int, *parts: object) -> int:
 def seed_rank(seed: int, coordinates: RankCoordinates, *, step: int = 0) -> None:
     """Seed Python, NumPy, torch and Megatron's tracker.
 
-    Ranks of one TP group share the default stream (replicated activations must drop the same elements) and differ
-    in Megatron's model-parallel stream; all other coordinates get streams of their own. `step` keeps a run that
-    goes on in another layout from drawing the numbers of its first steps again.
+    Ranks of one TP group share the default stream, because replicated activations must drop the same elements, and
+    differ in Megatron's model-parallel stream. All other coordinates get their own streams. `step` keeps a run that
+    continues in another layout from drawing the numbers of its first steps again.
     """
     base = derived_seed(seed, "rank", step, coordinates.pp, coordinates.dp, coordinates.cp)
     random.seed(base)
@@ -39,7 +39,7 @@ def seed_rank(seed: int, coordinates: RankCoordinates, *, step: int = 0) -> None
 
 
 def capture() -> dict[str, torch.Tensor]:
-    """This process's random states as flat CPU tensors; `restore` takes them back."""
+    """This process's random states as flat CPU tensors, for `restore`."""
     _, words, gauss = random.getstate()
     drawn = np.random.get_state(legacy=False)
     states = {

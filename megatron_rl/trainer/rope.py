@@ -1,4 +1,4 @@
-"""Inverse frequencies of rotary embeddings. A wrong one is silent, so transformers' own functions compute them."""
+"""Inverse frequencies of rotary embeddings. A wrong one fails silently, so transformers' own functions compute them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def inverse_frequencies(architecture: Architecture) -> torch.Tensor:
     """float32 [head_dim / 2] for `architecture.rope` (Hugging Face's `rope_parameters`).
 
     Raises:
-        UserError: a type whose frequencies depend on the sequence or that also scales cos and sin (dynamic, yarn,
-            longrope), or that rotates only a part of the head.
+        UserError: the type's frequencies depend on the sequence or it also scales cos and sin (dynamic, yarn,
+            longrope), or it rotates only a part of the head.
     """
     rope = {"rope_type": "default", **architecture.rope}
     if rope["rope_type"] not in ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -22,7 +22,7 @@ def inverse_frequencies(architecture: Architecture) -> torch.Tensor:
     if rope["rope_type"] == "default":
         exponents = torch.arange(0, architecture.head_dim, 2, dtype=torch.float) / architecture.head_dim
         return 1.0 / (rope["rope_theta"] ** exponents)
-    # Only here: the import alone takes a second, in every rank.
+    # Imported here, because the import takes a second in every rank.
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

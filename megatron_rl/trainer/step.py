@@ -1,4 +1,4 @@
-"""Forward and backward over a packed schedule, through Megatron's 1F1B or interleaved pipeline."""
+"""Forward and backward passes over a packed schedule, through Megatron's 1F1B or interleaved pipeline."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from megatron_rl.trainer.model import select_output_rows
 from megatron_rl.trainer.packed_attention import plan_documents
 from megatron_rl.trainer.parallel import device_of_rank
 
-# Micro-batches are padded to one length, which spares the pipeline an exchange of shapes before each exchange of
-# activations, unless that would add more than this share of tokens.
+# Micro-batches are padded to one length, so that the pipeline need not exchange shapes before each exchange of
+# activations, unless this would add more than this share of tokens.
 _MOST_PADDING = 0.25
 
 
 class Objective(Protocol):
-    """`megatron_rl.algorithms.objective.token_objective` with its algorithm bound: see there."""
+    """`megatron_rl.algorithms.objective.token_objective` with its algorithm bound, see there."""
 
     def __call__(self, *, logprobs_T: torch.Tensor, entropy_T: torch.Tensor, advantages_T: torch.Tensor,
                  weights_T: torch.Tensor, behaviour_logprobs_T: torch.Tensor, old_logprobs_T: torch.Tensor | None,
                  reference_logprobs_T: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss (a plain sum over these tokens, weights applied) and sums for metrics, all scalars."""
+        """The loss (a plain sum over these tokens, with weights) and sums for metrics, all scalars."""
 
 
 def schedule_of(batch: PolicyBatch, plan: Plan) -> Schedule:
-    """The packed schedule of a batch under a plan, the same on every rank."""
+    """The packed schedule of a batch under a plan, equal on every rank."""
     training = plan.training
     return make_schedule(batch, training.dp, plan.batch.token_budget, plan.batch.sequence_multiple,
                          micro_batch_multiple=training.pp if training.vpp > 1 else 1,
@@ -49,17 +49,17 @@ def run_step(chunks: list, plan: Plan, batch: PolicyBatch, objective: Objective,
              schedule: Schedule | None = None) -> dict[str, float]:
     """Accumulate the gradient of the objective over the whole batch and reduce it.
 
-    Afterwards `param.main_grad` holds d(sum over the batch of the objective)/d(param), summed over micro-batches and
-    DP x CP ranks (its shard of it with the distributed optimizer). The caller zeroes gradients before.
+    Afterwards, `param.main_grad` holds d(sum over the batch of the objective)/d(param), summed over micro-batches and
+    DP x CP ranks (its shard with the distributed optimizer). The caller zeroes gradients first.
 
     Args:
         chunks: model chunks of this rank, wrapped in Megatron's DDP.
-        batch: the global batch, the same on every rank.
-        schedule: `schedule_of(batch, plan)` if not given.
+        batch: the global batch, equal on every rank.
+        schedule: default `schedule_of(batch, plan)`.
 
     Returns:
-        The objective's sums over the whole batch (maxima, where the name ends in `_max`) and `train/loss`, the same on
-        every rank.
+        The objective's sums over the whole batch (maxima if the name ends in `_max`) and `train/loss`, equal on every
+        rank.
     """
     sums: list[dict[str, torch.Tensor]] = []
 
@@ -79,10 +79,10 @@ def run_step(chunks: list, plan: Plan, batch: PolicyBatch, objective: Objective,
 @torch.no_grad()
 def run_logprobs(chunks: list, plan: Plan, batch: PolicyBatch, temperature: float,
                  schedule: Schedule | None = None) -> np.ndarray:
-    """Log-probs of every sampled token under the model, without a gradient.
+    """Log-probs of every sampled token under the model, without gradients.
 
     Returns:
-        float32 [N] on every rank, in the batch's order: log p(token | tokens before it), 0 for tokens that were not
+        float32 [N] on every rank, in the batch's order: log p(token | previous tokens), 0 for tokens that were not
         sampled.
     """
     values_N = torch.zeros(len(batch.tokens_N), device=device_of_rank())
@@ -95,14 +95,14 @@ def run_logprobs(chunks: list, plan: Plan, batch: PolicyBatch, temperature: floa
         return logprobs_P.sum()
 
     _run(chunks, plan, batch, schedule or schedule_of(batch, plan), record, forward_only=True)
-    # Each token was written by one rank only, and by no other stage.
+    # Each token was written by exactly one rank and one stage.
     dist.all_reduce(values_N)
     return values_N.cpu().numpy()
 
 
 def _run(chunks: list, plan: Plan, batch: PolicyBatch, schedule: Schedule,
          loss_of: Callable[[torch.Tensor, Predictions], torch.Tensor], forward_only: bool) -> None:
-    """One pass of the schedule's micro-batches of this rank through the pipeline."""
+    """Run this rank's micro-batches of the schedule through the pipeline once."""
     training = plan.training
     config = get_model_config(chunks[0])
     length = _padded_length(schedule, batch, plan)
@@ -110,7 +110,7 @@ def _run(chunks: list, plan: Plan, batch: PolicyBatch, schedule: Schedule,
     mine = schedule[parallel_state.get_data_parallel_rank()]
     device, cp_rank = device_of_rank(), parallel_state.get_context_parallel_rank()
 
-    # Each virtual stage asks for each micro-batch; between the first and the last lie at most PP x VPP others.
+    # Each virtual stage asks for each micro-batch, with at most PP x VPP others between the first and the last.
     @functools.lru_cache(maxsize=2 * training.pp * training.vpp)
     def packed(index: int) -> tuple[MicroBatch, PackedSeqParams]:
         micro = pack(batch, mine[index], multiple=plan.batch.sequence_multiple, length=length, cp=training.cp,
@@ -130,7 +130,7 @@ def _run(chunks: list, plan: Plan, batch: PolicyBatch, schedule: Schedule,
 
 
 def _padded_length(schedule: Schedule, batch: PolicyBatch, plan: Plan) -> int | None:
-    """One length for all micro-batches under a pipeline; None if they keep their own."""
+    """The common length of all micro-batches in a pipeline; None if they keep their own."""
     if plan.training.pp == 1:
         return None
     tokens = InputTokens(batch, plan.batch.sequence_multiple)
@@ -143,7 +143,8 @@ def _packed_seq_params(micro: MicroBatch, cp: int, cp_rank: int) -> PackedSeqPar
     if cpu.needed():
         return plan_documents(micro.documents, micro.positions_T, cp, cp_rank)
     if micro.documents.prefix_lengths_D.any():
-        raise ValueError("documents that share a prefix need the CPU's attention: Transformer Engine's knows no prefix")
+        raise ValueError("documents that share a prefix need the CPU's attention: Transformer Engine's does not "
+                         "support prefixes")
     lengths = micro.documents.lengths_D
     cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     cu_seqlens = cu_seqlens.to(micro.tokens_T.device)
@@ -160,15 +161,15 @@ def _logprobs(logits_PV: torch.Tensor, predictions: Predictions, plan: Plan,
 
 
 def _no_tokens() -> torch.Tensor:
-    """The schedule's token count: unused, because `sum_model_grads` divides by nothing."""
+    """The schedule's token count. It is unused, because `sum_model_grads` does not divide."""
     return torch.zeros((), dtype=torch.int, device=device_of_rank())
 
 
 def _reduce(parts_of_micro: list[dict[str, torch.Tensor]], objective: Objective,
             batch: PolicyBatch) -> dict[str, float]:
-    """Combine over micro-batches and DP x CP, and give the result to every rank: one collective of a few numbers.
+    """Combine over micro-batches and DP x CP, for every rank, with one collective of a few numbers.
 
-    Only the last stage has seen the objective; the others learn its names from a call on one token of weight 0.
+    Only the last stage has seen the objective. The others learn its names from a call with one token of weight 0.
     """
     names = list(parts_of_micro[0] if parts_of_micro else _names(objective, batch))
     maxima = torch.tensor([name.endswith("_max") for name in names], device=device_of_rank())

@@ -1,9 +1,9 @@
-"""One training rank: everything it does, without Ray. Methods that compute are collective over the training ranks.
+"""One training rank and everything it does, without Ray. Methods that compute are collective over the training ranks.
 
     parallel.initialise(plan, rank, address, port, timeout_s)
     trainer = MegatronTrainer(config, plan, rank)
     trainer.load_initial_weights()
-    trainer.load(checkpoint)                 # going on with a run
+    trainer.load(checkpoint)                 # to continue a run
     metrics = trainer.update(batch)
     trainer.save(folder, extra)
 """
@@ -37,9 +37,9 @@ from megatron_rl.trainer.step import run_logprobs, run_step, schedule_of
 
 
 class MegatronTrainer:
-    """The policy's shard of one rank, its optimizer, and the reference.
+    """One rank's shard of the policy, its optimizer, and the reference.
 
-    The caller has joined the process group (`parallel.initialise`). Weights are undefined until
+    The caller has joined the process group (`parallel.initialise`). Weights are undefined before
     `load_initial_weights`.
     """
 
@@ -56,10 +56,10 @@ class MegatronTrainer:
         self._reference: ReferenceModel | None = None
 
     def load_initial_weights(self) -> None:
-        """Fill the policy from the model folder, or from `run.seed`, and freeze a copy as the reference if beta > 0.
+        """Fill the policy from the model folder or from `run.seed`, and freeze a copy as the reference if beta > 0.
 
         Raises:
-            UserError: the folder's weights are missing, truncated, or not those of its config.json.
+            UserError: the folder's weights are missing, truncated, or do not match its config.json.
         """
         architecture = self.plan.architecture
         canonical = canonical_tensors(architecture)
@@ -76,15 +76,15 @@ class MegatronTrainer:
                                              offload=kl.reference_offload)
 
     def update(self, batch: PolicyBatch) -> dict[str, float]:
-        """One optimizer step on a batch, which every rank has whole.
+        """Run one optimizer step on a batch, which every rank has in full.
 
         Returns:
-            Metrics by the names of `megatron_rl.monitor.metrics`, the same on every rank. Without old log-probs
-            `mismatch/*` is there on the first update of a rollout batch only (`extras["update_index"]` 0, or absent):
-            afterwards the weights are no longer those that the engine sampled with.
+            Metrics by the names in `megatron_rl.monitor.metrics`, equal on every rank. Without old log-probs,
+            `mismatch/*` exists only for the first update of a rollout batch (`extras["update_index"]` 0 or absent),
+            because the weights then still are those that the engine sampled with.
 
         Raises:
-            UserError: a sequence is over the token budget, or gradients were not finite three times in a row.
+            UserError: a sequence exceeds the token budget, or gradients were not finite three times in a row.
         """
         schedule = schedule_of(batch, self.plan)
         self.optimizer.zero_grad()
@@ -98,53 +98,53 @@ class MegatronTrainer:
                                          "train/microbatches": float(len(schedule[0]))}
 
     def logprobs(self, batch: PolicyBatch, model: Literal["policy", "reference"] = "policy") -> np.ndarray:
-        """Log-probs of the sampled tokens, at the sampling temperature: float32 [N] on every rank, 0 on others."""
+        """Log-probs of the sampled tokens at the sampling temperature: float32 [N] on every rank, 0 for others."""
         temperature = self.config.rollout.temperature
         if model == "policy":
             return run_logprobs(self.optimizer.chunks, self.plan, batch, temperature)
         if self._reference is None:
-            raise RuntimeError("there is no reference model: algorithm.kl.beta is 0, or no weights were loaded yet")
+            raise RuntimeError("there is no reference model: algorithm.kl.beta is 0, or no weights have been loaded")
         return self._reference.logprobs(batch, temperature)
 
     def layout(self) -> list[ParamLayout]:
-        """What this rank's parameters hold of the Hugging Face tensors."""
+        """Layout of this rank's parameters, as tiles of the Hugging Face tensors."""
         return self._layout
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """This rank's live parameters by their names in `layout()`."""
+        """This rank's live parameters, by their names in `layout()`."""
         return {f"chunk{i}.{name}": parameter.detach() for i, chunk in enumerate(self._chunks)
                 for name, parameter in chunk.named_parameters()}
 
     def save(self, folder: str | Path, extra: dict[str, Any]) -> int:
-        """Write a checkpoint to `folder` (`checkpoints/step-000050`); keep the newest `checkpoint.keep` of them.
+        """Write a checkpoint to `folder` (`checkpoints/step-000050`) and keep the newest `checkpoint.keep` ones.
 
         Args:
-            extra: the driver's own state, as JSON: weight version, data position, counters, ... What is under
-                `identity` (hashes of data set, tokenizer, template, ...) is compared by `load`.
+            extra: the driver's own state, as JSON: weight version, data position, counters, ... `load` compares what is
+                under `identity` (hashes of data set, tokenizer, template, ...).
 
         Returns:
             Bytes on disk.
 
         Raises:
-            UserError: the disk is full or cannot be written; earlier checkpoints are untouched.
+            UserError: the disk is full or cannot be written. Earlier checkpoints are unchanged.
         """
         state = {"model": self._model_facts(), "identity": self._identity(), "extra": extra}
         return save_checkpoint(Path(folder), self._chunks, self.optimizer, self.coordinates, self._sizes(), state,
                                self.config.checkpoint.keep)
 
     def load(self, folder: str | Path, identity: dict[str, str] | None = None) -> dict[str, Any]:
-        """Go on from a checkpoint, in this layout or another. The reference stays at the initial weights.
+        """Continue from a checkpoint, in this layout or another. The reference stays at the initial weights.
 
         Args:
-            identity: what `extra["identity"]` would be now.
+            identity: the current value of `extra["identity"]`.
 
         Returns:
-            `extra` as it was saved; `updates`, the optimizer steps applied so far; `changes`, a line for each setting
-            or identity that differs from the run that saved it; `rng_restored`, False in another layout, where ranks
-            are seeded anew from the seed and the step.
+            `extra` as it was saved; `updates`, the optimizer steps applied so far; `changes`, one line per setting or
+            identity that differs from the saved run; `rng_restored`, False in another layout, where ranks are seeded
+            anew from the seed and the step.
 
         Raises:
-            UserError: the checkpoint is incomplete, someone else's, or of another model, precision or optimizer.
+            UserError: the checkpoint is incomplete, another user's, or of another model, precision or optimizer.
         """
         if self.config.algorithm.kl.beta > 0 and self._reference is None:
             self.load_initial_weights()
@@ -160,8 +160,8 @@ class MegatronTrainer:
                 "rng_restored": loaded.rng_restored}
 
     def export(self, folder: str | Path, part: Part) -> Exported:
-        """One part of writing the policy as a Hugging Face folder (`weight_sync.disk.write_folder`): no collective,
-        each rank writes the bytes it owns. What the file system refuses is told in the answer."""
+        """Carry out one part of writing the policy as a Hugging Face folder (`weight_sync.disk.write_folder`). It is
+        not collective: each rank writes the bytes it owns. Errors of the file system are returned in the answer."""
         exporter = Exporter(folder, canonical_tensors(self.plan.architecture), DTYPES[self.config.trainer.dtype])
         return export_part(exporter, part, self.config.model.path, self.plan.architecture, self.plan.training,
                            self.coordinates.rank, self._implementation, self.parameters())
@@ -171,13 +171,13 @@ class MegatronTrainer:
         return {name: getattr(training, name) for name in ("tp", "pp", "vpp", "cp", "dp")}
 
     def _model_facts(self) -> dict[str, Any]:
-        """What must be equal for the tensors of a checkpoint to mean the same."""
+        """Facts that must be equal for the tensors of a checkpoint to have the same meaning."""
         trainer = self.config.trainer
         return {"architecture": self.plan.architecture.model_dump(mode="json"), "dtype": trainer.dtype,
                 "distributed_optimizer": trainer.distributed_optimizer}
 
     def _identity(self) -> dict[str, str]:
-        """What may be changed on a resume, and is then reported."""
+        """Settings that may be changed on a resume, which is then reported."""
         config = self.config
         optimizer = {f"trainer.optimizer.{name}": str(value)
                      for name, value in config.trainer.optimizer.model_dump().items()}
@@ -187,7 +187,7 @@ class MegatronTrainer:
 
 
 _OF_THE_BATCH = ("train/loss", "train/tokens")
-"""What is no mean over tokens."""
+"""Sums that are not means over tokens."""
 
 
 def _metrics(sums: dict[str, float], result: StepResult) -> dict[str, float]:

@@ -206,7 +206,7 @@ def test_forged_index_is_refused_before_anything_of_it_runs(written, copy) -> No
 
     sound = (copy / ".metadata").stat().st_size
     (copy / ".metadata").write_bytes(pickle.dumps(Payload()).ljust(sound, b"\0"))
-    with pytest.raises(RankError, match=r"not one that this program writes: it names \w+.mkdir"):
+    with pytest.raises(RankError, match=r"was not written by this program: it names \w+.mkdir"):
         run_ranks(4, _resumed, config, copy)
     assert not proof.exists()
 
