@@ -1,4 +1,4 @@
-"""Calls to many members at the same time: every failure and every absence keeps its member's name."""
+"""Calls to many members at the same time. Every failure and every missing answer keeps its member's name."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class NoAnswer(Exception):
 
 async def outcomes(calls: Mapping[str, Awaitable | Any], deadline: float, *, first_failure: bool = False,
                    arrived: Callable[[str, Any], None] = lambda name, outcome: None) -> dict[str, Any]:
-    """What each member answered, the exception that it raised, or `NoAnswer`.
+    """Each member's answer, the exception that it raised, or `NoAnswer`.
 
     Args:
-        deadline: in `time.monotonic()`.
+        deadline: on the clock of `time.monotonic()`.
         first_failure: return as soon as one call has failed; the others count as not answered.
-        arrived: called with each outcome as it comes.
+        arrived: called with each outcome as it arrives.
     """
     tasks = {asyncio.ensure_future(_awaitable(call)): name for name, call in calls.items()}
     found: dict[str, Any] = {}
@@ -47,8 +47,7 @@ async def answers(calls: Mapping[str, Awaitable | Any], deadline: float, *, firs
     """The answers in order.
 
     Raises:
-        SyncError: with the names of the members that failed; at the deadline, with the names of those that did not
-            answer.
+        SyncError: members failed, or did not answer before the deadline; the message names them.
     """
     found = await outcomes(calls, deadline, first_failure=first_failure)
     raise_failures(found)
@@ -56,7 +55,7 @@ async def answers(calls: Mapping[str, Awaitable | Any], deadline: float, *, firs
 
 
 def raise_failures(found: Mapping[str, Any]) -> None:
-    """Raise SyncError if some member raised or did not answer."""
+    """Raise SyncError if a member raised or did not answer."""
     failed = _failed(found)
     if failed:
         message = "; ".join(f"{name}: {error}" for name, error in failed.items())

@@ -1,4 +1,4 @@
-"""The coordinator's comparisons: what the members were handed before the first byte, what they hold after the last."""
+"""The coordinator's comparisons: the members' parts before the first byte, and their weights after the last."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron_rl.weight_sync.protocol import (
 
 def compare_digests(edges: Collection[EdgeKey], sent: Sequence[TransferReport],
                     received: Sequence[TransferReport]) -> None:
-    """VERIFY: for every edge of the manifest, what the source holds is what the destination holds live.
+    """VERIFY: for every edge of the manifest, the destination's live weights must equal what the source holds.
 
     Raises:
-        SyncError: naming every edge whose digests differ, of which a side did not report, or which the manifest does
-            not have.
+        SyncError: naming every edge whose digests differ, that one side did not report, or that is not in the
+            manifest.
     """
     sources: dict[EdgeKey, int] = {key: value for report in sent for key, value in report.digests.items()}
     live: dict[EdgeKey, int] = {key: value for report in received for key, value in report.digests.items()}
@@ -38,10 +38,10 @@ def compare_digests(edges: Collection[EdgeKey], sent: Sequence[TransferReport],
 
 
 def compare_held(manifest: SyncManifest, members: Collection[str], held: Sequence[Held | None]) -> None:
-    """Before the first byte: every member has the route and the streams that were proved.
+    """Before the first byte, check that every member has the route and the streams that were proved.
 
     Raises:
-        SyncError: naming every member, and every stream of it, whose fingerprint is another or missing.
+        SyncError: naming every member, and each of its streams, whose fingerprint differs or is missing.
     """
     route, streams = manifest.route_fingerprint(), manifest.stream_fingerprints()
     reported = {each.member: each for each in held if each is not None}

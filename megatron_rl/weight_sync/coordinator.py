@@ -1,8 +1,8 @@
-"""The driver's side of a sync: proves the manifest, opens the lanes, and runs PREPARE, TRANSFER, VERIFY, COMMIT.
+"""The driver's side of a sync: it proves the manifest, opens the lanes, and runs PREPARE, TRANSFER, VERIFY, COMMIT.
 
-It knows trainer ranks and engines only as handles with awaitable methods, so it runs on Ray actors and on plain
-objects alike. One RPC a member and phase; no call per tensor. Who dies is left out: the epoch is aborted, the others
-get a new route and new lanes, and the transfer starts again.
+It knows trainer ranks and engines only as handles with awaitable methods, so it works with Ray actors and with plain
+objects. There is one RPC per member and phase, and no call per tensor. A member that dies is left out: the epoch is
+aborted, the others get a new route and new lanes, and the transfer starts again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 OPENING = 2.0
-"""Opening lanes may take so many times the deadline of a transfer: who waited for one until its end comes late."""
+"""Time limit for opening lanes, in transfer deadlines: a member may first wait for another lane until its deadline."""
 
 
 @dataclass(frozen=True)
@@ -58,23 +58,23 @@ class Endpoint:
 
 
 class SyncCoordinator:
-    """Owner of all weight syncs of a run: nobody else touches an engine's weights.
+    """Owner of all weight syncs of a run. Nothing else writes an engine's weights.
 
     Args:
-        trainers: one handle a training rank, by rank.
-        engines: one handle a rollout engine, by replica.
-        endpoints: for each training rank, where its lane's store listens.
+        trainers: one handle per training rank, by rank.
+        engines: one handle per rollout engine, by replica.
+        endpoints: where the store of each training rank's lane listens.
         canonical: the tensors of the checkpoint.
         backend: `gloo` on CPUs, `nccl` on GPUs.
-        bucket_bytes: most bytes of a packed bucket.
-        timeout_s: deadline of a transfer; opening lanes may take twice as long.
+        bucket_bytes: maximum size of a packed bucket.
+        timeout_s: deadline of a transfer. Opening lanes may take twice as long.
         aliases: see `build_manifest`.
         route: `direct`, `chain` or `tree`.
         seats: see `build_manifest`.
-        address: this process's address inside the job, where members listen for aborts. None: there is no such line,
-            and a failure is noticed by the neighbours of who failed, by the others at their deadline.
-        go_on: whether a sync in which members die is started again without them. False: it ends at once and names
-            them, for an owner that cannot go on without them either.
+        address: this process's address in the job, where members listen for aborts. None: there is no abort line, so
+            the neighbours of a failed member notice the failure at once and the others at their deadline.
+        go_on: whether a sync in which members die is restarted without them. False: it ends at once and names them, for
+            an owner that cannot continue without them.
     """
 
     def __init__(self, trainers: Sequence[TrainerHandle], engines: Sequence[EngineHandle],
@@ -97,16 +97,16 @@ class SyncCoordinator:
         self.version: int | None = None
         """The committed version; None before the first sync."""
         self.manifest: SyncManifest | None = None
-        """What travels where; None before `setup`."""
+        """The plan of what is sent where; None before `setup`."""
 
     async def setup(self) -> SyncManifest:
-        """Collect the layouts of both sides, prove that every destination element is written exactly once, hand
-        every member its part and open the lanes in one global order. Every member answers with the fingerprints of
-        the route and of the streams that it was handed, which must be those that were proved.
+        """Collect the layouts of both sides, prove that every destination element is written exactly once, give every
+        member its part, and open the lanes in one global order. Every member answers with the fingerprints of the route
+        and of its streams, which must equal the proved ones.
 
         Raises:
-            SyncError, CoverageError, UserError: nothing was sent, and all have left their lanes. The message names who
-                died; the next `setup` leaves it out.
+            SyncError, CoverageError, UserError: nothing was sent, and all have left their lanes. The message names the
+                members that died; the next `setup` leaves them out.
         """
         async with self._lock:
             deadline = time.monotonic() + self._timeout_s
@@ -129,12 +129,11 @@ class SyncCoordinator:
                 raise
 
     async def admit(self, replica: int, engine: EngineHandle) -> None:
-        """Take an engine that was started again in the place of one that was lost. It serves once the next sync, which
-        runs over new lanes, has committed. No run calls this yet: a run ends with the death of any process
-        (`go_on=False`), and tests alone heal.
+        """Replace a lost engine by one that was restarted. It serves once the next sync, over new lanes, has committed.
+        No run calls this yet, because a run ends with the death of any process (`go_on=False`); only tests do.
 
         Raises:
-            SyncError: it does not answer, or its workers cannot describe their layouts.
+            SyncError: the engine does not answer, or its workers cannot describe their layouts.
         """
         async with self._lock:
             call = {engine_name(replica): engine.sync_describe(self._canonical)}
@@ -145,10 +144,10 @@ class SyncCoordinator:
 
     async def sync(self, version: int) -> SyncReport:
         """Bring every engine to the trainer's weights and commit them as `version`. Members that die meanwhile are left
-        out of it and of all later syncs, and the report names them (with `go_on`; else the error does).
+        out of this and all later syncs, and the report names them (with `go_on`; otherwise the error names them).
 
         Raises:
-            SyncError: nothing was committed; the engines are DISCARDED and serve nothing. Another `sync` may heal them.
+            SyncError: nothing was committed. The engines are DISCARDED and serve nothing until another `sync` succeeds.
         """
         async with self._lock:
             if self.manifest is None:
@@ -173,7 +172,7 @@ class SyncCoordinator:
                                 ", ".join(died))
 
     def close(self) -> None:
-        """The run is over: members leave their lanes."""
+        """End the run: members leave their lanes."""
         if self._line is not None:
             self._line.close()
 
@@ -197,7 +196,7 @@ class SyncCoordinator:
             for rank, trainer in self._trainers.items()}
         calls |= {engine_name(replica): engine.sync_open(replace(part, streams=manifest.part_of_engine(replica)))
                   for replica, engine in self._engines.items()}
-        # The members' own deadline names who is absent: let it speak first.
+        # The members' own deadline names the absent ones, so it must pass first.
         held = await answers(calls, time.monotonic() + self._opening_s, first_failure=True)
         trainers = len(self._trainers)
         members = [trainer_name(rank) for rank in self._trainers]
@@ -207,7 +206,7 @@ class SyncCoordinator:
         return manifest
 
     async def _close_lanes(self) -> None:
-        """The stores of the lanes end before others listen in their place."""
+        """Close the lanes, so that their stores end before others listen on the same ports."""
         if self._handed_out:
             self._open = self._handed_out = False
             await answers({trainer_name(rank): trainer.sync_discard(self._epoch, "new lanes are opened")
@@ -226,7 +225,7 @@ class SyncCoordinator:
         compare_digests(manifest.bytes_per_edge().keys(), sent, received)
         marks.append(time.monotonic())
 
-        # A deadline of its own: a transfer that took all of the other must not fail for what comes after it.
+        # COMMIT has its own deadline, so that a slow transfer does not fail because of what follows it.
         pauses = await answers(self._on_engines(lambda engine: engine.sync_commit(epoch, version)),
                                time.monotonic() + self._timeout_s)
         self.version = version
@@ -252,12 +251,12 @@ class SyncCoordinator:
             nonlocal aborted
             if not aborted and self._line is not None and (isinstance(outcome, BaseException) or _errors(outcome)):
                 aborted = True
-                self._line.abort(epoch)         # the others need not wait for their deadline
+                self._line.abort(epoch)         # so that the others need not wait for their deadline
 
         found = await outcomes(calls, deadline, arrived=arrived)
         errors = [error for outcome in found.values() for error in _errors(outcome)]
         if errors:
-            # A lane that broke names only a neighbour, an abort nobody; what broke it comes first.
+            # A broken lane names only a neighbour, and an abort names no member, so errors with a cause come first.
             errors.sort(key=lambda message: (": the coordinator aborted" in message,
                                              "TransportError" in message or ": lane " in message))
             deaths = [f"{name}: {outcome}" for name, outcome in found.items() if isinstance(outcome, Exception)]
@@ -268,10 +267,10 @@ class SyncCoordinator:
                 [report for of_engine in reports[len(self._trainers):] for report in of_engine])
 
     async def _discard(self, epoch: int, reason: str) -> list[str]:
-        """Every member leaves its lanes, and engines that were written in place count as a mixture. Who does not answer
-        is lost, and its name is returned."""
+        """Make every member leave its lanes. Engines that were written in place count as a mixture. Members that do not
+        answer are lost, and their names are returned."""
         patience = self._timeout_s
-        if not self._open:          # who is opening lanes returns soon after it was told, else at its deadline
+        if not self._open:          # a member that is opening lanes returns soon after the abort, or at its deadline
             patience = self._opening_s if self._line is None else patience + CONNECT_S
         self._open = self._handed_out = False
         if self._line is not None:
@@ -289,8 +288,8 @@ class SyncCoordinator:
 
 
 def lane_specs(manifest: SyncManifest, endpoints: Sequence[Endpoint], backend: Backend) -> tuple[LaneSpec, ...]:
-    """One lane a sending rank, by rank, with its receivers in the order of its streams. The links of a lane are those
-    that no lane before it has."""
+    """One lane per sending rank, by rank, with its receivers in the order of its streams. A lane has the links that no
+    earlier lane has."""
     specs: list[LaneSpec] = []
     linked: set[Pair] = set()
     by_rank: dict[int, list[Stream]] = {}
@@ -307,7 +306,7 @@ def lane_specs(manifest: SyncManifest, endpoints: Sequence[Endpoint], backend: B
 
 
 def _errors(outcome: object) -> list[str]:
-    """Of one member's report or reports."""
+    """Errors in one member's report or reports."""
     reports = outcome if isinstance(outcome, list) else [outcome]
     return [f"{report.member}: {report.error}" for report in reports
             if isinstance(report, TransferReport) and report.error]

@@ -2,11 +2,11 @@
 
     weights/step-000060/            config, tokenizer, safetensors
       complete.json                 size of each file, digest of each tensor
-    weights/.step-000070.partial/   being written, or what a crash left
+    weights/.step-000070.partial/   being written, or left behind by a crash
 
-Every training rank writes the bytes that it owns; then the ranks read the files back, each a share of the tensors, and
-only if their digests are those of what the ranks hold does the folder get its name. Like the coordinator it knows the
-ranks only as handles with awaitable methods. No torch here.
+Every training rank writes the bytes that it owns. Then the ranks read the files back, each a share of the tensors, and
+the folder gets its name only if the digests equal those of the ranks. Like the coordinator, this module knows the ranks
+only as handles with awaitable methods. No torch here.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Writer(Protocol):
     """A training rank, as this module sees it (`driver.handles.RemoteTrainer`)."""
 
     def export(self, folder: str, part: Part) -> Awaitable[Exported]:
-        """What the file system does is told in the answer, not raised: it ends no run."""
+        """Errors of the file system are returned in the answer, not raised, because they do not end a run."""
 
 
 @dataclass(frozen=True)
 class WrittenVersion:
-    """A version that lies on disk, complete and read back."""
+    """A version on disk, complete and read back."""
 
     folder: Path
     nbytes: int
@@ -46,16 +46,16 @@ class WrittenVersion:
 
 
 class NotWritten(UserError):
-    """A version could not be written; those before it are untouched, and the training goes on if nobody needs it."""
+    """A version could not be written. Earlier versions are unchanged, and training continues if nothing needs it."""
 
 
 class VersionsOnDisk:
-    """Writer of the versions of a run.
+    """Writes the versions of a run.
 
     Args:
-        writers: one handle a training rank, by rank.
-        root: their folder, on a file system that all ranks and this process see.
-        keep: complete versions to keep; older ones go once a new one is complete.
+        writers: one handle per training rank, by rank.
+        root: folder of the versions, on a file system that all ranks and this process see.
+        keep: number of complete versions to keep. Older ones are removed once a new one is complete.
     """
 
     def __init__(self, writers: Mapping[int, Writer], root: Path, keep: int) -> None:
@@ -64,31 +64,31 @@ class VersionsOnDisk:
         """Called whenever a rank has answered."""
 
     def forget_after(self, version: int) -> list[Path]:
-        """A run goes on from `version`: remove those after it, whose steps are made again and may end in other weights.
-        Returns what was removed."""
+        """Remove versions after `version`, from which a run continues: their steps are repeated and may give other
+        weights. Returns the removed folders."""
         later = [folder for folder in files.complete_checkpoints(self.root) if files.step_of(folder) > version]
         files.remove(later)
         return later
 
     async def write(self, version: int) -> WrittenVersion:
-        """Write the weights that the ranks hold now. They may be changed again when this has returned.
+        """Write the weights that the ranks hold now. They may change again once this has returned.
 
         Raises:
-            NotWritten: no space, another fault of the file system, or the files do not hold what the ranks hold.
+            NotWritten: no space, another fault of the file system, or the files do not match the ranks' weights.
             SyncError: a rank died.
         """
         folder = files.checkpoint_folder(self.root, version)
         written = await write_folder(self._writers, folder, lambda: self.alive())
         try:
             files.remove_old(self.root, self._keep)
-        except OSError as error:            # on NFS a file that somebody reads keeps its folder
-            log.warning("older versions in %s stay: %s", self.root, error)
+        except OSError as error:            # on NFS, a file that is being read keeps its folder
+            log.warning("older versions in %s remain: %s", self.root, error)
         return written
 
 
 async def write_folder(writers: Mapping[int, Writer], folder: Path,
                        alive: Callable[[], None] = lambda: None) -> WrittenVersion:
-    """Write one folder (`step-000060`): it appears complete, or not at all. Errors as in `VersionsOnDisk.write`;
+    """Write one folder (`step-000060`), which appears complete or not at all. Errors as in `VersionsOnDisk.write`.
     `alive` is called whenever a rank has answered."""
     started = time.monotonic()
     try:
@@ -97,9 +97,9 @@ async def write_folder(writers: Mapping[int, Writer], folder: Path,
         marks = [time.monotonic()]
         found = await _each(writers, folder, "read_back", alive)
         if wrong := sorted(name for name in held.keys() | found.keys() if held.get(name) != found.get(name)):
-            raise NotWritten(f"what lies in the files is not what the training ranks hold: {', '.join(wrong[:5])}"
+            raise NotWritten(f"the files do not hold what the training ranks hold: {', '.join(wrong[:5])}"
                              + (f" and {len(wrong) - 5} more tensors" if len(wrong) > 5 else ""), where=str(folder),
-                             fix="look for faults of the file system in the nodes' kernel logs")
+                              fix="check the nodes' kernel logs for faults of the file system")
         facts = {"version": files.step_of(folder), "digests": {name: f"{value:016x}" for name, value in held.items()}}
         nbytes = _publish(folder, facts)
     except NotWritten:
@@ -111,8 +111,8 @@ async def write_folder(writers: Mapping[int, Writer], folder: Path,
 
 
 async def _each(writers: Mapping[int, Writer], folder: Path, part: Part, alive: Callable[[], None]) -> dict[str, int]:
-    """One call a rank; the sum of their digests by tensor. There is no deadline: nobody knows how fast a file system
-    is, and a run's hang watch sees that nobody answers."""
+    """Make one call per rank. Returns the sum of their digests by tensor. There is no deadline, because the speed of a
+    file system is unknown; a run's hang watch notices if no rank answers."""
     calls = {trainer_name(rank): writer.export(str(folder), part) for rank, writer in writers.items()}
     found = await outcomes(calls, math.inf, arrived=lambda name, outcome: alive())
     raise_failures(found)
@@ -121,7 +121,7 @@ async def _each(writers: Mapping[int, Writer], folder: Path, part: Part, alive: 
         name, error = next(iter(failed.items()))
         raise NotWritten(f"{name} could not {part.replace('_', ' ')} the weights: {error}"
                          + (f" ({len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""), where=str(folder),
-                         fix="look at space, quota and permissions there, or write fewer versions (weight_sync.disk)")
+                         fix="check space, quota and permissions there, or write fewer versions (weight_sync.disk)")
     total: dict[str, int] = {}
     for answer in found.values():
         for tensor, digest in answer.digests.items():

@@ -1,23 +1,23 @@
-"""What trainer ranks, engines and the coordinator say to each other during a sync. Plain, picklable values.
+"""What trainer ranks, engines and the coordinator exchange during a sync, as plain, picklable values.
 
-    PREPARE   engines stop serving (from here on an engine serves nothing until COMMIT)
-    TRANSFER  trainer ranks send packed buckets; workers write them straight into live parameters and pass them on
-    VERIFY    for every edge: digest of what the source holds == digest of what the destination then holds live
+    PREPARE   engines stop serving (from here on, an engine serves nothing until COMMIT)
+    TRANSFER  trainer ranks send packed buckets; workers write them straight into live parameters and forward them
+    VERIFY    for every edge: the digest of what the source holds == the digest of what the destination then holds live
     COMMIT    the version advances, the prefix cache is dropped, serving resumes
 
-Each sync has an epoch number; buckets carry it, so that late ones are fenced. Writes are in place: a failed epoch
-leaves an engine DISCARDED, and only a full sync brings it back (the trainer no longer holds the old version). If a
-member died, the others get a new route without it and the transfer starts again under another epoch.
+Each sync has an epoch number. Buckets carry it, so that late ones are rejected. Writes are in place: a failed epoch
+leaves an engine DISCARDED, and only a full sync restores it, because the trainer no longer holds the old version. If a
+member died, the others get a new route without it, and the transfer starts again under another epoch.
 
-With `weight_sync.staging: shadow` workers write into a second copy, whose digests VERIFY compares, and the engine goes
-on serving its version until COMMIT. Only then it stops, copies shadow to live, and takes the digests again of what is
-live. An epoch that failed before that leaves its version whole and served; one that failed from there on leaves it
-DISCARDED.
+With `weight_sync.staging: shadow`, workers write into a second copy, whose digests VERIFY compares, and the engine
+serves its old version until COMMIT. Only then does it stop, copy the shadow to the live weights, and digest the live
+weights again. An epoch that fails before that leaves the old version whole and served; one that fails later leaves the
+engine DISCARDED.
 
-What an engine holds quantised cannot be written as it travels. With either staging a worker receives it beside the live
-weights, in the form in which vLLM loads it; VERIFY compares the digests of that, and COMMIT has vLLM make the layer of
-it again.
-No torch here: the driver needs none.
+Quantised weights of an engine cannot be written as they arrive. With either staging, a worker receives them next to the
+live weights, in the form in which vLLM loads them. VERIFY compares digests of this form, and COMMIT has vLLM build the
+layer from it again.
+No torch here, because the driver does not need it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron_rl.weight_sync.plan.streams import EdgeKey, Stream
 Backend = Literal["gloo", "nccl"]
 Staging = Literal["in_place", "shadow"]
 CONNECT_S = 10.0
-"""For two members that are both there to connect to each other; nothing interrupts gloo or NCCL in this."""
+"""Time limit for two members that are both present to connect. Nothing interrupts gloo or NCCL during this."""
 
 
 def trainer_name(rank: int) -> str:
@@ -48,17 +48,17 @@ def engine_name(replica: int, worker: int | None = None) -> str:
 
 
 def member_name(member: int | EngineRank) -> str:
-    """Of a training rank, or of a worker: (replica, worker)."""
+    """Name of a training rank, or of a worker: (replica, worker)."""
     return trainer_name(member) if isinstance(member, int) else engine_name(*member)
 
 
 def vllm_backend(staging: Staging) -> str:
-    """Name of the weight transfer engine that vLLM is told to use."""
+    """Name of the weight transfer engine that vLLM has to use."""
     return f"megatron_rl_{staging}"
 
 
 class Link(NamedTuple):
-    """A communicator of two, for all that the one sends to the other."""
+    """A communicator of two members, for everything that one sends to the other."""
 
     sender: int
     """Number of the member on the lane."""
@@ -67,18 +67,18 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class LaneSpec:
-    """Who is on a lane, where they meet, and the links between them. Plain values: it travels by RPC."""
+    """The members of a lane, their meeting point, and the links between them, as plain values for RPC."""
 
     source: int
-    """Trainer rank; member 0 of the lane and host of its store."""
+    """Trainer rank: member 0 of the lane and host of its store."""
     address: str
-    """The source's address inside the job."""
+    """The source's address in the job."""
     port: int
     receivers: tuple[str, ...]
-    """Names of the workers that its streams reach; receiver i is member 1 + i."""
+    """Names of the workers that its streams reach. Receiver i is member 1 + i."""
     backend: Backend
     links: tuple[Link, ...] = ()
-    """In the order in which they are opened. Two workers between which streams of several sources go share the link
+    """In the order in which they are opened. Two workers with streams of several sources between them share the link
     that the first of their lanes opens."""
 
     @property
@@ -97,12 +97,12 @@ class LaneSpec:
 
 @dataclass(frozen=True)
 class SyncPart:
-    """What a member is handed before the first sync: the whole route, and its own share of it."""
+    """What a member gets before the first sync: the whole route, and its own share of it."""
 
     lanes: tuple[LaneSpec, ...]
-    """Of all members, in the one order in which everybody opens those it is on."""
+    """Lanes of all members, in the one order in which each member opens its own."""
     streams: tuple[Stream, ...]
-    """All of the route, with buckets at least where the member is on the stream."""
+    """All streams of the route, with buckets at least for those that the member is on."""
     timeout_s: float
     """Deadline of a transfer."""
     open_timeout_s: float
@@ -112,11 +112,11 @@ class SyncPart:
     line: tuple[str, int] | None = None
     """Where the coordinator's `AbortLine` listens; None: there is none."""
     token: str = field(default="", repr=False)
-    """Of that line."""
+    """Token of that line."""
 
     def plain(self) -> bytes:
-        """For calls that carry simple values only. Opaque: of the parts of an engine's workers, which vLLM hands to all
-        of them, each decodes its own alone."""
+        """For calls that only carry simple values. It is opaque: vLLM gives all workers of an engine the parts of all,
+        and each decodes only its own."""
         plain = {"lanes": [lane.plain() for lane in self.lanes], "streams": [each.encode() for each in self.streams],
                  "timeout_s": self.timeout_s, "open_timeout_s": self.open_timeout_s, "epoch": self.epoch,
                  "line": list(self.line) if self.line else None, "token": self.token}
@@ -132,29 +132,29 @@ class SyncPart:
 
 @dataclass(frozen=True)
 class Held:
-    """What a member was handed, as it arrived: compared with the manifest before the first byte."""
+    """What a member received as its part, for comparison with the manifest before the first byte."""
 
     member: str
     route: str
     """`route_fingerprint` of all streams."""
     streams: dict[int, str]
-    """`Stream.fingerprint` of those that the member is on."""
+    """`Stream.fingerprint` of the streams that the member is on."""
 
 
 class EngineState(Enum):
     """Whether an engine may serve."""
 
     EMPTY = "empty"
-    """Dummy weights: nothing was committed yet."""
+    """Dummy weights: nothing has been committed yet."""
     SERVING = "serving"
     UPDATING = "updating"
     """Between PREPARE and COMMIT; with a shadow, during COMMIT."""
     DISCARDED = "discarded"
-    """An epoch failed: its weights are a mixture, or a version that was not committed."""
+    """An epoch failed: the weights are a mixture, or a version that was not committed."""
 
 
 class SyncError(RuntimeError):
-    """A sync failed; nothing was committed. The message names who failed or is missing."""
+    """A sync failed, and nothing was committed. The message names the members that failed or are missing."""
 
 
 class NotServing(RuntimeError):
@@ -173,7 +173,7 @@ class TransferReport:
     seconds: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     forwarded: int = 0
-    """Bytes passed on to other workers."""
+    """Bytes forwarded to other workers."""
     arrivals: dict[str, float] = field(default_factory=dict)
     """Name of each member that this worker receives from -> seconds until its last bucket had arrived."""
 
@@ -185,16 +185,16 @@ class SyncReport:
     version: int
     epoch: int
     nbytes: int
-    """Bytes that travelled, all edges together."""
+    """Bytes sent over all edges."""
     seconds: dict[str, float]
     """prepare, transfer, verify, commit, total; the slowest member's pack, send, receive, digest; and `pause`, the
-    longest time for which an engine served nothing."""
+    longest time that an engine served nothing."""
     lost: tuple[str, ...] = ()
-    """Members that died during this sync; the others went on without them."""
+    """Members that died during this sync. The others continued without them."""
     arrivals: dict[tuple[str, str], float] = field(default_factory=dict)
     """(sender, receiver) of each hop, by name -> seconds until its last bucket had arrived."""
     requantised: int = 0
-    """Bytes, of `nbytes`, that engines received beside their weights and quantised at COMMIT; the rest was written in
+    """Part of `nbytes` that engines received next to their weights and quantised at COMMIT. The rest was written in
     place."""
 
 
@@ -217,7 +217,7 @@ class EngineHandle(Protocol):
     def sync_describe(self, canonical: Sequence[CanonicalTensor]) -> Awaitable[list[Destination]]: ...
 
     def sync_open(self, part: SyncPart) -> Awaitable[list[Held]]:
-        """By worker."""
+        """Returns what each worker holds, by worker."""
 
     def sync_prepare(self, epoch: int) -> Awaitable[None]: ...
 
@@ -227,5 +227,5 @@ class EngineHandle(Protocol):
         """Returns the seconds for which the engine served nothing."""
 
     def sync_discard(self, epoch: int, reason: str) -> Awaitable[None]:
-        """The epoch failed: leave the lanes; serve nothing unless an older version is whole. An engine that does not
-        answer is lost."""
+        """The epoch failed: leave the lanes, and serve nothing unless an older version is whole. An engine that does
+        not answer is lost."""

@@ -69,7 +69,7 @@ def test_who_leaves_while_connecting_does_not_deafen_the_line(line):
 
 
 def test_a_member_with_another_token_hears_nothing_and_the_others_do(line):
-    with pytest.raises(OSError, match="left before it had proved"):
+    with pytest.raises(OSError, match="left before it proved"):
         AbortListener(line.endpoint, "0" * 64, 0, lambda reason: None)
     member = Member(line)
     line.abort(1)

@@ -56,7 +56,7 @@ def test_a_right_manifest_passes(world, manifest):
 
 def test_a_dropped_copy_is_a_gap_with_its_region(world, manifest):
     broken = edit(manifest, lambda copies: [c for c in copies if c.destination != NORM])
-    with pytest.raises(CoverageError, match=rf"engine 0 worker 0: nobody writes {NORM} at \[0:7\]"):
+    with pytest.raises(CoverageError, match=rf"engine 0 worker 0: nothing writes {NORM} at \[0:7\]"):
         prove_coverage(broken, *world)
 
 
@@ -147,7 +147,7 @@ def test_a_bucket_over_the_limit_and_an_unknown_worker_or_rank_are_caught(world,
 
 
 @pytest.mark.parametrize("hops, message", [
-    ((Hop((0, 1), (0, 0)), Hop(None, (0, 1))), r"\(0, 0\) hears from \(0, 1\), which has none"),
+    ((Hop((0, 1), (0, 0)), Hop(None, (0, 1))), r"\(0, 0\) receives from \(0, 1\), which has none"),
     ((Hop(None, (0, 0)), Hop((0, 0), (0, 0))), r"\(0, 0\) has the bytes already"),
 ])
 def test_a_hop_before_the_bytes_are_there_or_a_second_one_is_caught(world, manifest, hops, message):
@@ -171,7 +171,7 @@ def test_a_tile_that_is_no_box_of_its_parameter_is_refused():
     assert local_box(parameter, Tile("w", (0, 0), (2, 3), (6, 1), 13)) == ((2, 1), (2, 3))
     with pytest.raises(CoverageError, match="not a box"):
         local_box(parameter, Tile("w", (0, 0), (3, 2), (1, 3), 0))
-    with pytest.raises(CoverageError, match="sticks out"):
+    with pytest.raises(CoverageError, match="exceeds"):
         local_box(parameter, Tile("w", (0, 0), (2, 6), (6, 1), 3))
 
 

@@ -1,9 +1,10 @@
-"""Live weights that are not what travels: received beside the engine as vLLM's loader takes them, quantised at COMMIT.
+"""Live weights of quantised layers: received next to the engine in the form of vLLM's loader, and quantised at COMMIT.
 
-A quantised layer's tensors cannot be written as they arrive: their type, shape or scale is made of the whole weight. So
-a worker keeps a copy of such parameters in the form in which vLLM loads them. What the trainer holds arrives there and
-its digest is taken there; then vLLM's layer-wise reload makes the layer of it again and the result is copied into the
-tensors that the engine computes with, whose addresses stay. Biases, norms, embedding and head are written in place.
+A quantised layer's tensors cannot be written as they arrive, because their type, shape or scale depends on the whole
+weight. A worker therefore keeps a copy of such parameters in the form in which vLLM loads them. The trainer's weights
+arrive in the copy and are digested there. Then vLLM's layer-wise reload builds the layer from it again, and the result
+is copied into the tensors that the engine computes with, whose addresses do not change. Biases, norms, embedding and
+head are written in place.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from megatron_rl.weight_sync.ends.vllm_internals import loader_form, loader_shap
 
 
 class Quantised:
-    """Which parameters of a loaded model are written in place, and copies for the others.
+    """The parameters of a loaded model that are written in place, and copies of the others.
 
     Args:
-        model: as vLLM has loaded it, with dummy weights or real ones; it is left as it is.
+        model: as loaded by vLLM, with dummy or real weights. It is left unchanged.
 
     Raises:
         LayoutError: a layer can neither be written in place nor be loaded again.
@@ -31,7 +32,7 @@ class Quantised:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._layers = {name: layer for name, layer in model.named_modules() if _is_reloaded(name, layer)}
-        """In the model's order, the same on all TP ranks."""
+        """In the model's order, which is equal on all TP ranks."""
         with self.as_loaded():
             parameters = dict(model.named_parameters())
         self.in_place = {name: each for name, each in parameters.items() if not each.is_meta}
@@ -39,23 +40,23 @@ class Quantised:
         device = next(iter(self.in_place.values())).device if self.in_place else torch.device("cpu")
         self.copies = {name: torch.zeros(each.shape, dtype=each.dtype, device=device)
                        for name, each in parameters.items() if each.is_meta}
-        """Of the others, in the loader's form."""
+        """Copies of the other parameters, in the loader's form."""
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        """What a sync writes, by the names of the destination layouts."""
+        """The parameters that a sync writes, by the names of the destination layouts."""
         return {**self.in_place, **self.copies}
 
     def as_loaded(self) -> AbstractContextManager[None]:
-        """Inside, the model has the parameters that vLLM's loaders fill, those of quantised layers on the meta device:
-        for `trace_layout`."""
+        """Context in which the model has the parameters that vLLM's loaders fill, with those of quantised layers on the
+        meta device, for `trace_layout`."""
         return loader_form(self._layers.values())
 
     def swap(self) -> None:
-        """Make the quantised layers of the copies. The engine must not compute meanwhile; all TP ranks must call it.
+        """Build the quantised layers from the copies. The engine must not compute meanwhile. All TP ranks must call it.
 
         Raises:
-            LayoutError: vLLM made other tensors than it did when the engine started; some layers are new, some old.
+            LayoutError: vLLM made other tensors than when the engine started. Some layers are new, some old.
         """
         for name, layer, loaded in self._parts():
             with processed(layer, loaded) as tensors:
@@ -65,7 +66,7 @@ class Quantised:
                         live.data.copy_(made)
 
     def unlike(self) -> list[str]:
-        """Names of the tensors of quantised layers that are not, bit for bit, what vLLM makes of the copies. All TP
+        """Names of the tensors of quantised layers that differ in any bit from what vLLM makes of the copies. All TP
         ranks must call it."""
         wrong = []
         for name, layer, loaded in self._parts():
@@ -87,13 +88,13 @@ def _is_reloaded(name: str, layer: nn.Module) -> bool:
     if not quantises(layer):
         for each in changed:
             live, loaded = _form(layer._parameters.get(each)), _form(shapes[each])
-            raise LayoutError(f"{name}.{each} is {live}, vLLM loads {loaded}, and no quantisation says how to "
-                              "make the one of the other: it can neither be written in place nor be quantised again")
+            raise LayoutError(f"{name}.{each} is {live}, vLLM loads {loaded}, and no quantisation converts one into "
+                              "the other: it can neither be written in place nor be quantised again")
         return False
     for each in changed:
         if (kept := layer._parameters.get(each)) is None or kept.numel() == 0:
-            raise LayoutError(f"{type(layer.quant_method).__name__} keeps what it makes of {name}.{each} outside of "
-                              "the layer's parameters: it can neither be written in place nor be quantised again")
+            raise LayoutError(f"{type(layer.quant_method).__name__} keeps what it makes of {name}.{each} outside the "
+                              "layer's parameters: it can neither be written in place nor be quantised again")
     return bool(shapes)
 
 
@@ -103,7 +104,7 @@ def _same_form(live: torch.Tensor | None, shape: torch.Tensor) -> bool:
 
 def _check_form(name: str, live: torch.Tensor, made: torch.Tensor | None) -> None:
     if made is None or (made.shape, made.dtype) != (live.shape, live.dtype):
-        raise LayoutError(f"vLLM quantised {name} to {_form(made)}, and the engine started with {_form(live)}")
+        raise LayoutError(f"vLLM quantised {name} to {_form(made)}, but the engine started with {_form(live)}")
 
 
 def _form(tensor: torch.Tensor | None) -> str:

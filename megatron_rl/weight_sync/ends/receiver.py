@@ -1,9 +1,9 @@
-"""The receiving side of a sync, without vLLM: buckets arrive, are passed on, and are written into parameters.
+"""The receiving side of a sync, without vLLM: buckets arrive, are forwarded, and are written into parameters.
 
-Each stream has a thread, two buffers and its own links while it runs. A bucket whose header is right leaves for the
-next receivers at once; while it travels it is written and its digest is taken of what was written, and meanwhile the
-next bucket arrives in the other buffer. Streams begin slot after slot, the first of a slot while the last of the slot
-before ends; those of one slot run at the same time, since they may wait for one another's senders.
+Each stream has a thread, two buffers and its own links while it runs. A bucket with the right header is sent to the
+next receivers at once. While it is being sent, it is written, the written elements are digested, and the next bucket
+arrives in the other buffer. Streams begin slot after slot, the first of a slot while the last of the previous slot
+ends. Streams of one slot run at the same time, because they may wait for each other's senders.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class WeightReceiver:
 
     Args:
         me: (replica, worker).
-        parameters: what is written: the live parameters or a second copy, by the names of the destination layouts.
-        address: this process's address inside the job; None takes gloo's default interface.
+        parameters: the parameters to write, live or a second copy, by the names of the destination layouts.
+        address: this process's address in the job; None uses gloo's default interface.
     """
 
     def __init__(self, me: EngineRank, parameters: Mapping[str, torch.Tensor], *, address: str | None = None) -> None:
@@ -52,7 +52,7 @@ class WeightReceiver:
         self._member: Membership | None = None
         self._inlets: list[_Inlet] = []
         self._buffers: list[list[torch.Tensor]] = []
-        """A pair for each stream that runs at the same time."""
+        """One pair per stream that runs at the same time."""
 
     def open(self, part: SyncPart) -> Held:
         """Join the lanes and keep the streams for all later syncs.
@@ -72,10 +72,10 @@ class WeightReceiver:
 
     @torch.no_grad()
     def receive(self, epoch: int) -> TransferReport:
-        """Take in and pass on this epoch's buckets.
+        """Receive and forward this epoch's buckets.
 
         Raises:
-            TransportError, WireError: the first failure; the lanes are closed then, so that nobody waits for the rest.
+            TransportError, WireError: the first failure. The lanes are then closed, so that no member waits for more.
         """
         started = time.perf_counter()
         if self._member is None or self._member.closed is not None:
@@ -94,7 +94,7 @@ class WeightReceiver:
             forwarded=sum(inlet.stream.nbytes * len(inlet.children) for inlet in self._inlets), arrivals=arrivals)
 
     def digests(self, parameters: Mapping[str, torch.Tensor]) -> dict[EdgeKey, int]:
-        """Of each edge's elements, as `parameters` hold them now."""
+        """Digests of each edge's elements, as `parameters` hold them now."""
         found: dict[EdgeKey, int] = {}
         for inlet in self._inlets:
             key = (inlet.stream.rank, *self.me)
@@ -112,7 +112,7 @@ class WeightReceiver:
         deadline, failures, free = Deadline(member.timeout_s), [], list(self._buffers)
 
         def run(inlet: _Inlet) -> _Taken:
-            buffers = free.pop()                        # there is a pair for each thread
+            buffers = free.pop()                        # one pair per thread
             try:
                 with torch.no_grad(), _own_stream(self._device):
                     return inlet.run(epoch, self._parameters, buffers, deadline)
@@ -132,13 +132,13 @@ class WeightReceiver:
 
 @dataclass(frozen=True)
 class _Taken:
-    """What became of one stream."""
+    """Result of one stream."""
 
     digest: int
     unpacking: float
     digesting: float
     arrived: float
-    """When its last bucket had arrived (`time.perf_counter`)."""
+    """Time at which its last bucket had arrived (`time.perf_counter`)."""
 
 
 class _Inlet:
@@ -188,7 +188,7 @@ class _Inlet:
 
 
 def at_once(streams: Sequence[Stream]) -> int:
-    """Most streams that a receiver runs at the same time: those of two slots that follow one another."""
+    """Maximum number of streams that a receiver runs at the same time: those of two consecutive slots."""
     counts = [count for _, count in sorted(Counter(stream.slot for stream in streams).items())]
     return max((sum(pair) for pair in itertools.pairwise([*counts, 0])), default=0)
 

@@ -1,6 +1,6 @@
-"""The trainer's side of a sync: a rank packs what it already holds and sends it once; receivers pass it on.
+"""The trainer's side of a sync: a rank packs what it holds and sends it once, and receivers forward it.
 
-Nothing is gathered, nothing is called once a tensor. Packing, sending and the digest overlap.
+Nothing is gathered, and nothing is called per tensor. Packing, sending and digests overlap.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class WeightSender:
     """One trainer rank's end of its lane.
 
     Args:
-        coordinates: this rank's.
-        layouts: what it holds, as tiles.
-        parameters: the live parameters by the layouts' names. They are read at every `sync_send`, so they must hold
-            the updated weights then (with an overlapped parameter all-gather: force it first).
-        address: this rank's address inside the job; None takes gloo's default interface.
+        coordinates: this rank's coordinates.
+        layouts: this rank's parameters, as tiles.
+        parameters: the live parameters by the layouts' names. Every `sync_send` reads them, so they must then hold the
+            updated weights (with an overlapped parameter all-gather: force it first).
+        address: this rank's address in the job; None uses gloo's default interface.
     """
 
     def __init__(self, coordinates: RankCoordinates, layouts: Sequence[ParamLayout],
@@ -52,7 +52,7 @@ class WeightSender:
         return Source(self._coordinates, self._layouts, dtypes)
 
     def sync_open(self, part: SyncPart) -> Held:
-        """Open this rank's lane, if anybody receives from it, and keep its streams for all later syncs.
+        """Open this rank's lane, if it has receivers, and keep its streams for all later syncs.
 
         Raises:
             TransportError: naming the receivers that did not arrive.
@@ -69,10 +69,10 @@ class WeightSender:
 
     @torch.no_grad()
     def sync_send(self, epoch: int) -> TransferReport:
-        """Send every bucket of this rank; returns when the first receivers have taken them.
+        """Send every bucket of this rank. Returns when the first receivers have taken them.
 
-        A failed transfer is told in the report's `error`; the lane is closed then, so that no receiver waits for the
-        rest until its deadline.
+        A failed transfer is reported in the report's `error`. The lane is then closed, so that no receiver waits for
+        the rest until its deadline.
         """
         if self._member is None:
             return TransferReport(self._name, error="its lanes were never opened")
@@ -117,18 +117,18 @@ class WeightSender:
 
 
 class _Digested:
-    """Which buckets of a rank's streams hold the same, and what their digests are taken of. Worked out once."""
+    """Buckets of a rank's streams that are equal, and the tiles that their digests cover. Computed once."""
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         same: dict[tuple[Bucket, ...], int] = {}
         self.as_stream = {stream.number: same.setdefault(stream.buckets, stream.number) for stream in streams}
-        """Number of a stream -> of the first one with the same buckets: replicas of an engine rank have them."""
+        """Number of a stream -> number of the first stream with equal buckets, as replicas of an engine rank have."""
         self.tiles = {(number, at): source_tiles((bucket,)) for buckets, number in same.items()
                       for at, bucket in enumerate(buckets)}
 
 
 class _SourceDigests:
-    """Digests of what was packed in one sync, bucket by bucket; equal buckets are digested once."""
+    """Digests of what was packed in one sync, by bucket. Equal buckets are digested once."""
 
     def __init__(self, digested: _Digested, parameters: Mapping[str, torch.Tensor]) -> None:
         self._digested, self._parameters = digested, parameters

@@ -1,7 +1,7 @@
-"""Every private name of vLLM that this project leans on, in one place, for the pinned version (requirements/*.lock).
+"""Every private name of vLLM that this project uses, in one place, for the pinned version (requirements/*.lock).
 
-A new vLLM version is taken by running the tests of `weight_sync` and `rollout`: each function below is exercised
-there against vLLM's own loading and against Hugging Face.
+To adopt a new vLLM version, run the tests of `weight_sync` and `rollout`: they run each function below against vLLM's
+own loading and against Hugging Face.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ TESTED_VERSION = "0.32"
 def keep_cpu_weights_in_place() -> None:
     """Leave linear weights as loaded on the CPU, so that writes into the live parameters take effect.
 
-    vLLM's CPU build packs linear weights into oneDNN or SGL blobs after loading: `weight` becomes `empty(0)`, the
-    head keeps its shape but multiplies with a packed copy. With both kernels declined it falls back to
-    `torch.nn.functional.linear` on the live parameter: the path a GPU takes. Call it in the worker before the
-    model is loaded.
+    vLLM's CPU build packs linear weights into oneDNN or SGL blobs after loading: `weight` becomes `empty(0)`, and the
+    head keeps its shape but multiplies with a packed copy. Without both kernels, it falls back to
+    `torch.nn.functional.linear` on the live parameter, like a GPU. Call this in the worker before the model is loaded.
     """
     import vllm._custom_ops as custom_ops
     import vllm.model_executor.layers.utils as layer_utils
 
     custom_ops._supports_onednn = False
     layer_utils.check_cpu_sgl_kernel = lambda *args: False
-    # A tiny first forward in bf16 dies with SIGILL unless AMX was requested from the kernel first.
+    # A first small forward pass in bf16 dies with SIGILL unless AMX was requested from the kernel before.
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
 
@@ -42,39 +41,39 @@ def live_model(worker) -> nn.Module:
 
 
 def end_update(worker) -> None:
-    """End a worker's weight update if one is open; vLLM's own `finish_weight_update` raises if none is."""
+    """End a worker's weight update if one is open. vLLM's own `finish_weight_update` raises if there is none."""
     if worker._weight_update_active:
         worker.finish_weight_update()
 
 
 def in_vllms_config(worker) -> contextlib.AbstractContextManager:
-    """What vLLM's own reload runs in."""
+    """The context that vLLM's own reload runs in."""
     from vllm.config import set_current_vllm_config
 
     return set_current_vllm_config(worker.vllm_config)
 
 
 def loader_shapes(layer: nn.Module) -> dict[str, torch.Tensor]:
-    """A layer's own parameters as they were when vLLM was about to load them, on the meta device (biases are not
-    among them: vLLM never gives them another form)."""
+    """A layer's own parameters as they were before vLLM loaded them, on the meta device. Biases are not among them,
+    because vLLM never changes their form."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     return dict(get_layerwise_info(layer).restore_metadata[0])
 
 
 def quantises(layer: nn.Module) -> bool:
-    """Whether vLLM makes something else of what it loads into this layer."""
+    """Whether vLLM converts what it loads into this layer."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     method = getattr(layer, "quant_method", None)
-    # Linear, embedding and expert layers that stay as loaded have methods too, which share no class but begin alike.
+    # Linear, embedding and expert layers that stay as loaded also have methods, whose classes share only this prefix.
     return isinstance(method, QuantizeMethodBase) and not type(method).__name__.startswith("Unquantized")
 
 
 @contextlib.contextmanager
 def loader_form(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, the layers' parameters are those that vLLM's loaders fill, on the meta device; afterwards they are the
-    ones that the engine computes with, the same objects as before."""
+    """Context in which the layers have the parameters that vLLM's loaders fill, on the meta device. Afterwards they
+    have those that the engine computes with again, the same objects as before."""
     with contextlib.ExitStack() as stack:
         for layer in layers:
             stack.enter_context(_loader_form(layer))
@@ -84,13 +83,13 @@ def loader_form(layers: Iterable[nn.Module]) -> Iterator[None]:
 @contextlib.contextmanager
 def processed(layer: nn.Module, loaded: Mapping[str, torch.Tensor]
               ) -> Iterator[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """One layer through vLLM's layer-wise reload: name of each tensor that the engine computes with -> (that tensor,
-    what vLLM makes of `loaded` in its place). Afterwards the layer is as it was.
+    """Run one layer through vLLM's layer-wise reload: name of each tensor that the engine computes with -> (that
+    tensor, what vLLM makes of `loaded` for it). Afterwards the layer is unchanged.
 
-    All TP ranks must take their layers in the same order: a scale may be reduced over them.
+    All TP ranks must process their layers in the same order, because a scale may be reduced over the ranks.
 
     Args:
-        loaded: a value for each of `loader_shapes`.
+        loaded: a value for each name in `loader_shapes`.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import materialize_layer
@@ -134,8 +133,8 @@ def offline_model(folder: str | Path, tp: int, rank: int, dtype: torch.dtype, de
                   quantization: str | None = None) -> Iterator[nn.Module]:
     """vLLM's model as tensor parallel rank `rank` of `tp` builds it, in this process and without workers.
 
-    The real parallel groups have one member; inside the context the TP group only claims another size and rank,
-    which is all that vLLM's layers and weight loaders ask of it. Loading weights is possible, running is not.
+    The real parallel groups have one member. Inside the context, the TP group only reports another size and rank, which
+    is all that vLLM's layers and weight loaders use. Weights can be loaded, but the model cannot run.
     """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -170,7 +169,7 @@ def _single_process_groups() -> None:
 
 
 def shut_down(llm, timeout_s: float) -> None:
-    """End an AsyncLLM with its engine core and workers; whatever outlives `timeout_s` is killed by its own pid."""
+    """End an AsyncLLM with its engine core and workers. Processes that outlive `timeout_s` are killed by their PIDs."""
     import psutil
 
     processes = []
@@ -184,20 +183,20 @@ def shut_down(llm, timeout_s: float) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(alive, timeout=timeout_s / 2)
-    # AsyncLLM.__del__ shuts down once more, and fails noisily if it first runs while the interpreter ends.
+    # AsyncLLM.__del__ shuts down again, and fails noisily if it first runs while the interpreter ends.
     type(llm).__del__ = lambda self: None
 
 
 async def pause_scheduler(llm, *, clear_cache: bool) -> None:
-    """Stop scheduling; running requests keep their place. `AsyncLLM.pause_generation` would add a fixed sleep."""
+    """Stop scheduling. Running requests keep their place. `AsyncLLM.pause_generation` would add a fixed sleep."""
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
 
 def count_tokens(llm) -> Callable[[], int]:
-    """A function that tells how many tokens came from the engine core so far.
+    """A function that returns the number of tokens from the engine core so far.
 
-    Requests that ask for their final output only say nothing until they end, and vLLM's own counters need its
-    statistics switched on; this is one sum over an iteration's outputs.
+    Requests that only want their final output report nothing until they end, and vLLM's own counters need its
+    statistics. This is one sum over an iteration's outputs.
     """
     processor, counted = llm.output_processor, 0
     process_outputs = processor.process_outputs

@@ -1,10 +1,10 @@
 """The rollout side of a sync, inside vLLM's workers: a worker extension and registered weight transfer engines.
 
 Named as `worker_extension_cls`, this module is imported by every worker before its model is loaded. A transfer engine
-is a `WorkerSync` over the live parameters; there is one a staging, `megatron_rl_in_place` and `megatron_rl_shadow`.
+is a `WorkerSync` over the live parameters. There is one per staging: `megatron_rl_in_place` and `megatron_rl_shadow`.
 
-No exception may leave a worker RPC: at TP >= 2 vLLM's executor raises at the first failing rank without draining the
-others, and every later answer is off by one. Failures are recorded and reported by `sync_status`.
+No exception may leave a worker RPC: at TP >= 2, vLLM's executor raises at the first failing rank without draining the
+others, and every later answer is off by one. Failures are recorded, and `sync_status` reports them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if current_platform.is_cpu():
 
 
 class WeightSyncWorker:
-    """Methods that vLLM adds to its workers (`worker_extension_cls`); called through `collective_rpc`."""
+    """Methods that vLLM adds to its workers (`worker_extension_cls`), called through `collective_rpc`."""
 
     # Of vLLM's worker. Declared only: vLLM refuses an extension that defines what the worker has.
     weight_transfer_engine: InPlaceTransferEngine
@@ -49,11 +49,11 @@ class WeightSyncWorker:
 
     def sync_layout(self, canonical: list, dtype: str) -> dict:
         """Trace this worker's layout. Returns plain layouts, types and padding, and the names of the parameters that
-        are received beside the engine and quantised at COMMIT; or {"error": ...}."""
+        are received next to the engine and quantised at COMMIT; or {"error": ...}."""
         return _never_raise(lambda: _trace(self, canonical, dtype))
 
     def sync_begin(self) -> dict:
-        """Open an update session, whatever became of the last one."""
+        """Open an update session, whatever the state of the last one."""
         def begin() -> dict:
             end_update(self)
             self.start_weight_update()
@@ -79,7 +79,7 @@ class WeightSyncWorker:
         return _never_raise(leave)
 
     def sync_swap(self, epoch: int) -> dict:
-        """Bring the live parameters to what was received beside them."""
+        """Bring the live parameters to what was received into copies."""
         def swap() -> dict:
             with in_vllms_config(self):
                 self.weight_transfer_engine.sync.swap(epoch)
@@ -88,11 +88,11 @@ class WeightSyncWorker:
         return _never_raise(swap)
 
     def sync_status(self) -> dict:
-        """What the transfer engine did last; see `WorkerSync.status`."""
+        """Result of the transfer engine's last action, see `WorkerSync.status`."""
         return self.weight_transfer_engine.sync.status()
 
     def sync_compare(self, folder: str, canonical: list, dtype: str) -> dict:
-        """Where live parameters and the weights in a folder differ: `lines`, see `disk_check.differences`."""
+        """Differences between live parameters and the weights in a folder: `lines`, see `disk_check.differences`."""
         def compare() -> dict:
             quantised = self.weight_transfer_engine.quantised
             layouts = list(map(decode_layout, _trace(self, canonical, dtype)["layouts"]))
@@ -101,7 +101,7 @@ class WeightSyncWorker:
             read_tiles(quantised.copies, [layout for layout in layouts if layout.name in quantised.copies], folder)
             with in_vllms_config(self):
                 wrong = quantised.unlike()
-            return {"lines": lines + [f"{name}: not what vLLM makes of what lies on disk" for name in wrong]}
+            return {"lines": lines + [f"{name}: not what vLLM makes of the weights on disk" for name in wrong]}
 
         return _never_raise(compare)
 
@@ -114,7 +114,7 @@ class WeightSyncWorker:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Sent once: for each worker of the engine its part of the sync (`SyncPart.plain`)."""
+    """Sent once: the part of the sync (`SyncPart.plain`) of each worker of the engine."""
 
     replica: int
     parts: list
@@ -127,8 +127,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class InPlaceTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives the streams of one worker and writes them into live parameters. vLLM makes it when the model is loaded,
-    before it measures the memory that is left."""
+    """Receives the streams of one worker and writes them into live parameters. vLLM creates it when the model is
+    loaded, before it measures the remaining memory."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -141,7 +141,7 @@ class InPlaceTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.sync = WorkerSync(self.quantised.in_place, shadow=self.shadow, quantised=self.quantised.copies,
                                        requantise=self.quantised.swap)
 
-    # vLLM's worker calls these; each returns whatever happens.
+    # vLLM's worker calls these. Each of them always returns.
 
     def parse_init_info(self, init_dict: dict) -> dict:
         return init_dict                     # parsed inside the guard of WorkerSync.open
@@ -160,11 +160,11 @@ class InPlaceTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.sync.begin()
 
     def update_weights(self, update_info: dict) -> None:
-        # The base class would call torch.accelerator.synchronize(), which a CPU has not.
+        # The base class would call torch.accelerator.synchronize(), which does not exist on a CPU.
         self.sync.receive(update_info.get("epoch", -1))
 
     def finish_weight_update(self) -> None:
-        """Nothing is staged by vLLM; the version is set by the engine's COMMIT."""
+        """vLLM stages nothing; the engine's COMMIT sets the version."""
 
     def shutdown(self) -> None:
         self.sync.leave("")
@@ -174,7 +174,7 @@ class InPlaceTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class ShadowTransferEngine(InPlaceTransferEngine):
-    """Writes them into a second copy, while the engine serves."""
+    """Writes the streams into a second copy while the engine serves."""
 
     shadow = True
 

@@ -1,14 +1,14 @@
 """The receiving side of a rollout worker as its engine calls it, without vLLM: open, receive, swap, leave, status.
 
-In place, a transfer is written into the live parameters and a call returns when it has ended. With a shadow it is
-written into a second copy of them: opening and receiving go on in a thread, so that the worker computes meanwhile, and
-`swap` brings the live parameters to what was received. The copy is made by value: CUDA graphs and the engine hold the
-live parameters' addresses.
+In place, a transfer is written into the live parameters, and a call returns when it has ended. With a shadow, it is
+written into a second copy: opening and receiving run in a thread while the worker computes, and `swap` brings the live
+parameters to what was received. The copy is by value, because CUDA graphs and the engine hold the live parameters'
+addresses.
 
-Parameters of quantised layers are received in the loader's form beside the live tensors, with either staging, and
-`swap` has the layers made of them again (`quantised.Quantised`).
+Parameters of quantised layers are received in the loader's form, next to the live tensors, with either staging. `swap`
+has their layers built again (`quantised.Quantised`).
 
-No exception leaves a call that vLLM's executor makes (see `vllm_plugin`): what became of it is in `status`.
+No exception leaves a call that vLLM's executor makes (see `vllm_plugin`); `status` reports the result.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class WorkerSync:
     Args:
         live: the parameters that the engine computes with and that may be written in place, by the names of the
             destination layouts.
-        shadow: receive into a second copy, which is allocated here: before vLLM measures what is left for its KV cache.
-        quantised: copies of the other parameters, by the same names; they are always received into.
-        requantise: makes the engine's tensors of `quantised`; the other live parameters are new by then.
+        shadow: receive into a second copy. It is allocated here, before vLLM measures the memory for its KV cache.
+        quantised: copies of the other parameters, by the same names. They are always received into.
+        requantise: builds the engine's tensors from `quantised`, after the other live parameters have been updated.
     """
 
     def __init__(self, live: Mapping[str, torch.Tensor], *, shadow: bool,
@@ -51,12 +51,12 @@ class WorkerSync:
         self._received: TransferReport | None = None
         self._status: dict[str, Any] = {"epoch": -1, "error": None}
         self._background = ThreadPoolExecutor(1, thread_name_prefix="shadow") if shadow else None
-        """One thread: what is called next waits for what runs, so that nothing writes into the copy twice at a time."""
+        """One thread: a call waits for the running one, so the copy never has two writers."""
         self._running: Future | None = None
 
     def status(self) -> dict[str, Any]:
-        """`epoch`, `error` (a message or None), and `running` while a transfer or the opening goes on; after the lanes
-        were opened `held` (`Held` as a dict of plain values); after a transfer `digests` [[rank, digest]], `nbytes`,
+        """`epoch`, `error` (a message or None), and `running` during a transfer or the opening. After the lanes were
+        opened: `held` (`Held` as a dict of plain values). After a transfer: `digests` [[rank, digest]], `nbytes`,
         `forwarded`, `seconds`, `arrivals` [[sender, s]]."""
         if self._running is not None:
             if not self._running.done():
@@ -65,7 +65,7 @@ class WorkerSync:
         return self._status
 
     def begin(self) -> None:
-        """An update session starts; nothing has been received in it."""
+        """Start an update session, in which nothing has been received yet."""
         self._running = self._received = None
         self._status = {"epoch": -1, "error": "no transfer has run since the update started"}
 
@@ -75,16 +75,16 @@ class WorkerSync:
         self._run(-1, lambda: self._open(*part()))
 
     def receive(self, epoch: int) -> None:
-        """Take in an epoch's buckets."""
+        """Receive an epoch's buckets."""
         self._run(epoch, lambda: self._receive(epoch))
 
     @torch.no_grad()
     def swap(self, epoch: int) -> None:
-        """Bring the live parameters to what epoch `epoch` received, and prove it: every digest is taken again, of the
-        live parameters, and of the copies of which quantised ones were made. The engine must not compute meanwhile.
+        """Bring the live parameters to what epoch `epoch` received, and prove it: all digests are computed again, of
+        the live parameters and of the copies that quantised ones were made from. The engine must not compute meanwhile.
 
         Raises:
-            SwapError: there is nothing whole to swap in, before anything was written; or the live parameters are now a
+            SwapError: nothing complete was received, and nothing was written; or the live parameters are now a
                 mixture.
         """
         report, receiver = self._received, self._receiver
@@ -93,7 +93,7 @@ class WorkerSync:
         if not copies or report is None or receiver is None or status["epoch"] != epoch or status["error"]:
             raise SwapError(f"epoch {epoch} was not received")
         self._received = None
-        _wait_for_device(self._live)                    # what was launched before still reads them
+        _wait_for_device(self._live)                    # kernels launched before still read them
         for name, value in self._shadow.items():
             self._live[name].detach().copy_(value)
         self._requantise()
@@ -104,14 +104,14 @@ class WorkerSync:
                             f"rank {', '.join(map(str, wrong))}")
 
     def leave(self, reason: str) -> None:
-        """Close all lanes: whatever runs ends with an error, and what was received is never swapped in."""
+        """Close all lanes. A running transfer ends with an error, and what was received is never swapped in."""
         self._received = None
         if self._receiver is not None:
             self._receiver.close(reason)
 
     def _open(self, me: EngineRank, part: SyncPart, address: str | None) -> dict[str, Any]:
         self.leave("")
-        for name, copy in self._shadow.items():         # with the rows that pad the vocabulary, which never travel
+        for name, copy in self._shadow.items():         # including the rows that pad the vocabulary, which are not sent
             copy.copy_(self._live[name].detach())
         if self._shadow:
             _wait_for_device(self._live)                # buckets are written on other streams

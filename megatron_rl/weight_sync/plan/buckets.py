@@ -1,7 +1,7 @@
 """Copies packed into buckets of bounded size. Integers only, no torch.
 
-A bucket is what travels: the elements of its copies, one after the other. Its boundaries are decided here once and
-shipped in the manifest; neither side derives them again.
+A bucket is one message: the elements of its copies, one after the other. Its boundaries are decided here once and sent
+in the manifest. Neither side derives them again.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from math import prod
 from megatron_rl.layouts.tiles import Tile, cut
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-"""Bytes of an element, by torch's name of the type."""
+"""Bytes per element, by torch's name of the type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One box of a canonical tensor that goes from a source parameter into a destination parameter."""
+    """One box of a canonical tensor that is copied from a source parameter into a destination parameter."""
 
     source: str
     """Parameter name on the training rank."""
@@ -29,14 +29,14 @@ class Copy:
     """The same box of the same tensor as `source_tile`."""
     dtype: str
     at: int = 0
-    """Byte offset in the bucket; the box's elements lie there in row-major order."""
+    """Byte offset in the bucket. The box's elements follow in row-major order."""
 
     @property
     def nbytes(self) -> int:
         return self.source_tile.numel * ITEM_BYTES[self.dtype]
 
     def encode(self) -> list:
-        """Lists, strings and integers only (it travels through vLLM's msgpack RPC)."""
+        """The copy as lists, strings and integers, for vLLM's msgpack RPC."""
         source, destination = self.source_tile, self.destination_tile
         return [self.source, self.destination, source.tensor, self.dtype, self.at, list(source.start),
                 list(source.shape), list(source.stride), source.offset, list(destination.stride), destination.offset]
@@ -52,7 +52,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One message: `nbytes` long, filled by `copies` in order."""
+    """One message of `nbytes`, filled by `copies` in order."""
 
     nbytes: int
     copies: tuple[Copy, ...]
@@ -66,10 +66,10 @@ class Bucket:
 
 
 def pack(copies: Iterable[Copy], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Fill buckets of at most `bucket_bytes` with `copies`, in order, cutting a box wherever a bucket is full.
+    """Fill buckets of at most `bucket_bytes` with `copies` in order, and split a box wherever a bucket is full.
 
-    Each copy starts at a multiple of its element size, so a bucket of several types may hold a few unused bytes.
-    Copies without elements vanish. Raises ValueError if a bucket cannot hold one element.
+    Each copy starts at a multiple of its element size, so a bucket with several types may have a few unused bytes.
+    Copies without elements are dropped. Raises ValueError if a bucket cannot hold one element.
     """
     buckets: list[Bucket] = []
     filling: list[Copy] = []
@@ -98,7 +98,7 @@ def pack(copies: Iterable[Copy], bucket_bytes: int) -> tuple[Bucket, ...]:
 
 
 def part_of(copies: Iterable[Copy], first: int, nbytes: int) -> list[Copy]:
-    """The elements in bytes [first, first + nbytes) of `copies` laid one after the other without gaps, in order."""
+    """The elements in bytes [first, first + nbytes) of `copies`, which are concatenated in order without gaps."""
     part, at, end = [], 0, first + nbytes
     for copy in copies:
         item = ITEM_BYTES[copy.dtype]
@@ -110,7 +110,7 @@ def part_of(copies: Iterable[Copy], first: int, nbytes: int) -> list[Copy]:
 
 
 def _range(start: tuple[int, ...], shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple, tuple]]:
-    """Boxes that hold elements [low, high) of a box in row-major order."""
+    """Boxes that contain elements [low, high) of a box in row-major order."""
     if (low, high) == (0, prod(shape)):
         yield start, shape
         return
@@ -134,7 +134,7 @@ def _range(start: tuple[int, ...], shape: tuple[int, ...], low: int, high: int) 
 
 
 def _split(start: tuple[int, ...], shape: tuple[int, ...], room: int) -> Iterator[tuple[tuple, tuple]]:
-    """Two boxes, the first of as many whole rows as fit in `room`, or of one row if none fits (cut again then)."""
+    """Two boxes. The first has as many whole rows as fit in `room`, or one row if none fits (cut again)."""
     d = next(d for d, extent in enumerate(shape) if extent > 1)
     rows = max(1, room // prod(shape[d + 1:]))
     yield start, (*shape[:d], rows, *shape[d + 1:])

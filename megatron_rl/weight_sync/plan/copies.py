@@ -1,7 +1,7 @@
-"""What each training shard gives to each sort of engine worker: the intersections of both sides' tiles.
+"""What each training shard sends to each kind of engine worker: the intersections of both sides' tiles.
 
 Data- and context-parallel replicas hold the same weights, so a shard is a (pipeline stage, TP rank). Engine ranks with
-equal layouts are of one sort. Padding lies in no tile and never travels.
+equal layouts are of one kind. Padding is in no tile and is never sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_rl.weight_sync.plan.streams import EngineRank
 
 @dataclass(frozen=True)
 class Source:
-    """A training rank: its coordinates, layouts, and the type of each parameter by torch's name ("bfloat16")."""
+    """A training rank: its coordinates, its layouts, and the type of each parameter by torch's name ("bfloat16")."""
 
     coordinates: RankCoordinates
     layouts: tuple[ParamLayout, ...]
@@ -30,7 +30,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Destination:
-    """A rollout worker: TP rank `worker` of engine `replica`, its traced layouts and types."""
+    """A rollout worker: TP rank `worker` of engine `replica`, with its traced layouts and types."""
 
     replica: int
     worker: int
@@ -39,7 +39,7 @@ class Destination:
     padding: Mapping[str, int]
     """Parameter name -> number of elements that its loader fills with a constant; absent means 0."""
     requantised: tuple[str, ...] = ()
-    """Names of the parameters that the engine holds quantised: they are received beside it, in the layout given here,
+    """Names of the parameters that the engine holds quantised. They are received next to it, in the layout given here,
     and quantised again at COMMIT. All others are written in place (or copied, with a shadow)."""
 
 
@@ -48,23 +48,23 @@ class Copies:
     """All copies of a sync."""
 
     training: TrainingLayout
-    """Sizes of the whole training world, whoever of it is still there."""
+    """Sizes of the whole training world, including ranks that are gone."""
     ranks: tuple[int, ...]
-    """Those that are there."""
+    """The ranks that are left."""
     workers: Mapping[EngineRank, Worker]
-    """Every engine rank with its sort: `Worker(number of the sort of engine, TP rank)`."""
+    """Every engine rank with its kind: `Worker(number of the kind of engine, TP rank)`."""
     of_flow: Mapping[tuple[Shard, Worker], tuple[Copy, ...]]
-    """In the order of the destination's parameters."""
+    """The copies of each flow, in the order of the destination's parameters."""
 
     def flows(self) -> tuple[Flow, ...]:
-        """Bytes of each shard for each sort of worker, as `launch.fabric` takes them."""
+        """Bytes that each shard sends to each kind of worker, for `launch.fabric`."""
         return tuple(Flow(shard, worker, sum(copy.nbytes for copy in copies))
                      for (shard, worker), copies in sorted(self.of_flow.items()))
 
 
 def intersect_sides(sources: Sequence[Source], destinations: Sequence[Destination],
                     aliases: Mapping[str, str] | None = None, gone: Collection[int] = ()) -> Copies:
-    """All copies between two sides; the arguments and errors of `build_manifest`."""
+    """All copies between two sides. Arguments and errors as in `build_manifest`."""
     held = _holders_of_shards(sources)
     training = TrainingLayout(**{axis: 1 + max(getattr(source.coordinates, axis) for source in sources)
                                  for axis in ("tp", "pp", "cp", "dp")})
@@ -77,7 +77,7 @@ def intersect_sides(sources: Sequence[Source], destinations: Sequence[Destinatio
     sorts: dict[tuple, Worker] = {}
     of_flow: dict[tuple[Shard, Worker], tuple[Copy, ...]] = {}
     for destination in sorted(destinations, key=lambda d: (d.replica, d.worker)):
-        # Engines of equal size have equal layouts: one intersection serves them all.
+        # Engines of equal size have equal layouts, so one intersection serves them all.
         key = (destination.worker, destination.layouts, tuple(sorted(destination.dtypes.items())))
         if key not in sorts:
             number = sum(worker.tp == destination.worker for worker in sorts.values())
@@ -127,7 +127,7 @@ class _Held:
 
 
 class _Holders:
-    """Which shards hold which boxes of each canonical tensor."""
+    """The shards that hold each box of each canonical tensor."""
 
     def __init__(self, shards: Mapping[Shard, Source]) -> None:
         stage_of: dict[str, int] = {}
@@ -135,7 +135,7 @@ class _Holders:
         for shard, source in shards.items():
             for layout in source.layouts:
                 for tile in layout.tiles:
-                    # Tied embeddings live on the first and the last stage: the first one sends.
+                    # Tied embeddings are on the first and the last stage. The first one sends them.
                     if stage_of.setdefault(tile.tensor, shard.pp) == shard.pp:
                         self.boxes[tile.tensor].setdefault(tile.box, []).append(
                             _Held(shard, layout.name, tile, source.dtypes[layout.name]))
@@ -143,7 +143,7 @@ class _Holders:
     def copies_to(self, destination: Destination, tp: int, engine_tp: int) -> dict[Shard, list[Copy]]:
         """Shard -> its copies, in the order of the destination's parameters."""
         copies: dict[Shard, list[Copy]] = defaultdict(list)
-        # Norms lie on every TP rank: a worker takes them from the rank that sends it its matrices.
+        # Every TP rank has the norms. A worker takes them from the rank that sends it its matrices.
         near = destination.worker * tp // engine_tp
         for layout in destination.layouts:
             for tile in layout.tiles:
@@ -165,5 +165,5 @@ class _Holders:
 
 def _check_dtype(held: _Held, param: str, dtype: str) -> None:
     if held.dtype != dtype:
-        raise UserError(f"the trainer keeps {held.param} in {held.dtype}, the rollout engine {param} in {dtype}",
+        raise UserError(f"the trainer keeps {held.param} in {held.dtype}, but the rollout engine {param} in {dtype}",
                         where="trainer.dtype, rollout.dtype", fix="give both sides the same type")

@@ -1,7 +1,7 @@
-"""Proof that a manifest writes every element of every rollout parameter exactly once, and the right one.
+"""Proof that a manifest writes every element of every rollout parameter exactly once, with the right value.
 
-Independent of how the manifest was built: it looks only at the copies and at both sides' layouts. Works on boxes
-(disjoint, and their volumes add up), never on elements, so a 70B model on 256 ranks takes seconds.
+The proof is independent of how the manifest was built: it uses only the copies and both sides' layouts. It works on
+boxes (disjoint, with volumes that add up), never on elements, so a 70B model on 256 ranks takes seconds.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class CoverageError(Exception):
-    """A gap, a double write, or a copy that does not fit the layouts. A fault of the software, not of the user."""
+    """A gap, a double write, or a copy that does not fit the layouts. This is a software fault, not the user's."""
 
 
 def prove_coverage(manifest: SyncManifest, sources: Iterable[Source], destinations: Iterable[Destination]) -> None:
     """Raise CoverageError, naming worker, parameter and region, unless all of this holds:
 
-    - every hop of a stream starts at its training rank or at a member that has the bytes by then, and ends at one that
-      has not;
-    - every bucket is at most `bucket_bytes`, its copies aligned and without overlap;
-    - every copy reads the box that it claims, by the source's layout, and writes it where the destination's layout
-      has it, in the type of both;
-    - for each destination parameter the copies are disjoint and, with the loader's padding, fill it.
+    - every hop of a stream starts at its training rank or at a member that has the bytes by then, and ends at a member
+      that does not;
+    - every bucket has at most `bucket_bytes`, and its copies are aligned and do not overlap;
+    - every copy reads the box that it claims, according to the source's layout, and writes it where the destination's
+      layout has it, in the type of both;
+    - for each destination parameter, the copies are disjoint and fill it together with the loader's padding.
     """
     for stream in manifest.streams:
         _prove_hops(stream)
@@ -55,12 +55,12 @@ def prove_coverage(manifest: SyncManifest, sources: Iterable[Source], destinatio
                 _prove_buckets(edge, manifest.bucket_bytes)
                 proven_buckets.add(id(edge.buckets))
             if edge.rank not in source_of:
-                raise CoverageError(f"the manifest lets rank {edge.rank} send, which does not exist")
+                raise CoverageError(f"the manifest has rank {edge.rank} send, which does not exist")
             side = source_of[edge.rank]
             if (id(edge.buckets), side.key) not in proven_reads:
                 _prove_reads(edge, side)
                 proven_reads.add((id(edge.buckets), side.key))
-        # Replicas with the same layouts that receive the same buckets need one proof.
+        # Replicas with equal layouts that receive equal buckets need only one proof.
         key = (destination.layouts, tuple(sorted(destination.dtypes.items())),
                tuple(sorted(destination.padding.items())), frozenset(id(edge.buckets) for edge in edges))
         if key not in proven_workers:
@@ -72,7 +72,7 @@ def _prove_hops(stream: Stream) -> None:
     has: set = {None}
     for hop in stream.hops:
         if hop.sender not in has or hop.receiver in has:
-            why = "has the bytes already" if hop.receiver in has else f"hears from {hop.sender}, which has none"
+            why = "has the bytes already" if hop.receiver in has else f"receives from {hop.sender}, which has none"
             raise CoverageError(f"stream {stream.number} from rank {stream.rank}: (replica, worker) {hop.receiver} "
                                 f"{why}")
         has.add(hop.receiver)
@@ -91,7 +91,7 @@ class _Side:
         self.key = (holder.layouts, tuple(sorted(holder.dtypes.items())))
 
     def check(self, param: str, part: Tile, dtype: str, where: str) -> None:
-        """`part` is a part of one of the parameter's tiles, at the place where the layout has it."""
+        """Check that `part` is a part of one of the parameter's tiles, at its position in the layout."""
         layout = self.layouts.get(param)
         if layout is None:
             raise CoverageError(f"{where}: no parameter {param}")
@@ -114,7 +114,7 @@ def _prove_bucket(bucket: Bucket, where: str) -> None:
     end = 0
     for copy in bucket.copies:
         if copy.at < end or copy.at % ITEM_BYTES[copy.dtype]:
-            raise CoverageError(f"{where}: {_text(copy.source_tile)} lies at byte {copy.at}, expected an aligned "
+            raise CoverageError(f"{where}: {_text(copy.source_tile)} is at byte {copy.at}, expected an aligned "
                                 f"offset from {end} on")
         end = copy.at + copy.nbytes
     if end != bucket.nbytes:
@@ -151,17 +151,17 @@ def _prove_param(layout: ParamLayout, copies: Sequence[Copy], padding: int, wher
     if volume + padding != prod(layout.shape):
         raise CoverageError(f"{where}: the tiles of {layout.name} hold {volume} elements, its padding {padding}, but "
                             f"the parameter {prod(layout.shape)}")
-    # Every write lies inside a tile and writes are disjoint, so equal volumes leave no gap.
+    # Every write is inside a tile and writes are disjoint, so equal volumes leave no gap.
     if sum(prod(shape) for _, shape in writes) != volume:
         gap = next(gap for tile in tiles for gap in subtract(tile, writes))
-        raise CoverageError(f"{where}: nobody writes {layout.name} at {_box_text(gap)}")
+        raise CoverageError(f"{where}: nothing writes {layout.name} at {_box_text(gap)}")
 
 
 def local_box(layout: ParamLayout, tile: Tile) -> Box:
     """The tile's region in the coordinates of its parameter.
 
-    Raises CoverageError if its strides are not those of the contiguous parameter (a transposed tile) or it sticks
-    out.
+    Raises CoverageError if its strides are not those of the contiguous parameter (a transposed tile) or if it exceeds
+    the parameter.
     """
     strides = contiguous_stride(layout.shape)
     extent_of = {stride: extent for stride, extent in zip(tile.stride, tile.shape, strict=True) if extent > 1}
@@ -172,7 +172,7 @@ def local_box(layout: ParamLayout, tile: Tile) -> Box:
         start.append(at)
         shape.append(extent)
         if at + extent > size:
-            raise CoverageError(f"{_text(tile)} sticks out of {layout.name} {layout.shape}: offset {tile.offset}, "
+            raise CoverageError(f"{_text(tile)} exceeds {layout.name} {layout.shape}: offset {tile.offset}, "
                                 f"stride {tile.stride}")
     if extent_of or rest:
         raise CoverageError(f"{_text(tile)} is not a box of {layout.name} {layout.shape}: offset {tile.offset}, "
@@ -181,8 +181,8 @@ def local_box(layout: ParamLayout, tile: Tile) -> Box:
 
 
 def first_overlap(boxes: Iterable[Box]) -> Box | None:
-    """A region that two of the boxes share, None if they are pairwise disjoint. A sweep along the dimension in which
-    the boxes start at the most places."""
+    """A region that two of the boxes share; None if they are pairwise disjoint. It sweeps along the dimension with the
+    most distinct starts."""
     boxes = [box for box in boxes if prod(box[1])]
     if len(boxes) < 2:
         return None
@@ -200,7 +200,7 @@ def first_overlap(boxes: Iterable[Box]) -> Box | None:
 
 
 def subtract(box: Box, holes: Iterable[Box]) -> list[Box]:
-    """What is left of `box` without `holes`, as disjoint boxes."""
+    """The rest of `box` without `holes`, as disjoint boxes."""
     left = [box]
     for hole in holes:
         left = [piece for part in left for piece in _subtract_one(part, hole)]

@@ -1,8 +1,8 @@
-"""The sync manifest: who sends which bytes to whom, in which buckets, over which hops. Pure, deterministic, integers
-and strings.
+"""The sync manifest: which member sends which bytes to which, in which buckets, over which hops. It is pure and
+deterministic, and holds integers and strings.
 
-Built once at start-up from the layouts of all training ranks and of all rollout workers, and from the places where
-they sit. `copies` says what must move, `launch.fabric` over which route, and here the two become streams.
+It is built once at start-up from the layouts of all training ranks and all rollout workers, and from their places.
+`copies` decides what is sent, `launch.fabric` decides the route, and this module turns both into streams.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEFAULT_BUCKET_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Edge:
-    """All elements of one training rank that one rollout worker ends up with, whoever passes them on."""
+    """All elements of one training rank that one rollout worker receives, directly or through others."""
 
     rank: int
     replica: int
@@ -42,7 +42,7 @@ class Edge:
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def encode(self) -> dict:
-        """A plain form for msgpack or JSON; `decode` inverts it."""
+        """A plain form for msgpack or JSON. `decode` is the inverse."""
         return {"key": list(self.key), "buckets": [bucket.encode() for bucket in self.buckets]}
 
     @classmethod
@@ -57,12 +57,12 @@ class SyncManifest:
 
     bucket_bytes: int
     kind: Kind
-    """Of the route."""
+    """Kind of the route."""
     streams: tuple[Stream, ...]
     """Stream n is streams[n]."""
     requantised: tuple[str, ...] = ()
-    """Engine parameters that are received in vLLM's loader form and quantised at COMMIT (`Destination.requantised`), by
-    name; all others are written as they are."""
+    """Names of the engine parameters that are received in vLLM's loader form and quantised at COMMIT
+    (`Destination.requantised`). All others are written as they are."""
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
@@ -79,12 +79,12 @@ class SyncManifest:
 
     @property
     def total_bytes(self) -> int:
-        """What all receivers take in, forwarded bytes included."""
+        """Bytes that all receivers take in, including forwarded bytes."""
         return sum(stream.nbytes * len(stream.hops) for stream in self.streams)
 
     @cached_property
     def requantised_bytes(self) -> int:
-        """Of `total_bytes`: what engines quantise at COMMIT. The rest is written in place."""
+        """Part of `total_bytes` that engines quantise at COMMIT. The rest is written in place."""
         names = set(self.requantised)
         counted: dict[int, int] = {}
         for stream in self.streams:
@@ -104,11 +104,11 @@ class SyncManifest:
         return dict(sent)
 
     def from_rank(self, rank: int) -> tuple[Edge, ...]:
-        """What a training rank's elements are needed for."""
+        """The edges that start at a training rank."""
         return tuple(edge for edge in self.edges if edge.rank == rank)
 
     def to_worker(self, replica: int, worker: int) -> tuple[Edge, ...]:
-        """What a rollout worker receives."""
+        """The edges that end at a rollout worker."""
         return tuple(edge for edge in self.edges if (edge.replica, edge.worker) == (replica, worker))
 
     @cached_property
@@ -127,11 +127,11 @@ class SyncManifest:
         return {member: tuple(streams) for member, streams in on.items()}
 
     def part_of_rank(self, rank: int) -> tuple[Stream, ...]:
-        """All streams, with buckets where this training rank packs them."""
+        """All streams, with the buckets of those that this training rank packs."""
         return self._part([rank])
 
     def part_of_engine(self, replica: int) -> tuple[Stream, ...]:
-        """All streams, with buckets where a worker of this engine is on them."""
+        """All streams, with the buckets of those that a worker of this engine is on."""
         return self._part([member for member in self.streams_of
                            if not isinstance(member, int) and member[0] == replica])
 
@@ -152,16 +152,16 @@ class SyncManifest:
                    tuple(plain["requantised"]))
 
     def route_fingerprint(self) -> str:
-        """Of the streams and hops; every member works it out of what it was handed."""
+        """Fingerprint of the streams and hops. Every member computes it from its own part."""
         return route_fingerprint(self.streams)
 
     def fingerprint(self) -> str:
-        """Equal manifests, equal fingerprint; for logs and run records."""
+        """Equal manifests have equal fingerprints. For logs and run records."""
         return digest_of([self.bucket_bytes, list(self.stream_fingerprints().values()), list(self.requantised)])
 
     def stream_fingerprints(self) -> dict[int, str]:
-        """`Stream.fingerprint` of every stream; the coordinator compares them with those that the members report."""
-        # Replicas share their buckets (the same object): hash each once.
+        """`Stream.fingerprint` of every stream. The coordinator compares them with those that the members report."""
+        # Replicas share their buckets (the same object), so each is hashed once.
         hashes = {id(stream.buckets): stream.buckets for stream in self.streams}
         hashed = {key: hash_buckets(buckets) for key, buckets in hashes.items()}
         return {stream.number: digest_of([stream.encode_outline(), hashed[id(stream.buckets)]])
@@ -176,19 +176,19 @@ def build_manifest(sources: Iterable[Source], destinations: Iterable[Destination
 
     Args:
         sources: all training ranks.
-        destinations: all workers of the rollout engines that are there.
-        bucket_bytes: most bytes of a message; larger tensors are split.
-        aliases: canonical tensor -> the one to take its values from if no source holds it. A rollout engine that
-            keeps a head of its own for a model with tied embeddings needs
-            `{"lm_head.weight": "model.embed_tokens.weight"}`; one that ties asks for the embedding once.
+        destinations: all workers of the rollout engines that are left.
+        bucket_bytes: maximum size of a message. Larger tensors are split.
+        aliases: canonical tensor -> the tensor to take its values from if no source holds it. A rollout engine that
+            keeps its own head for a model with tied embeddings needs
+            `{"lm_head.weight": "model.embed_tokens.weight"}`. An engine that ties them asks for the embedding once.
         route: see `launch.fabric.routes`.
-        seats: who sits where; None puts every training rank and every engine on a node of its own.
-        gone: training ranks that cannot send any more.
+        seats: place of every member; None puts every training rank and every engine on a node of its own.
+        gone: training ranks that can no longer send.
 
     Raises:
         UserError: the two sides keep a parameter in different types.
-        ValueError: no source holds an element that a destination needs, replicas differ among themselves, engines
-            differ in what they quantise, or all holders of a shard are gone.
+        ValueError: no source holds an element that a destination needs, replicas differ, engines differ in what they
+            quantise, or all holders of a shard are gone.
 
     `prove_coverage` (coverage.py) then proves the result without trusting this function.
     """
@@ -205,13 +205,13 @@ def build_manifest(sources: Iterable[Source], destinations: Iterable[Destination
 
 
 def route_of(copies: Copies, kind: Kind, chunk_bytes: int, seats: Seats) -> Route:
-    """The edges between places over which the copies go."""
+    """The edges between places that the copies are sent over."""
     traffic = seated(copies.flows(), copies.training, seats, copies.ranks, copies.workers)
     return build(traffic, kind, chunk_bytes)
 
 
 def _streams(route: Route, copies: Copies, seats: Seats, bucket_bytes: int) -> tuple[Stream, ...]:
-    """A stream for each edge that leaves a training rank, with all edges behind it as its hops."""
+    """One stream per edge that leaves a training rank, with all edges behind it as its hops."""
     rank_at = {place: rank for rank, place in enumerate(seats.training) if rank in copies.ranks}
     worker_at = {seats.rollout[key]: key for key in copies.workers}
     packed: dict[tuple, tuple[Bucket, ...]] = {}

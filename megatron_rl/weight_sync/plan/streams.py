@@ -1,7 +1,7 @@
-"""Streams: what a training rank sends once and receivers pass on, bucket by bucket. Integers and strings, no torch.
+"""Streams: what a training rank sends once and receivers forward, bucket by bucket. Integers and strings, no torch.
 
-A stream is a range of what one shard gives to one sort of engine worker. Everybody on it holds the same tiles, so all
-receive the identical buckets, and a receiver forwards a bucket without looking inside.
+A stream is a range of what one shard sends to one kind of engine worker. All its receivers hold the same tiles, so they
+receive identical buckets, and a receiver forwards a bucket without looking into it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron_rl.weight_sync.plan.buckets import Bucket
 EdgeKey = tuple[int, int, int]
 """(trainer rank, replica, worker)."""
 Pair = tuple[int | EngineRank, EngineRank]
-"""(sender: a training rank or an engine's, receiver)."""
+"""(sender: a training rank or an engine rank, receiver)."""
 
 
 class Hop(NamedTuple):
-    """One copy of a stream's bytes from a member to another."""
+    """One copy of a stream's bytes from one member to another."""
 
     sender: EngineRank | None
     """None: the stream's training rank."""
@@ -32,16 +32,16 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class Stream:
-    """Bytes of one training rank, and the hops in which they reach their receivers."""
+    """Bytes of one training rank, and the hops that bring them to their receivers."""
 
     number: int
     rank: int
-    """Of the training rank that packs them."""
+    """The training rank that packs them."""
     slot: int
-    """Order among the streams of that rank; equal slots take turns bucket by bucket."""
+    """Order among the streams of that rank. Streams with equal slots alternate bucket by bucket."""
     nbytes: int
     hops: tuple[Hop, ...]
-    """A receiver's own hop comes before those in which it sends."""
+    """A receiver's own hop comes before the hops in which it sends."""
     buckets: tuple[Bucket, ...] = ()
     """() in an outline."""
 
@@ -51,12 +51,12 @@ class Stream:
 
     @property
     def edges(self) -> tuple[EdgeKey, ...]:
-        """Whose elements end up where, whoever passed them on."""
+        """The source and each final destination, however the bytes get there."""
         return tuple((self.rank, *receiver) for receiver in self.receivers)
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """Who sends to whom, hop by hop."""
+        """Sender and receiver, hop by hop."""
         return tuple((self.rank if hop.sender is None else hop.sender, hop.receiver) for hop in self.hops)
 
     def sender_of(self, receiver: EngineRank) -> EngineRank | None:
@@ -66,11 +66,11 @@ class Stream:
         return tuple(hop.receiver for hop in self.hops if hop.sender == sender)
 
     def outline(self) -> Stream:
-        """Without the buckets: what members that are not on it need to know."""
+        """The stream without buckets, for members that are not on it."""
         return replace(self, buckets=())
 
     def fingerprint(self) -> str:
-        """Equal streams, equal fingerprint: every member on it reports it before the first byte."""
+        """Equal streams have equal fingerprints. Every member on it reports it before the first byte."""
         return digest_of([self.encode_outline(), hash_buckets(self.buckets)])
 
     def encode_outline(self) -> list:
@@ -78,7 +78,7 @@ class Stream:
         return [self.number, self.rank, self.slot, self.nbytes, hops]
 
     def encode(self) -> dict:
-        """A plain form for msgpack or JSON; `decode` inverts it."""
+        """A plain form for msgpack or JSON. `decode` is the inverse."""
         return {"outline": self.encode_outline(), "buckets": [bucket.encode() for bucket in self.buckets]}
 
     @classmethod
@@ -90,9 +90,9 @@ class Stream:
 
 
 def schedule(streams: Iterable[Stream]) -> Iterator[tuple[Stream, int]]:
-    """The one order of all buckets of a sync, as (stream, number of the bucket): slot after slot, so that two senders
-    do not hit one receiver's network card at once; the streams of a slot take turns bucket by bucket, so that all
-    their receivers have something to pass on."""
+    """The one order of all buckets of a sync, as (stream, number of the bucket). Slots follow each other, so that two
+    senders do not use one receiver's NIC at the same time. The streams of a slot alternate bucket by bucket, so that
+    all their receivers have something to forward."""
     for _, group in groupby(sorted(streams, key=lambda stream: (stream.slot, stream.number)),
                             key=lambda stream: stream.slot):
         together = list(group)
@@ -103,11 +103,11 @@ def schedule(streams: Iterable[Stream]) -> Iterator[tuple[Stream, int]]:
 
 
 def turns(streams: Iterable[Stream]) -> dict[Pair, tuple[int, ...]]:
-    """For each pair of members: the streams of the buckets between the two, in the order in which both issue them. A
-    communicator that has no tags matches messages in this order.
+    """For each pair of members: the streams of the buckets between them, in the order in which both issue them. A
+    communicator without tags matches messages in this order.
 
-    Nobody waits in a circle: whatever a bucket waits for (its own arrival, those that its link carries before it, the
-    one two before it that has its buffer) comes before it in `schedule`, or is the same bucket one hop earlier.
+    There is no deadlock, because every bucket depends only on earlier buckets in `schedule` (those that its link
+    carries before it, the one two before it that has its buffer) or on the same bucket one hop earlier.
     """
     between: dict[Pair, list[Stream]] = {}
     for stream in streams:
@@ -117,7 +117,7 @@ def turns(streams: Iterable[Stream]) -> dict[Pair, tuple[int, ...]]:
 
 
 def route_fingerprint(streams: Sequence[Stream]) -> str:
-    """Of who sends how much to whom, all streams together; the same for a manifest and for its outline."""
+    """Fingerprint of all senders, receivers and sizes of all streams, equal for a manifest and for its outline."""
     return digest_of([stream.encode_outline() for stream in streams])
 
 

@@ -1,13 +1,12 @@
-"""The abort line: how members learn that an epoch is over while they wait inside a transfer.
+"""The abort line: how members that wait inside a transfer learn that an epoch is over.
 
-A transfer blocks its process, vLLM's workers take no call meanwhile, and a death far away is seen by some neighbours at
-once and by others at their deadline. So every member keeps a TCP connection to the coordinator and listens to it in a
-thread: the number of an epoch that is aborted, or the end of the connection, closes the member's lanes and wakes
-whatever waits on them.
+A process that is waiting in a transfer cannot take calls, and may notice a remote death only at its own deadline. So
+every member keeps a TCP connection to the coordinator and listens to it in a thread. The number of an aborted epoch, or
+the end of the connection, closes the member's lanes and wakes everything that waits on them.
 
-Both ends prove, before anything else, that they hold the token that the coordinator drew and that its members were
-handed with their part of the sync: whoever else reaches the port learns nothing, and who listens there in the
-coordinator's place aborts nothing. The token itself never travels here.
+Before anything else, both ends prove that they hold the token that the coordinator drew and that its members got with
+their part of the sync. Any other process that reaches the port learns nothing, and one that listens there in place of
+the coordinator cannot abort anything. The token itself is never sent here.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
-"""For a connection to be made and both ends to have proved who they are."""
+"""Time limit for a connection to be made and for both ends to prove their identity."""
 _NONCE_BYTES = 32
 _LINE_BYTES = 2 * _NONCE_BYTES + 1
-"""Of a nonce and of a proof, in hexadecimal."""
+"""Length of a nonce and of a proof, in hexadecimal."""
 
 
 class AbortLine:
-    """The coordinator's end: everybody who connects hears of every abort."""
+    """The coordinator's end. Every connected member receives every abort."""
 
     def __init__(self, address: str) -> None:
         self.token = secrets.token_hex(32)
-        """For the members; in no log, no file and no command line."""
+        """Token for the members. It is in no log, no file and no command line."""
         self._listener = socket.create_server((address, 0), family=_family(address), backlog=1024)
         self._members: list[socket.socket] = []
         self._lock = threading.Lock()
@@ -48,13 +47,13 @@ class AbortLine:
         return self._listener.getsockname()[:2]
 
     def abort(self, epoch: int) -> None:
-        """Epoch `epoch` and all before it are over. Members that are gone are skipped."""
+        """Announce that epoch `epoch` and all before it are over. Members that are gone are skipped."""
         with self._lock:
             self._last = epoch
             self._members = [member for member in self._members if _told(member, epoch)]
 
     def close(self) -> None:
-        """Every member closes its lanes."""
+        """Make every member close its lanes."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -68,16 +67,16 @@ class AbortLine:
         while not self._closed.is_set():
             try:
                 member = self._listener.accept()[0]
-            except OSError:                             # the listener was closed, or somebody left while connecting
+            except OSError:                             # the listener was closed, or a peer left while connecting
                 self._closed.wait(0.1)
                 continue
-            # In a thread each: who says nothing must not keep the others waiting.
+            # One thread per connection, so that a silent peer does not keep the others waiting.
             threading.Thread(target=self._admit, args=(member,), name="abort line", daemon=True).start()
 
     def _admit(self, member: socket.socket) -> None:
         try:
             _prove(member, self.token, first=True)
-            member.settimeout(CONNECT_S)                # one that does not read must not hold up the others
+            member.settimeout(CONNECT_S)                # a member that does not read must not block the others
             _keep_alive(member)
         except OSError as error:
             if not self._closed.is_set():
@@ -85,10 +84,10 @@ class AbortLine:
             member.close()
             return
         with self._lock:
-            self._members = [each for each in self._members if not _gone(each)]     # lanes are opened again and again
+            self._members = [each for each in self._members if not _gone(each)]     # lanes are opened repeatedly
             if self._closed.is_set():
                 member.close()
-            elif _told(member, self._last):             # it may have come just after an abort
+            elif _told(member, self._last):             # it may have arrived just after an abort
                 self._members.append(member)
 
 
@@ -96,7 +95,7 @@ class AbortListener:
     """A member's end, for the lanes that it opened after epoch `since`.
 
     Args:
-        token: the line's.
+        token: token of the line.
         closing: called once, from another thread, with the reason.
 
     Raises:
@@ -117,7 +116,7 @@ class AbortListener:
         threading.Thread(target=self._listen, name="abort line", daemon=True).start()
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -136,10 +135,10 @@ class AbortListener:
 
 
 def _prove(connection: socket.socket, token: str, *, first: bool) -> None:
-    """Each end sends a nonce; the member, then the coordinator (`first` to speak) prove that they hold the token.
+    """Each end sends a nonce. The member, and then the coordinator (`first` to send) prove that they hold the token.
 
     Raises:
-        OSError: the other end does not, left, or was not done in time.
+        OSError: the other end does not hold it, left, or did not finish in time.
     """
     until = time.monotonic() + CONNECT_S
     mine = secrets.token_hex(_NONCE_BYTES).encode()
@@ -166,13 +165,13 @@ def _read_line(connection: socket.socket, until: float) -> bytes:
         connection.settimeout(left)
         received = connection.recv(_LINE_BYTES - len(line))
         if not received:
-            raise ConnectionResetError("the other end left before it had proved that it holds this run's token")
+            raise ConnectionResetError("the other end left before it proved that it holds this run's token")
         line += received
     return line[:-1]
 
 
 def _told(member: socket.socket, epoch: int) -> bool:
-    """Whether it could be sent to; closed if not."""
+    """Whether the epoch could be sent to the member. If not, its connection is closed."""
     try:
         member.sendall(b"%d\n" % epoch)
         return True
@@ -182,7 +181,7 @@ def _told(member: socket.socket, epoch: int) -> bool:
 
 
 def _gone(member: socket.socket) -> bool:
-    """Whether its end is closed, as far as is known; members never send anything. Closed here too, then."""
+    """Whether the member's end is known to be closed, as members never send anything. This end is then closed too."""
     poll = select.poll()
     poll.register(member, select.POLLIN)
     if not poll.poll(0):
@@ -192,7 +191,7 @@ def _gone(member: socket.socket) -> bool:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """A machine that lost its power says nothing: ask it, so that its silence is noticed within a minute."""
+    """Send keep-alive probes, so that the silence of a machine without power is noticed within a minute."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 4)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

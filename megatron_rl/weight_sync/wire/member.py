@@ -1,4 +1,4 @@
-"""What a member of a sync holds between two syncs: its streams, its lanes and its end of the abort line."""
+"""What a member of a sync keeps between two syncs: its streams, its lanes and its end of the abort line."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megatron_rl.weight_sync.wire.transport import TAGGED, Deadline, Lane, Links
 
 
 class Membership:
-    """Opened by `sync_open`, closed by a failure, an abort or the end.
+    """Opened by `sync_open`, and closed by a failure, an abort or the end of the run.
 
     Args:
-        name: the member's, as lanes name it.
-        mine: tells the streams that this member is on.
-        address: this process's address inside the job; None takes gloo's default interface.
+        name: the member's name on its lanes.
+        mine: whether this member is on a stream.
+        address: this process's address in the job; None uses gloo's default interface.
 
     Raises:
-        TransportError: a lane did not form, or the coordinator does not answer; names who is missing.
+        TransportError: a lane did not form, or the coordinator does not answer; the message names missing members.
     """
 
     def __init__(self, name: str, part: SyncPart, mine: Callable[[Stream], bool], *, address: str | None,
@@ -45,7 +45,7 @@ class Membership:
         except OSError as error:
             self.close()
             raise TransportError(f"{name}: the coordinator does not answer at {part.line}: {error}") from error
-        except BaseException:                        # nobody else could close what this has opened
+        except BaseException:                        # only this object can close what it has opened
             self.close()
             raise
         self.held = Held(name, route_fingerprint(part.streams),
@@ -53,18 +53,18 @@ class Membership:
 
     @property
     def closed(self) -> str | None:
-        """Why its lanes are closed, once they are."""
+        """Why its lanes are closed; None while they are open."""
         return self._links.closed
 
     def lane(self, stream: Stream) -> Lane:
-        """The lane that a stream runs on. Raises TransportError once it is closed."""
+        """The lane of a stream. Raises TransportError once it is closed."""
         if self.closed is not None:
             raise TransportError(self.closed)
         return self._lanes[stream.rank]
 
     def close(self, reason: str = "") -> None:
-        """Leave all lanes; whatever waits on them fails. May be called again, and from any thread: once a call has
-        returned they are closed, and their ports are free."""
+        """Leave all lanes; everything that waits on them fails. It may be called again and from any thread. When a call
+        has returned, the lanes are closed and their ports are free."""
         self._links.close(reason)
         if self._line is not None:
             self._line.close()

@@ -1,7 +1,7 @@
-"""Opening a lane: its members meet at the source's store and connect. Who is missing is named, and an abort ends it.
+"""Opening a lane: its members meet at the source's store and connect. Missing members are named, and an abort ends it.
 
-Everything that waits for others to come does so at the store, where it can be interrupted; two members begin to connect
-to each other only when both are there.
+All waits for other members happen at the store, where they can be interrupted. Two members only begin to connect to
+each other when both are present.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from megatron_rl.weight_sync.protocol import CONNECT_S, LaneSpec
 from megatron_rl.weight_sync.wire.transport import Deadline, Lane, LinkedLane, Links, TransportError, who
 
 ASK_EVERY_S = 1.0
-"""How often who waits asks whether to wait no longer."""
+"""Interval at which a waiting member checks whether to give up."""
 TRY_EVERY_S = 0.1
-"""How often who found nobody listening tries again."""
+"""Interval between attempts to connect while nothing listens."""
 
 
 def open_lane(spec: LaneSpec, rank: int, deadline: Deadline, links: Links) -> Lane:
-    """Join a lane; returns once every member has, and the links of this member are up.
+    """Join a lane. Returns once every member has joined and the links of this member are up.
 
     Args:
-        rank: this process's number on the lane; 0 hosts the store at `spec.address:spec.port`.
+        rank: this process's number on the lane. Member 0 hosts the store at `spec.address:spec.port`.
         deadline: for all members to arrive and all links to form.
-        links: what this member has opened so far; the lane's are added.
+        links: the links that this member has opened so far. Those of the lane are added.
 
     Raises:
         TransportError: naming the members that did not arrive.
@@ -38,7 +38,7 @@ def open_lane(spec: LaneSpec, rank: int, deadline: Deadline, links: Links) -> La
         if rank in (sender, receiver):
             other = receiver if rank == sender else sender
             prefix = f"{spec.backend}/{sender}-{receiver}"
-            # Both are there before either begins what nothing interrupts.
+            # Both must be present before either begins to connect, which cannot be interrupted.
             _together(spec, rank, dist.PrefixStore(f"{prefix}/here", store), [rank, other], deadline, links)
             try:
                 links.add(spec.members[sender], spec.members[receiver], dist.PrefixStore(prefix, store), deadline)
@@ -50,14 +50,14 @@ def open_lane(spec: LaneSpec, rank: int, deadline: Deadline, links: Links) -> La
 
 
 def _meet(spec: LaneSpec, rank: int, deadline: Deadline, links: Links) -> dist.Store:
-    """Every member says that it is there and waits for the others, so that the absent can be named."""
+    """Register this member and wait for all others, so that absent ones can be named."""
     store = _store(spec, rank, deadline, links)
     _together(spec, rank, dist.PrefixStore("here", store), range(len(spec.members)), deadline, links)
     return store
 
 
 def _store(spec: LaneSpec, rank: int, deadline: Deadline, links: Links) -> dist.Store:
-    """The source's, hosted or connected to."""
+    """The source's store, hosted or connected to."""
     try:
         if rank != 0:
             _await_listener(spec, deadline, links)
@@ -71,7 +71,7 @@ def _store(spec: LaneSpec, rank: int, deadline: Deadline, links: Links) -> dist.
 
 
 def _await_listener(spec: LaneSpec, deadline: Deadline, links: Links) -> None:
-    """Until somebody listens there: torch's own connecting cannot be interrupted. Raises OSError."""
+    """Wait until the store listens, because torch's own connecting cannot be interrupted. Raises OSError."""
     while True:
         try:
             socket.create_connection((spec.address, spec.port), min(ASK_EVERY_S, 0.001 + deadline.remaining())).close()
@@ -83,7 +83,7 @@ def _await_listener(spec: LaneSpec, deadline: Deadline, links: Links) -> None:
 
 def _together(spec: LaneSpec, rank: int, store: dist.Store, members: Sequence[int], deadline: Deadline,
               links: Links) -> None:
-    """Say that this member is here, and wait until all `members` have."""
+    """Register this member, and wait until all `members` are registered."""
     keys = {str(member): spec.members[member] for member in members}
     try:
         store.set(str(rank), "1")
@@ -91,7 +91,7 @@ def _together(spec: LaneSpec, rank: int, store: dist.Store, members: Sequence[in
             if links.closed:
                 raise TransportError(f"{who(spec, rank)}: {links.closed}")
             if not deadline.remaining():
-                # The host stays a little longer, so that the others can still ask its store who is absent.
+                # The host stays a little longer, so that the others can still ask its store for the absent members.
                 if rank != 0 or not _waited(store, keys, timedelta(seconds=1)):
                     raise TransportError(f"{who(spec, rank)}: {_absent(spec, store, keys)}")
     except dist.DistError as error:
@@ -99,7 +99,7 @@ def _together(spec: LaneSpec, rank: int, store: dist.Store, members: Sequence[in
 
 
 def _waited(store: dist.Store, keys: Mapping[str, str], patience: timedelta) -> bool:
-    """Whether all keys are there before patience ends."""
+    """Whether all keys exist before `patience` ends."""
     try:
         store.wait(list(keys), patience)
     except dist.DistStoreError:

@@ -1,4 +1,4 @@
-"""A bucket on the wire: a fenced header, then the elements of its copies as the manifest lays them out."""
+"""A bucket on the wire: a header with epoch and number, then the elements of its copies in the manifest's order."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _POISON = -1
 
 
 class WireError(RuntimeError):
-    """A buffer does not hold the bucket that was expected: nothing was written, or another epoch's."""
+    """A buffer does not hold the expected bucket: nothing was written to it, or another epoch's bucket."""
 
 
 def buffer_bytes(parts: Sequence[Edge | Stream]) -> int:
-    """Size of a buffer that holds any bucket of `parts`, header included; 0 if there is none."""
+    """Size of a buffer that fits any bucket of `parts` with its header; 0 if there is none."""
     return max((HEADER_BYTES + bucket.nbytes for part in parts for bucket in part.buckets), default=0)
 
 
 def pack_bucket(bucket: Bucket, number: int, epoch: int, parameters: Mapping[str, torch.Tensor],
                 buffer: torch.Tensor, stream: int = 0) -> torch.Tensor:
-    """Write header and copies from the live source parameters; returns the used part of `buffer` (uint8)."""
+    """Write header and copies from the live source parameters. Returns the used part of `buffer` (uint8)."""
     buffer[:HEADER_BYTES].view(torch.int64)[:5].copy_(_header(bucket, number, epoch, stream))
     for copy in bucket.copies:
         _payload(buffer, copy.at, copy.source_tile, copy.dtype).copy_(tile_view(parameters[copy.source],
@@ -37,13 +37,13 @@ def pack_bucket(bucket: Bucket, number: int, epoch: int, parameters: Mapping[str
 
 
 def poison(buffer: torch.Tensor) -> torch.Tensor:
-    """Mark a buffer before it is received into: a transfer that never happened is seen by its header."""
+    """Mark a buffer before it is received into, so that its header shows if the transfer never happened."""
     buffer[:HEADER_BYTES].view(torch.int64).fill_(_POISON)
     return buffer
 
 
 def check_header(bucket: Bucket, number: int, epoch: int, buffer: torch.Tensor, stream: int = 0) -> None:
-    """Before a bucket is written or passed on.
+    """Check the header before a bucket is written or forwarded.
 
     Raises:
         WireError: the buffer was never written, or holds another bucket, length, stream or epoch.
@@ -52,7 +52,7 @@ def check_header(bucket: Bucket, number: int, epoch: int, buffer: torch.Tensor, 
     if found == _header(bucket, number, epoch, stream).tolist():
         return
     if found[0] == _POISON:
-        raise WireError(f"bucket {number} of epoch {epoch} never arrived: the buffer is as it was before")
+        raise WireError(f"bucket {number} of epoch {epoch} never arrived: the buffer is unchanged")
     raise WireError(f"expected bucket {number} of epoch {epoch}, stream {stream}, with {bucket.nbytes} bytes, received "
                     f"bucket {found[2]} of epoch {found[1]}, stream {found[4]}, with {found[3]} bytes")
 
@@ -67,12 +67,12 @@ def unpack_bucket(bucket: Bucket, number: int, epoch: int, buffer: torch.Tensor,
 
 
 def source_tiles(part: Edge | Stream | Sequence[Bucket]) -> tuple[ParamLayout, ...]:
-    """What buckets read, by source parameter: the elements whose digest the sender reports."""
+    """Tiles that buckets read, by source parameter. The sender reports their digest."""
     return _by_parameter((copy.source, copy.source_tile) for bucket in _buckets(part) for copy in bucket.copies)
 
 
 def destination_tiles(part: Edge | Stream | Sequence[Bucket]) -> tuple[ParamLayout, ...]:
-    """What buckets write, by live parameter: the elements whose digest the receiver reports."""
+    """Tiles that buckets write, by live parameter. The receiver reports their digest."""
     return _by_parameter((copy.destination, copy.destination_tile)
                          for bucket in _buckets(part) for copy in bucket.copies)
 

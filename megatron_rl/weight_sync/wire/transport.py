@@ -1,14 +1,14 @@
-"""Lanes: the communicators that weights travel on. `gloo` on CPUs, `nccl` on GPUs, one small interface.
+"""Lanes: the communicators that carry weights. `gloo` on CPUs, `nccl` on GPUs, with one small interface.
 
 A lane belongs to one source (a trainer rank) and holds the rollout workers that its streams reach, directly or through
-other workers. They meet at the source's store. What travels goes over links, communicators of two members: one for
-all that a member sends to another, whatever stream and lane it is of. A receiver can take the next bucket in while it
-passes the last one on, and who dies breaks nothing but its own links. Everything is bytes (`uint8`), so every dtype
-travels alike. Lanes, and the links of a lane, are opened in one global order, are kept for the whole attempt, and every
-wait has a deadline.
+other workers. They meet at the source's store. Data travels over links, which are communicators of two members: one
+link for everything that a member sends to another, of any stream and lane. A receiver can receive the next bucket while
+it forwards the last one, and a death breaks only the dead member's own links. Everything is sent as bytes (`uint8`), so
+all dtypes are treated alike. Lanes and their links are opened in one global order and kept for the whole attempt, and
+every wait has a deadline.
 
-gloo tells streams that share a link apart by a tag. NCCL matches in the order of issue: there both ends issue in the
-order that `streams.turns` gives.
+gloo distinguishes the streams of a link by a tag. NCCL matches in the order of issue, so both ends issue in the order
+that `streams.turns` gives.
 
 Only torch is imported here: trainer processes never load vLLM. `nccl` lanes have not been run between processes yet.
 """
@@ -31,11 +31,11 @@ TAGGED: tuple[Backend, ...] = ("gloo",)
 """Backends that match messages by tag."""
 POLL_S = 2e-4
 _NEVER_SENT = 0
-"""Tag of a gloo message that nobody sends."""
+"""Tag of a gloo message that is never sent."""
 
 
 class TransportError(RuntimeError):
-    """A peer did not arrive, a transfer failed or ran past its deadline. The lane cannot be used again."""
+    """A peer did not arrive, or a transfer failed or missed its deadline. The lane cannot be used again."""
 
 
 class Deadline:
@@ -45,23 +45,23 @@ class Deadline:
         self._end = time.monotonic() + seconds
 
     def remaining(self) -> float:
-        """Seconds left; 0 once it has passed."""
+        """Remaining seconds; 0 once it has passed."""
         return max(0.0, self._end - time.monotonic())
 
     def timedelta(self, at_most: float = 1e9) -> timedelta:
-        """At least a millisecond: torch takes a zero timeout for none at all."""
+        """At least a millisecond, because torch treats a zero timeout as none."""
         return timedelta(seconds=max(0.001, min(self.remaining(), at_most)))
 
 
 class Pending(Protocol):
-    """A transfer under way."""
+    """A transfer in progress."""
 
     def wait(self, deadline: Deadline) -> None:
-        """Return once the buffer has been sent or filled; raise TransportError at the deadline."""
+        """Return once the buffer has been sent or filled. Raises TransportError at the deadline."""
 
 
 class Lane(Protocol):
-    """Byte transfers between this member and others of a lane. Members are numbered: 0 is the source."""
+    """Byte transfers between this member and others of a lane. Members are numbered, and 0 is the source."""
 
     spec: LaneSpec
     rank: int
@@ -69,23 +69,23 @@ class Lane(Protocol):
     def send(self, stream: int, buffer: torch.Tensor, peer: int) -> Pending: ...
 
     def receive(self, stream: int, buffer: torch.Tensor, peer: int, nbytes: int | None = None) -> Pending:
-        """Receive `nbytes` (default: all of it) into the beginning of `buffer`."""
+        """Receive `nbytes` (default: all) into the beginning of `buffer`."""
 
     def close(self, reason: str = "") -> None:
-        """Leave at once, from whatever thread, with all links of this member. Transfers under way on them fail now, at
+        """Leave at once, from any thread, with all links of this member. Transfers in progress on them fail now, at
         both ends."""
 
 
 class Links:
-    """All links of one member, whatever lane opened them, over torch's process groups of two, made directly: no global
-    ranks, no default group.
+    """All links of one member, from all lanes, over torch's process groups of two. The groups are created directly,
+    without global ranks or a default group.
 
     Args:
         me: the member's name.
-        timeout_s: the longest wait of a transfer, unless it says otherwise.
-        turns: names of sender and receiver -> the streams of the messages between the two, in the order of both
-            ends. None: the backend tells them apart.
-        address: this process's own address, which gloo binds to; None takes gloo's default interface.
+        timeout_s: the longest wait of a transfer, unless it sets its own.
+        turns: names of sender and receiver -> the streams of the messages between them, in the order of both ends.
+            None: the backend distinguishes them.
+        address: this process's own address, which gloo binds to; None uses gloo's default interface.
         device: the GPU of `nccl` links.
     """
 
@@ -99,10 +99,10 @@ class Links:
         self._stores: list[dist.Store] = []           # they must outlive the groups
         self._lock, self._ended = threading.Lock(), threading.Event()
         self.closed: str | None = None
-        """Why, once they are."""
+        """The reason, once they are closed."""
 
     def add(self, sender: str, receiver: str, store: dist.Store, deadline: Deadline) -> None:
-        """Form a link with the other of the two. Raises RuntimeError."""
+        """Form a link with the other of the two members. Raises RuntimeError."""
         group = self._form(store, int(self._me == receiver), deadline)
         link = _Link(group, self._backend, self._turns.get((sender, receiver), ()), self._timeout_s)
         with self._lock:
@@ -113,24 +113,24 @@ class Links:
         raise TransportError(self.closed)
 
     def keep(self, store: dist.Store) -> None:
-        """Until the links are closed; at once, if they are."""
+        """Keep a store until the links are closed. If they are closed, drop it at once."""
         with self._lock:
             if self.closed is None:
                 self._stores.append(store)
 
     def link(self, sender: str, receiver: str) -> _Link:
-        """Raises TransportError: there is none, or not any more."""
+        """The link from sender to receiver. Raises TransportError if it does not exist (any more)."""
         link = self._open.get((sender, receiver))
         if link is None:
             raise TransportError(self.closed or f"{self._me}: there is no link from {sender} to {receiver}")
         return link
 
     def wait_closed(self, seconds: float) -> bool:
-        """Whether they are closed, at the latest after `seconds`."""
+        """Wait at most `seconds` until the links are closed. Returns whether they are."""
         return self._ended.wait(seconds)
 
     def close(self, reason: str = "") -> None:
-        """Fail whatever waits on a link. May be called again, and from any thread: all are closed when it returns."""
+        """Fail everything that waits on a link. May be called again and from any thread. All are closed on return."""
         with self._lock:
             if self.closed is None:
                 self.closed = reason or "its lanes are closed"
@@ -141,7 +141,7 @@ class Links:
 
 
 class LinkedLane:
-    """A lane that was opened (`opening.open_lane`)."""
+    """A lane opened by `opening.open_lane`."""
 
     def __init__(self, spec: LaneSpec, rank: int, links: Links) -> None:
         self.spec, self.rank, self.links = spec, rank, links
@@ -150,8 +150,8 @@ class LinkedLane:
         return _Transfer(self, stream, "send to", peer, buffer)
 
     def receive(self, stream: int, buffer: torch.Tensor, peer: int, nbytes: int | None = None) -> Pending:
-        # gloo ends the process when a message is larger than the buffer, as a bucket that is out of turn may be:
-        # there the whole buffer takes it in, and its header tells.
+        # gloo ends the process if a message is larger than the buffer, as a bucket out of turn may be. With gloo, the
+        # whole buffer is therefore used, and the header reveals the wrong bucket.
         part = buffer if nbytes is None or self.spec.backend == "gloo" else buffer[:nbytes]
         return _Transfer(self, stream, "receive from", peer, part)
 
@@ -160,7 +160,7 @@ class LinkedLane:
 
 
 class _Link:
-    """One communicator, and whose turn it is on it."""
+    """One communicator, and the stream whose turn it is."""
 
     def __init__(self, group: Group, backend: Backend, order: Sequence[int], timeout_s: float) -> None:
         self.group, self._backend, self._timeout_s = group, backend, timeout_s
@@ -169,8 +169,8 @@ class _Link:
 
     @contextlib.contextmanager
     def turn(self, stream: int) -> Iterator[None]:
-        """Hold it while a transfer of this stream is issued; it is then the turn of the next one. Raises TransportError
-        if it does not come, or the link is closed meanwhile."""
+        """Hold the turn while a transfer of this stream is issued, and then give it to the next stream. Raises
+        TransportError if the turn does not come or the link is closed meanwhile."""
         if not self._order:
             yield
             return
@@ -179,22 +179,22 @@ class _Link:
             if self._closed or not came:
                 raise TransportError(f"the turn of stream {stream} did not come")
             yield
-            self._next = (self._next + 1) % len(self._order)        # a sync that ends has gone through all of them
+            self._next = (self._next + 1) % len(self._order)        # a complete sync has gone through all of them
             self._moved.notify_all()
 
     def tag(self, stream: int) -> int:
-        """One for each stream, unless the order of issue tells them apart."""
+        """One tag per stream, unless the order of issue distinguishes them."""
         return _NEVER_SENT + 1 + (0 if self._order else stream)
 
     def close(self) -> None:
-        """End it with whatever waits on it."""
+        """End the link and everything that waits on it."""
         with self._moved:
             self._closed = True
             self._moved.notify_all()
         if self._backend != "gloo":
             self.group.abort()
         else:
-            # gloo's own `abort` wakes nobody: it closes a connection, at both ends, when a wait on it times out.
+            # gloo's own `abort` wakes no waiter, but it closes a connection at both ends when a wait on it times out.
             with contextlib.suppress(RuntimeError):
                 nothing = torch.empty(1, dtype=torch.uint8)
                 self.group.recv([nothing], 1 - self.group.rank(), _NEVER_SENT).wait(timedelta(milliseconds=1))
@@ -226,8 +226,8 @@ class _Transfer:
             raise TransportError(f"{self._what} did not finish in time")
 
     def _done_by(self, deadline: Deadline) -> bool:
-        """In NCCL's own wait only the CUDA stream waits, without a deadline, and all that is launched after it in the
-        same hardware queue: so the host does it."""
+        """Wait on the host. In NCCL's own wait only the CUDA stream waits, without a deadline, together with everything
+        launched after it in the same hardware queue."""
         if self._lane.spec.backend == "gloo":
             return True
         while not self._work.is_completed():
@@ -243,16 +243,16 @@ class _Transfer:
 
 
 Group = Any
-"""A process group of torch by itself. Its annotations in torch have no send, recv or broadcast."""
+"""A process group of torch by itself. Torch's annotations of it lack send, recv and broadcast."""
 Form = Callable[[dist.Store, int, Deadline], Group]
-"""Makes the group of a link: (its store, 0 for the sender and 1 for the receiver, for both to connect)."""
+"""Makes the group of a link from (its store, 0 for the sender and 1 for the receiver, deadline to connect)."""
 
 
 def _gloo_former(address: str | None) -> Form:
     create = dist.ProcessGroupGloo.create_device
     device = create(hostname=address) if address else dist.ProcessGroupGloo.create_default_device()
 
-    # One device, and its thread, for all links.
+    # All links share one device and its thread.
     return lambda store, rank, deadline: gloo_group(store, rank, 2, deadline.timedelta(CONNECT_S), device)
 
 
@@ -271,7 +271,7 @@ def _nccl_former(timeout_s: float, device: torch.device | None) -> Form:
 
 
 def nccl_group(store: dist.Store, rank: int, size: int, timeout_s: float, device: torch.device) -> Group:
-    """A communicator that is connected when this returns."""
+    """A communicator that is connected on return."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     with torch.cuda.device(device):
@@ -281,5 +281,5 @@ def nccl_group(store: dist.Store, rank: int, size: int, timeout_s: float, device
 
 
 def who(spec: LaneSpec, rank: int) -> str:
-    """For messages."""
+    """The lane and the member's name, for messages."""
     return f"lane {spec.source}, {spec.members[rank]}"
