@@ -1,7 +1,7 @@
 """The type check of `make lint`: compares mypy's errors with those in mypy-baseline.txt, which may only shrink.
 
-A new error fails. A fixed one also fails until `make lint ARGS=--shrink` has removed it from the file, because otherwise
-it could return unnoticed. An error is identified by its file and text, without its line, so other edits do not move it.
+A new error fails. A fixed one also fails until `make lint ARGS=--shrink` has removed it from the file, because it could
+otherwise return unnoticed. An error is identified by file and text, without its line, so other edits do not move it.
 """
 
 from __future__ import annotations

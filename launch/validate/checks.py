@@ -19,7 +19,7 @@ WORTH_ORDERING = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """`passed` is None where the points do not allow the check."""
+    """`passed` is None if the points do not allow the check."""
 
     name: str
     passed: bool | None
@@ -27,7 +27,7 @@ class Requirement:
 
 
 def run_checks(rows: Sequence[Row], find: Callable[[str], KindModule] = module) -> list[Requirement]:
-    """All checks whose kind is among the rows."""
+    """All checks of the kinds that occur in the rows."""
     checks: dict[str, list[Callable[[Sequence[Row]], Requirement]]] = {
         "parameters": [_exact_counts], "memory": [_known_oom],
         "training": [_tensor_parallel_order, lambda mine: _tp4_beats_tp8(mine, find), _weak_scaling],
@@ -87,7 +87,7 @@ def _setting(point: Point, *names: str) -> tuple:
 
 
 def _tensor_parallel_order(rows: Sequence[Row]) -> Requirement:
-    """Pairs of one model, GPU, precision and length at two TP sizes."""
+    """Compare pairs of runs with one model, GPU, precision and length at two TP sizes."""
     known = [(row, rates) for row in rows if (rates := _rates(row)) and row.point.integer("parallelism.fsdp", 1) == 1
              and row.point.integer("parallelism.tp")]
     wrong, checked = [], 0
@@ -103,8 +103,8 @@ def _tensor_parallel_order(rows: Sequence[Row]) -> Requirement:
 
 
 def _tp4_beats_tp8(rows: Sequence[Row], find: Callable[[str], KindModule]) -> Requirement:
-    """The same run with TP 8 and half the DP on 8-GPU nodes, all inside NVLink: each GPU gets narrower matrices and
-    larger collectives for a share of the same work, so it cannot be faster."""
+    """Compare with the same run at TP 8 and half the DP on 8-GPU nodes, all inside NVLink. Each GPU then gets narrower
+    matrices and larger collectives for the same share of the work, so it cannot be faster."""
     wrong, checked = [], 0
     for row in rows:
         rates, data = _rates(row), row.point.get("parallelism")
@@ -122,7 +122,7 @@ def _tp4_beats_tp8(rows: Sequence[Row], find: Callable[[str], KindModule]) -> Re
 
 
 def _weak_scaling(rows: Sequence[Row]) -> Requirement:
-    """The same work a GPU on more GPUs: where the measured step time is flat, so is the predicted one."""
+    """Compare runs with the same work per GPU on more GPUs: if the measured step time is flat, so is the prediction."""
     families: dict[tuple, list[tuple[int, float, float]]] = {}
     for row in rows:
         rates, gpus, batch = _rates(row), row.point.num_gpus, row.point.number("global_batch")

@@ -163,7 +163,7 @@ def _shape(point: Point, model: ModelShape) -> ModelShape:
 
 
 def _reported(point: Point, memory: TrainingMemory, field: str, value: float) -> int:
-    """The stage that the source's number refers to. If it does not say, the end of the pipeline closer to the number."""
+    """The stage that the source's number refers to. If it does not say, the pipeline's end closer to the number."""
     first, last = memory.stages[0], memory.stages[-1]
     rank = (point.text("reported_rank") or "").lower()
     stated: list[StageMemory] = [first, last]

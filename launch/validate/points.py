@@ -103,7 +103,7 @@ class Point:
         return value if isinstance(value, bool) else default
 
     def sizes(self, path: str = "parallelism") -> dict[str, int]:
-        """The stated sizes of a parallel layout (tp, pp, cp, dp, vpp, ep, fsdp). Sizes that are not stated are absent."""
+        """The stated sizes of a parallel layout (tp, pp, cp, dp, vpp, ep, fsdp). Others are absent."""
         names = self.get(path)
         if not isinstance(names, Mapping):
             return {}

@@ -217,7 +217,7 @@ def _transfer(point: Point, *, bound: bool) -> tuple[Transfer | None, str]:
 
 
 def _payload(point: Point, *, bound: bool) -> float | None:
-    """Payload in bytes. For a model in an FP8 run, 2 bytes per element are expected (bf16 is sent); the minimum is 1."""
+    """Payload in bytes. An FP8 run is expected to send bf16, 2 bytes per element; its minimum is 1 byte."""
     stated = point.number("payload_bytes")
     if stated is not None and stated > 0:
         return stated

@@ -58,9 +58,9 @@ class Diagnosis:
     """Meaning of the job's exit code in this project."""
     outcome: str
     findings: tuple[Finding, ...]
-    """Most telling first."""
+    """The most specific cause first."""
     first: LoggedError | None
-    """The first error over all processes."""
+    """The first error of all processes."""
     look_at: tuple[str, ...]
     """Files and commands to look at for failures that are not in the table."""
 

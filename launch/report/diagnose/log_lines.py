@@ -27,7 +27,7 @@ MOST_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class LogFile:
-    """A log file and who writes it."""
+    """A log file and the process that writes it."""
 
     path: Path
     name: str
@@ -79,7 +79,7 @@ def time_of(text: str, year: int) -> float | None:
 
 
 def read(source: LogFile, *, tail: bool = False) -> Iterator[Line]:
-    """The lines of a log in order, colours taken out, times never going back.
+    """The lines of a log in order, without colour codes, with times that never go back.
 
     Args:
         tail: read only the end of the file.
@@ -102,7 +102,7 @@ def read(source: LogFile, *, tail: bool = False) -> Iterator[Line]:
 
 
 def stamped(texts: list[str], source: LogFile, year: int, start: float, first: int = 1) -> Iterator[Line]:
-    """Lines with times; `start` is that of lines before the first that states one."""
+    """Lines with times. `start` is the time of lines before the first one that states a time."""
     now = start
     for offset, raw in enumerate(texts):
         text = ANSI.sub("", raw.rsplit("\r", 1)[-1] if "\r" in raw.rstrip("\r") else raw.rstrip("\r"))

@@ -50,7 +50,7 @@ def attempt_of(run: str, folder: str, number: int | None = None) -> Path:
 
 
 def sources(attempt: Path, *, ray_too: bool = False) -> list[LogFile]:
-    """Every log of an attempt: its components', the supervisors', the batch script's.
+    """All logs of an attempt: those of its components, of the supervisors and of the batch script.
 
     Args:
         ray_too: include Ray's own logs, which are kept for failed attempts (many, and mostly noise).
@@ -75,7 +75,7 @@ def sources(attempt: Path, *, ray_too: bool = False) -> list[LogFile]:
 
 
 def choose(attempt: Path, wanted: Filter) -> list[LogFile]:
-    """The logs that a filter takes.
+    """The logs that a filter selects.
 
     Raises:
         UserError: it selects none; the message names the roles, ranks and nodes that exist.
@@ -95,12 +95,12 @@ def choose(attempt: Path, wanted: Filter) -> list[LogFile]:
 
 
 def merged(chosen: Iterable[LogFile], *, tail: bool = False) -> Iterator[Line]:
-    """The lines of several logs by time; lines of one log keep their order."""
+    """The lines of several logs, sorted by time. Lines of one log keep their order."""
     return heapq.merge(*(log_lines.read(source, tail=tail) for source in chosen), key=lambda line: line.time)
 
 
 def last(chosen: Sequence[LogFile], count: int) -> list[Line]:
-    """The last `count` lines over all logs."""
+    """The last `count` lines of all logs together."""
     return list(deque(merged(chosen, tail=True), maxlen=count))
 
 

@@ -42,7 +42,7 @@ MOST_LINES = 400
 
 @dataclass(frozen=True)
 class LoggedError:
-    """One error that somebody wrote down."""
+    """One recorded or logged error."""
 
     time: float
     component: str
@@ -96,7 +96,7 @@ def first_error(attempt: Path, wanted: Filter | None = None) -> FirstError:
 
 
 def failures(attempt: Path) -> list[LoggedError]:
-    """Every error that is recorded or logged; of a component that recorded one, its log counts only for others."""
+    """Every recorded or logged error. An error that a component recorded is not counted again from its log."""
     records = {record.name: record for record in components(Attempt(attempt))}
     found = []
     for error in errors(Attempt(attempt)):
@@ -122,7 +122,7 @@ def failures(attempt: Path) -> list[LoggedError]:
 
 
 def in_log(source: LogFile, lines: Iterable[Line]) -> list[LoggedError]:
-    """Tracebacks and fatal lines of one log. A chain of exceptions is one failure, under its last exception."""
+    """Tracebacks and fatal lines of one log. A chain of exceptions is one failure, named after its last exception."""
     found: list[LoggedError] = []
     block: list[Line] = []
     chained = False
@@ -185,7 +185,7 @@ def _then(others: Sequence[LoggedError], start: float) -> str:
 
 
 def _failure(source: LogFile, block: list[Line], summary: str, before: LoggedError | None = None) -> LoggedError:
-    """One failure; with `before`, the chain that it ends."""
+    """One failure. With `before`, it ends that chain of exceptions."""
     text = "\n".join(_PREFIX.sub("", line.text) for line in block)
     if before is not None:
         return replace(before, summary=summary.strip(), text=f"{before.text}\n\n{text}")

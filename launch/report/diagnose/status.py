@@ -162,7 +162,7 @@ def read_status(found: Found, now: float, record: JobRecord | None = None, *, br
 
 
 def newest_checkpoint(run_folder: Path, now: float) -> NewestCheckpoint | None:
-    """The newest folder of `checkpoints/` that holds complete.json, which is written last."""
+    """The newest folder of `checkpoints/` with a complete.json, which is written last."""
     complete = [(int(match[1]), path) for path in (run_folder / "checkpoints").glob("step-*")
                 if (match := _CHECKPOINT.fullmatch(path.name)) and (path / "complete.json").exists()]
     if not complete:

@@ -41,7 +41,7 @@ class Display(Protocol):
 
 
 def make_display(name: str, steps: int, *, console: Console | None = None, quiet: bool = False) -> Display:
-    """The display that fits where standard output goes. Use it as a context manager."""
+    """The display that suits standard output. Use it as a context manager."""
     if quiet:
         return Silent()
     console = console or Console()
@@ -66,7 +66,7 @@ class Silent:
 
 
 class LineDisplay(Silent):
-    """One line a step, fit for a log file."""
+    """One line per step, suitable for a log file."""
 
     def __init__(self, steps: int, console: Console) -> None:
         self._steps, self._console = steps, console
