@@ -79,7 +79,7 @@ def _answer(lean: OnCluster) -> str:
 
 
 def _choices(lean: OnCluster) -> str:
-    """Each choice once, with the alternatives that came nearest."""
+    """Each choice once, with its closest alternatives."""
     lines = ["## Choices", "", f"The nearest alternatives; `megatron-rl plan explain {CONFIG}` prints all.", "",
              "| Choice | Reason | Rejected |", "|---|---|---|"]
     seen: set[str] = set()

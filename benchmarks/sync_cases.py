@@ -83,7 +83,7 @@ class Setup:
 
     @cached_property
     def config(self) -> ResolvedConfig:
-        """The parts of it that a sync reads."""
+        """The parts of a configuration that a sync reads."""
         case = self.case
         return on_this_machine(RunConfig.model_validate({
             "run": {"name": "sync-bench", "steps": 1},

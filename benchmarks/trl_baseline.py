@@ -29,7 +29,7 @@ from launch.config.resolved import ResolvedConfig
 def main() -> int:
     arguments = parse_arguments()
     sys.path.insert(0, str(arguments.packages.resolve()))
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is local; read when transformers is imported
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is local; transformers reads this at import
     config = on_this_machine(load_config(arguments.config, arguments.overrides).config)
     result = run(config, arguments)
     text = json.dumps(result, indent=2)
@@ -116,7 +116,7 @@ def run(config: ResolvedConfig, arguments: argparse.Namespace) -> dict:
 
 
 def prompt_rows(config: ResolvedConfig, tokenizer) -> list[dict]:
-    """The rendered prompts of our own loader. TRL tokenises them again: refused when its ids differ from ours."""
+    """The rendered prompts of our own loader. TRL tokenises them again; it must get the same IDs."""
     from megatron_rl.data.dataset import load_prompts
 
     prompts = load_prompts(config, tokenizer, "train")

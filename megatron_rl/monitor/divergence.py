@@ -1,4 +1,4 @@
-"""Detectors of runs that go wrong: pure functions from the history of metrics to coded warnings with evidence.
+"""Detectors of diverging runs: pure functions from the history of metrics to coded warnings with evidence.
 
 A history is the list of rows of metrics.jsonl, oldest first. Every detector looks only at its end, so it can be called
 after each step, and reports nothing if its metric is absent.
@@ -18,7 +18,7 @@ WINDOW = 10
 
 @dataclass(frozen=True)
 class TrainingWarning:
-    """What is going wrong at `step`; `evidence` holds the numbers that the message is made from."""
+    """A problem at `step`. `evidence` holds the numbers in the message."""
 
     code: str
     step: int
@@ -39,7 +39,7 @@ def non_finite(history: Sequence[Row]) -> TrainingWarning | None:
 
 
 def reward_collapse(history: Sequence[Row]) -> TrainingWarning | None:
-    """The reward gave back more than half of what it had gained, beyond three standard errors."""
+    """The reward lost more than half of its gain, beyond three standard errors."""
     rewards = _series(history, "reward/mean")
     if len(rewards) < 3 * WINDOW:
         return None
@@ -49,12 +49,12 @@ def reward_collapse(history: Sequence[Row]) -> TrainingWarning | None:
     if best - now <= max(0.5 * (best - start), 3 * noise) or best - start <= 3 * noise:
         return None
     return _warning("REWARD_COLLAPSE", history[-1],
-                    f"mean reward {now:.3g} over {WINDOW} steps, it had been {best:.3g} (start {start:.3g})",
+                    f"mean reward {now:.3g} over {WINDOW} steps, down from {best:.3g} (start {start:.3g})",
                     {"start": start, "best": best, "now": now, "standard_error": noise})
 
 
 def entropy_collapse(history: Sequence[Row]) -> TrainingWarning | None:
-    """The policy has become deterministic (entropy under 5 % of its start) without having learned anything."""
+    """The policy has become deterministic (entropy under 5 % of its start) without any gain in reward."""
     entropy, rewards = _series(history, "train/entropy"), _series(history, "reward/mean")
     if len(entropy) < 2 * WINDOW or len(rewards) < 2 * WINDOW:
         return None
@@ -68,7 +68,7 @@ def entropy_collapse(history: Sequence[Row]) -> TrainingWarning | None:
 
 
 def no_signal(history: Sequence[Row]) -> TrainingWarning | None:
-    """Nearly every group has equal rewards, and not because the task is solved: there is no gradient."""
+    """Nearly every group has equal rewards although the task is not solved, so there is no gradient."""
     shares, rewards = _series(history, "group/zero_variance"), _series(history, "reward/mean")
     if len(shares) < WINDOW or min(shares[-WINDOW:]) < 0.95 or _has_learned(rewards):
         return None
@@ -80,7 +80,7 @@ def no_signal(history: Sequence[Row]) -> TrainingWarning | None:
 
 
 def mismatch_rising(history: Sequence[Row]) -> TrainingWarning | None:
-    """Engine and trainer drift apart: the sign of weights that do not arrive, or of other numerics on one side."""
+    """Engine and trainer drift apart, because weights do not arrive or one side computes differently."""
     values = _series(history, "mismatch/kl")
     if len(values) < 3:
         return None
@@ -94,7 +94,7 @@ def mismatch_rising(history: Sequence[Row]) -> TrainingWarning | None:
 
 
 def grad_norm_explosion(history: Sequence[Row]) -> TrainingWarning | None:
-    """Three gradient norms in a row above ten times the median of the steps before them, or one above 100 times."""
+    """Three consecutive gradient norms above ten times the median before them, or one above 100 times."""
     norms = _series(history, "train/grad_norm")
     if len(norms) < WINDOW + 3:
         return None
@@ -121,8 +121,8 @@ DETECTORS = (non_finite, reward_collapse, entropy_collapse, no_signal, mismatch_
 
 
 class Detectors:
-    """Asks every detector after each step; the same code is told again only after `quiet_steps`. `history` is what
-    earlier attempts of the run have logged."""
+    """Calls every detector after each step. A code is reported again only after `quiet_steps`. `history` holds the rows
+    of the run's earlier attempts."""
 
     def __init__(self, history: Sequence[Row] = (), quiet_steps: int = 50) -> None:
         self._quiet_steps = quiet_steps
@@ -130,7 +130,7 @@ class Detectors:
         self._told: dict[str, int] = {}
 
     def check(self, row: Row) -> list[TrainingWarning]:
-        """`row` holds `step`. Returns the warnings that are new."""
+        """Add `row`, which has a `step`. Returns the new warnings."""
         self._history.append(row)
         warnings = [warning for detector in DETECTORS if (warning := detector(self._history))]
         new = [f for f in warnings if f.step - self._told.get(f.code, -self._quiet_steps) >= self._quiet_steps]

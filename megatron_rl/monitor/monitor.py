@@ -47,7 +47,7 @@ class Monitor:
                                              config.model_dump(mode="json")))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> list[TrainingWarning]:
-        """Write one step (once, steps rising). Returns the warnings that are new, already logged and written.
+        """Write one step, with rising step numbers. Returns the new warnings, which are already logged and written.
 
         Raises UnknownMetric for a name outside the table if `strict`; otherwise warns once per name."""
         check_names(metrics, strict=self._strict, warned=self._warned)
@@ -60,8 +60,8 @@ class Monitor:
         return warnings
 
     def note(self, code: str, message: str, evidence: Mapping[str, float] | None = None) -> TrainingWarning:
-        """A warning that no detector made, such as a setting that a resume changed: logged, written and shown as
-        theirs are, at the step that was logged last (before the first: the step the attempt goes on from)."""
+        """Record a warning that no detector made, such as a setting changed by a resume. It is logged, written and
+        shown like a detector's, at the last logged step, or at the step that the attempt continues from."""
         warning = TrainingWarning(code, self._step, message, dict(evidence or {}))
         self._tell(warning)
         return warning

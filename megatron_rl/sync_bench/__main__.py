@@ -38,7 +38,7 @@ def main() -> int:
 
 def _run(options: argparse.Namespace) -> int:
     prepared = check(prepare(options.config, options.overrides, options.device), options.on)
-    # The environment of ranks and workers, before anything imports torch or vLLM; members fork from here.
+    # The environment of ranks and workers, set before anything imports torch or vLLM. Members fork from here.
     for role in ("trainer", "rollout"):
         envvars.set_for_this_process(envvars.environment(role, prepared.plan.device, prepared.config,
                                                          job="sync-bench"))

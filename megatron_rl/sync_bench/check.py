@@ -14,7 +14,7 @@ MOST_PROCESSES = 16
 
 
 def check(prepared: Prepared, on: Literal["local", "slurm"] = "local") -> Predicted:
-    """The same, before anything is started.
+    """The plan with its prediction, checked before anything is started.
 
     Args:
         on: this machine, or the nodes of the job that this process belongs to.
@@ -24,16 +24,16 @@ def check(prepared: Prepared, on: Literal["local", "slurm"] = "local") -> Predic
     """
     loaded = prepared.loaded
     if on == "local" and isinstance(prepared, OnCluster):
-        raise UserError(f"this is planned for {loaded.config.cluster}, and what is measured is this machine",
+        raise UserError(f"the plan is for {loaded.config.cluster}, but the measurement is on this machine",
                         where=loaded.where("cluster"),
                         fix="measure its nodes in an allocation with --on slurm, or add cluster=local, with sizes that "
                             "fit here: trainer.tp=1 trainer.pp=1 trainer.dp=1 rollout.tp=1 rollout.replicas=1")
     if on == "slurm" and not isinstance(prepared, OnCluster):
-        raise UserError("this is planned for this machine, and --on slurm measures the nodes of an allocation",
+        raise UserError("the plan is for this machine, but --on slurm measures the nodes of an allocation",
                         where=loaded.where("cluster"),
                         fix="name their cluster file: cluster=configs/clusters/h100x2.yaml")
     if not isinstance(prepared, Predicted) or prepared.found.sync is None:
-        raise UserError(prepared.plan.no_forecast or "no weights travel in this plan", where=loaded.path,
+        raise UserError(prepared.plan.no_forecast or "this plan transfers no weights", where=loaded.path,
                         fix="plan with placement.mode=disaggregated, and with a workload that can be predicted")
     if not (prepared.model_folder / "config.json").is_file():
         raise UserError("the workers build the model from its config.json, which does not exist in "
@@ -52,7 +52,7 @@ def _check_size(prepared: Predicted, replica_bytes: int) -> None:
                         f"processes, but at most {MOST_PROCESSES} can be measured on one machine",
                         where=prepared.loaded.path, fix="lower trainer.dp, trainer.tp or rollout.replicas")
     if prepared.plan.device == "cpu":
-        copies = training.dp * training.cp + 2 * rollout.replicas           # an engine's second one is measured, too
+        copies = training.dp * training.cp + 2 * rollout.replicas           # two per engine: its shadow is measured too
         needed = replica_bytes * copies
         available = psutil.virtual_memory().available
         if needed > available:

@@ -50,8 +50,8 @@ class Bench:
 
 
 async def bench(prepared: Predicted, site: Site, repeats: int) -> Bench:
-    """Start the plan's processes without trainer and engine, sync `repeats` + 1 times and take the median of those
-    after the first; once more with engines that receive into a second copy of their weights, for their pause."""
+    """Start the plan's processes without trainer and engine, sync `repeats` + 1 times and take the median of all but
+    the first. Repeat this with engines that receive into a second copy of their weights, for their pause."""
     plan, config, sync, coefficients = prepared.plan, prepared.config, site.sync, site.coefficients
     backend: Backend = "nccl" if plan.device == "gpu" else "gloo"
     rates, lane = await _alone(site, plan.device, backend, TORCH_NAMES[config.trainer.dtype],

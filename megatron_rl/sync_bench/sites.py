@@ -53,7 +53,7 @@ class Site:
 
 @contextmanager
 def this_machine(prepared: Predicted, logs: Path) -> Iterator[Site]:
-    """Everything here, over loopback; routed as planned, as if nodes were apart."""
+    """Run everything on this machine over loopback, routed as planned, as if nodes were separate."""
     plan, found, sync = prepared.plan, prepared.found, _sync_of(prepared.found)
     host = Host("this machine")
     ports = allocate(address=host.address)
@@ -72,7 +72,7 @@ def this_machine(prepared: Predicted, logs: Path) -> Iterator[Site]:
 
 @contextmanager
 def allocation(prepared: Predicted, logs: Path) -> Iterator[Site]:
-    """The nodes of the Slurm job that this runs in (salloc, sbatch), placed as a run is placed on them.
+    """Use the nodes of the Slurm job that this process runs in (salloc, sbatch), placed as for a run.
 
     Raises:
         UserError: this is not a job, or it has fewer nodes than the plan needs.
@@ -102,7 +102,7 @@ def _sync_of(found: Candidate) -> SyncPrediction:
 
 
 def planned_seats(found: Candidate) -> Seats:
-    """Where the plan's fabric puts everybody: training ranks first, engines on nodes of their own."""
+    """Seats in the plan's fabric: training ranks first, engines on nodes of their own."""
     sync, rollout = _sync_of(found), found.rollout.layout
     fabric = sync.traffic.fabric
     ranks = found.training.layout.gpus
