@@ -14,7 +14,7 @@ NAMES_SHOWN = 8
 
 def wait_for(missing: Callable[[], Sequence[str]], what: str, deadline_s: float, *,
              say: Callable[[str], None], check: Callable[[], object] = lambda: None) -> list[str]:
-    """Wait until nobody is missing; returns who still is at the deadline ([]: all have come).
+    """Wait until nothing is missing. Returns what is still missing at the deadline ([] if all have arrived).
 
     Args:
         missing: names what has not arrived. It is polled, because it comes through files of a shared file system.
