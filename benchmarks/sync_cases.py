@@ -14,8 +14,7 @@ from launch.config.schema import RunConfig
 from launch.fabric.choose import SyncPrediction, predict
 from launch.fabric.lanes import Fabric, Place
 from launch.fabric.seated import Seats
-from launch.model.architecture import from_hf_config
-from launch.model.builtin import from_architecture
+from launch.model.hf_config import from_hf_config
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.plan.plan import Plan
 from launch.planner.from_config import plan_of
@@ -124,8 +123,7 @@ class Setup:
     def predicted(self, coefficients: SyncCoefficients, route: str = "auto") -> SyncPrediction:
         """Routes, bound and predicted times on this fabric."""
         case = self.case
-        return predict(from_architecture(self.plan.architecture, "bench"),
-                       TrainingLayout(tp=case.tp, pp=case.pp, dp=case.dp),
+        return predict(self.plan.architecture, TrainingLayout(tp=case.tp, pp=case.pp, dp=case.dp),
                        RolloutLayout(tp=case.tp, replicas=case.engines), None, coefficients, route=route,
                        bucket_bytes=self.bucket_bytes, fabric=self.fabric)
 

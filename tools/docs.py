@@ -33,7 +33,7 @@ def plan_page(text: str) -> str:
     """docs/plan.md with new tables."""
     rows = list(cautions.DOCUMENTED.items())
     return _with_tables(text, {"warnings": _table(("Code", "Meaning"), rows),
-                               "models": ", ".join(f"`{name}`" for name in architectures.BUILTIN)})
+                               "models": ", ".join(f"`{name}`" for name in architectures.published())})
 
 
 def slurm_page(text: str) -> str:

@@ -16,7 +16,7 @@ from launch.fabric.lanes import Fabric, Traffic, fabric_of, traffic
 from launch.fabric.routes import Route, build
 from launch.fabric.shards import flows
 from launch.fabric.simulate import Simulation, simulate
-from launch.model.shape import ModelShape
+from launch.model.architecture import Architecture
 from launch.plan.book import line, made, part
 from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout
 
@@ -35,7 +35,7 @@ class SyncPrediction:
 
     PREFIX = "sync"
 
-    shape: ModelShape
+    shape: Architecture
     training: TrainingLayout
     rollout: RolloutLayout
     fabric: Fabric
@@ -170,7 +170,7 @@ class SyncPrediction:
         return simulate(self.build(kind), coefficients, quantise=self.quantise)
 
 
-def predict(shape: ModelShape, training: TrainingLayout, rollout: RolloutLayout, cluster: ClusterSpec,
+def predict(shape: Architecture, training: TrainingLayout, rollout: RolloutLayout, cluster: ClusterSpec,
             coefficients: SyncCoefficients = DEFAULT, *, weight_bytes: int = 2, rollout_precision: Precision = "bf16",
             lora_rank: int = 0, route: str = "auto", bucket_bytes: int = DEFAULT_BUCKET, senders_limit: int = 0,
             fabric: Fabric | None = None) -> SyncPrediction:
@@ -186,7 +186,7 @@ def predict(shape: ModelShape, training: TrainingLayout, rollout: RolloutLayout,
     return found
 
 
-def fastest(shape: ModelShape, training: TrainingLayout, rollout: RolloutLayout, fabric: Fabric,
+def fastest(shape: Architecture, training: TrainingLayout, rollout: RolloutLayout, fabric: Fabric,
             coefficients: SyncCoefficients = DEFAULT, *, weight_bytes: int = 2, rollout_precision: Precision = "bf16",
             lora_rank: int = 0, bucket_bytes: int = DEFAULT_BUCKET, senders_limit: int = 0) -> tuple[Kind, float]:
     """(route, expected seconds) that `predict` would choose: what a search calls, a few 100 us."""
@@ -199,7 +199,7 @@ def fastest(shape: ModelShape, training: TrainingLayout, rollout: RolloutLayout,
     return chosen, seconds[chosen]
 
 
-def least_seconds(shape: ModelShape, training: TrainingLayout, rollout: RolloutLayout, fabric: Fabric,
+def least_seconds(shape: Architecture, training: TrainingLayout, rollout: RolloutLayout, fabric: Fabric,
                   coefficients: SyncCoefficients = DEFAULT, *, weight_bytes: int = 2,
                   rollout_precision: Precision = "bf16", lora_rank: int = 0,
                   bucket_bytes: int = DEFAULT_BUCKET) -> float:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from launch.cluster.spec import ClusterSpec
 from launch.fabric.gpu_order import engine_gpu_order
 from launch.fabric.shards import Flow, Shard, Worker, flows, share
-from launch.model.shape import ModelShape
+from launch.model.architecture import Architecture
 from launch.plan.book import made
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 
@@ -181,7 +181,7 @@ class Traffic:
                    for demand in demands if not demand.aligned)
 
 
-def traffic(shape: ModelShape, training: TrainingLayout, rollout: RolloutLayout, fabric: Fabric, *,
+def traffic(shape: Architecture, training: TrainingLayout, rollout: RolloutLayout, fabric: Fabric, *,
             element_bytes: int = 2, lora_rank: int = 0, senders_limit: int = 0, solve_order: bool = True) -> Traffic:
     """What must move from a training to a rollout partition, put on nodes.
 

@@ -12,8 +12,8 @@ from collections import defaultdict
 from functools import lru_cache
 from typing import NamedTuple
 
+from launch.model.architecture import VOCAB_MULTIPLE, Architecture, elements, expert_tensors, layer_tensors
 from launch.model.padding import round_up
-from launch.model.shape import VOCAB_MULTIPLE, ModelShape
 from launch.plan.layouts import RolloutLayout, TrainingLayout, stage_layers
 
 ENGINE_VOCAB_MULTIPLE = 64
@@ -62,9 +62,11 @@ class _Axis(NamedTuple):
     bytes: int
     kv: bool = False
     """Heads of K and V: repeated, not cut, where there are more ranks than heads."""
+    whole: bool = False
+    """Every worker of an engine holds all of it (vLLM gathers a projection that is normed over its whole width)."""
 
 
-def held_bytes(shape: ModelShape, rollout: RolloutLayout, element_bytes: int = 2,
+def held_bytes(shape: Architecture, rollout: RolloutLayout, element_bytes: int = 2,
                lora_rank: int = 0) -> dict[Worker, int]:
     """Bytes that each worker of an engine holds, padding left out: what a sync must bring it."""
     needs: dict[Worker, int] = defaultdict(int)
@@ -77,7 +79,7 @@ def held_bytes(shape: ModelShape, rollout: RolloutLayout, element_bytes: int = 2
                 continue
             dense, replicated, expert = _layer(shape, element_bytes)
             for axis in dense:
-                low, high = _interval(axis, rollout.tp, tp)
+                low, high = _held(axis, rollout.tp, tp)
                 needs[worker] += number * (high - low) * axis.bytes
             low, high = _even(shape.moe_ffn, rollout.tp, tp)
             needs[worker] += number * (replicated + shape.experts * (high - low) * expert)
@@ -89,7 +91,7 @@ def held_bytes(shape: ModelShape, rollout: RolloutLayout, element_bytes: int = 2
     return dict(needs)
 
 
-def flows(shape: ModelShape, training: TrainingLayout, rollout: RolloutLayout, element_bytes: int = 2,
+def flows(shape: Architecture, training: TrainingLayout, rollout: RolloutLayout, element_bytes: int = 2,
           lora_rank: int = 0) -> tuple[Flow, ...]:
     """All flows of one engine, sorted by shard, then worker. The same for every replica of either side.
 
@@ -103,7 +105,7 @@ def flows(shape: ModelShape, training: TrainingLayout, rollout: RolloutLayout, e
 
 
 @lru_cache(maxsize=1024)
-def _flows(shape: ModelShape, tp: int, ep: int, etp: int, vpp: int, stages: tuple[int, ...], engine_tp: int,
+def _flows(shape: Architecture, tp: int, ep: int, etp: int, vpp: int, stages: tuple[int, ...], engine_tp: int,
            engine_pp: int, element_bytes: int, lora_rank: int) -> tuple[Flow, ...]:
     moved: dict[tuple[Shard, Worker], int] = defaultdict(int)
     workers = [Worker(pp, each) for pp in range(engine_pp) for each in range(engine_tp)]
@@ -119,20 +121,23 @@ def _flows(shape: ModelShape, tp: int, ep: int, etp: int, vpp: int, stages: tupl
     return tuple(Flow(shard, worker, size) for (shard, worker), size in sorted(moved.items()) if size)
 
 
-def _layer(shape: ModelShape, element_bytes: int) -> tuple[list[_Axis], int, int]:
+def _layer(shape: Architecture, element_bytes: int) -> tuple[list[_Axis], int, int]:
     """One layer: dense tensors by axis, bytes replicated over TP, bytes of one column of one routed expert."""
-    h, d, gates = shape.hidden, shape.head_dim, shape.mlp_matrices - 1
-    bias = shape.qkv_bias or shape.all_biases
-    width = shape.shared_ffn if shape.experts else shape.ffn
-    column = shape.mlp_matrices * h + (gates if shape.all_biases else 0)
-    axes = [_Axis(shape.heads, (2 * h * d + (d if bias else 0)) * element_bytes),
-            _Axis(shape.kv_heads, (2 * h * d + (2 * d if bias else 0)) * element_bytes, kv=True),
-            _Axis(width, column * element_bytes)]
-    replicated = (6 if shape.all_biases else 2) * h + (2 * d if shape.qk_norm else 0) + shape.experts * h
-    return axes, replicated * element_bytes, shape.mlp_matrices * h * element_bytes
+    tensors = layer_tensors(shape)
+    norms = [tensor for tensor in tensors if tensor.role in ("q_norm", "k_norm")]
+
+    def axis(units: int, cut: str, whole: bool = False) -> _Axis:
+        mine = (tensor for tensor in tensors if tensor.cut == cut and (tensor in norms) == whole)
+        return _Axis(units, elements(mine) // max(1, units) * element_bytes, cut == "kv_heads", whole)
+
+    heads = ((shape.heads, "heads"), (shape.kv_heads, "kv_heads"))
+    axes = [*(axis(*each) for each in heads), axis(shape.shared_ffn if shape.experts else shape.ffn, "ffn"),
+            *(axis(*each, whole=True) for each in heads if shape.qk_norm_whole)]
+    replicated = elements(tensor for tensor in tensors if not tensor.cut) * element_bytes
+    return axes, replicated, elements(expert_tensors(shape)) // max(1, shape.moe_ffn) * element_bytes
 
 
-def _dense_layer(shape: ModelShape, tp: int, engine_tp: int, element_bytes: int) -> dict[tuple[int, int], int]:
+def _dense_layer(shape: Architecture, tp: int, engine_tp: int, element_bytes: int) -> dict[tuple[int, int], int]:
     """(training TP rank, engine TP rank) -> bytes of the dense tensors of one layer."""
     axes, replicated, _ = _layer(shape, element_bytes)
     moved: dict[tuple[int, int], int] = defaultdict(int)
@@ -140,7 +145,7 @@ def _dense_layer(shape: ModelShape, tp: int, engine_tp: int, element_bytes: int)
         near = target * tp // engine_tp
         moved[near, target] += replicated
         for axis in axes:
-            low, high = _interval(axis, engine_tp, target)
+            low, high = _held(axis, engine_tp, target)
             if axis.kv and tp > axis.units:      # repeated at the source: of the ranks with this head, the nearest
                 for head in range(low, high):
                     owners = [rank for rank in range(tp) if rank * axis.units // tp == head]
@@ -152,7 +157,7 @@ def _dense_layer(shape: ModelShape, tp: int, engine_tp: int, element_bytes: int)
     return moved
 
 
-def _add_experts(moved: dict, shape: ModelShape, ep: int, etp: int, engine_tp: int, common: dict,
+def _add_experts(moved: dict, shape: Architecture, ep: int, etp: int, engine_tp: int, common: dict,
                  element_bytes: int) -> None:
     if not shape.experts:
         return
@@ -168,7 +173,7 @@ def _add_experts(moved: dict, shape: ModelShape, ep: int, etp: int, engine_tp: i
                     moved[Shard(stage, source, rank), Worker(engine_stage, target)] += layers * size
 
 
-def _add_ends(moved: dict, shape: ModelShape, tp: int, pp: int, engine_tp: int, engine_pp: int, element_bytes: int,
+def _add_ends(moved: dict, shape: Architecture, tp: int, pp: int, engine_tp: int, engine_pp: int, element_bytes: int,
               workers: list[Worker]) -> None:
     """Embedding, positions, final norm and head. A tied head is sent once to an engine stage that holds one copy."""
     row, last = shape.hidden * element_bytes, pp - 1
@@ -190,21 +195,21 @@ def _add_ends(moved: dict, shape: ModelShape, tp: int, pp: int, engine_tp: int, 
             moved[Shard(last, near), worker] += _final_norm_bytes(shape, element_bytes)
 
 
-def _embedding_copies(shape: ModelShape, rollout: RolloutLayout, pp: int) -> int:
+def _embedding_copies(shape: Architecture, rollout: RolloutLayout, pp: int) -> int:
     """Vocabulary matrices that an engine stage holds."""
     first, last = pp == 0, pp == rollout.pp - 1
     return 1 if first and last and shape.tied else int(first) + int(last)
 
 
-def _position_bytes(shape: ModelShape, element_bytes: int) -> int:
+def _position_bytes(shape: Architecture, element_bytes: int) -> int:
     return shape.learned_positions * shape.hidden * element_bytes
 
 
-def _final_norm_bytes(shape: ModelShape, element_bytes: int) -> int:
+def _final_norm_bytes(shape: Architecture, element_bytes: int) -> int:
     return (2 if shape.all_biases else 1) * shape.hidden * element_bytes
 
 
-def adapter_bytes(shape: ModelShape, rank: int, element_bytes: int = 2) -> int:
+def adapter_bytes(shape: Architecture, rank: int, element_bytes: int = 2) -> int:
     """LoRA adapters of one layer: rank x (in + out) of q, k, v, o and of the dense MLP; routed experts have none."""
     h, q, kv = shape.hidden, shape.q_width, shape.kv_width
     width = shape.shared_ffn if shape.experts else shape.ffn
@@ -212,7 +217,7 @@ def adapter_bytes(shape: ModelShape, rank: int, element_bytes: int = 2) -> int:
     return rank * ends * element_bytes
 
 
-def _adapter_layer(shape: ModelShape, tp: int, engine_tp: int, element_bytes: int,
+def _adapter_layer(shape: Architecture, tp: int, engine_tp: int, element_bytes: int,
                    rank: int) -> dict[tuple[int, int], int]:
     size = adapter_bytes(shape, rank, element_bytes)
     cuts = [_even(size, tp, source) for source in range(tp)]
@@ -229,7 +234,10 @@ def _even(units: int, parts: int, part: int) -> tuple[int, int]:
     return units * part // parts, units * (part + 1) // parts
 
 
-def _interval(axis: _Axis, parts: int, part: int) -> tuple[int, int]:
+def _held(axis: _Axis, parts: int, part: int) -> tuple[int, int]:
+    """Units that an engine's worker holds."""
+    if axis.whole:
+        return 0, axis.units
     if axis.kv and parts > axis.units:
         head = part * axis.units // parts
         return head, head + 1

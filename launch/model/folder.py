@@ -7,7 +7,8 @@ import struct
 from pathlib import Path
 
 from launch.errors import UserError, nearest
-from launch.model.architecture import Architecture, from_hf_config, tensor_shapes
+from launch.model.architecture import Architecture, tensor_shapes
+from launch.model.hf_config import from_hf_config
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

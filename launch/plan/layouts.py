@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Literal
 
 from launch.config.auto import MAX_NUM_SEQS
-from launch.model.shape import ModelShape
+from launch.model.architecture import Architecture
 
 Precision = Literal["bf16", "fp8", "fp32"]
 
@@ -91,6 +91,6 @@ def even_layers(layers: int, pp: int, vpp: int = 1) -> tuple[int, ...]:
     return tuple(base + (stage in takers) for stage in range(pp))
 
 
-def stage_layers(shape: ModelShape, layout: TrainingLayout) -> tuple[int, ...]:
+def stage_layers(shape: Architecture, layout: TrainingLayout) -> tuple[int, ...]:
     """Layers of each pipeline stage."""
     return layout.layers_of_stage or even_layers(shape.layers, layout.pp, layout.vpp)

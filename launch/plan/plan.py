@@ -9,10 +9,16 @@ from __future__ import annotations
 import hashlib
 from typing import Literal
 
-from launch.model.architecture import Architecture, Frozen
+from pydantic import BaseModel, ConfigDict
+
+from launch.model.architecture import Architecture
 from launch.plan.forecast import Forecast
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
 
 class RankCoordinates(Frozen):

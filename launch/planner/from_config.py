@@ -14,10 +14,8 @@ from launch.config import auto
 from launch.config.load import LoadedConfig, ResolvedLoaded, load_config
 from launch.config.resolved import ResolvedConfig, open_keys, value
 from launch.errors import UserError
-from launch.model.architecture import Architecture
-from launch.model.builtin import from_architecture
+from launch.model.architecture import VOCAB_MULTIPLE, Architecture
 from launch.model.padding import round_up, sequence_multiple
-from launch.model.shape import VOCAB_MULTIPLE, ModelShape
 from launch.plan.plan import BatchPlan, EnginePlan, Plan, RolloutPlan, TrainingPlan
 from launch.planner.build import layers_of_stage, rank_coordinates
 from launch.planner.search.candidate import FEWEST_SEQUENCES, Candidate
@@ -29,7 +27,7 @@ from launch.planner.workload.workload import Workload, assumed_lengths
 MIB, GIB = 1 << 20, 1 << 30
 
 
-def problem_of(loaded: LoadedConfig, shape: ModelShape, cluster: ClusterSpec) -> Problem:
+def problem_of(loaded: LoadedConfig, shape: Architecture, cluster: ClusterSpec) -> Problem:
     """What a configuration asks of a cluster.
 
     Raises:
@@ -53,7 +51,7 @@ def problem_of(loaded: LoadedConfig, shape: ModelShape, cluster: ClusterSpec) ->
 def problem_of_attempt(config_yaml: Path, plan: Plan, cluster: ClusterSpec) -> Problem:
     """What an attempt was planned from, with all that it chose fixed."""
     resolved = load_config(config_yaml).resolved(plan.chosen)
-    return problem_of(resolved, from_architecture(plan.architecture), cluster)
+    return problem_of(resolved, plan.architecture, cluster)
 
 
 def pins_of(loaded: LoadedConfig, device: Literal["cpu", "gpu"]) -> Pins:

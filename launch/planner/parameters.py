@@ -12,8 +12,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from launch.model.architecture import (
+    VOCAB_MULTIPLE,
+    Architecture,
+    elements,
+    expert_tensors,
+    layer_tensors,
+    parameter_count,
+)
 from launch.model.padding import round_up
-from launch.model.shape import VOCAB_MULTIPLE, ModelShape
 from launch.plan.book import line, nonzero, part
 from launch.plan.layouts import TrainingLayout, stage_layers
 
@@ -37,31 +44,27 @@ class LayerParameters(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def layer(shape: ModelShape) -> LayerParameters:
+def layer(shape: Architecture) -> LayerParameters:
     """One layer, unsplit."""
-    h, q, kv = shape.hidden, shape.q_width, shape.kv_width
-    dense_width = shape.shared_ffn if shape.experts else shape.ffn
-    fc1_width = (shape.mlp_matrices - 1) * dense_width
-    split = q + 2 * kv if shape.qkv_bias or shape.all_biases else 0
-    replicated = 2 * h + (2 * shape.head_dim if shape.qk_norm else 0) + shape.experts * h
-    if shape.all_biases:
-        split += fc1_width
-        replicated += 2 * h + 2 * h          # of the two norms, of the o and fc2 matrices
+    tensors = layer_tensors(shape)
+    matrices = [tensor for tensor in tensors if len(tensor.shape) == 2]
+    vectors = [tensor for tensor in tensors if len(tensor.shape) == 1]
     return LayerParameters(
-        attention=2 * h * q + 2 * h * kv, mlp=shape.mlp_matrices * h * dense_width,
-        experts=shape.experts * shape.mlp_matrices * h * shape.moe_ffn, split=split, replicated=replicated)
+        attention=elements(tensor for tensor in matrices if tensor.cut in ("heads", "kv_heads")),
+        mlp=elements(tensor for tensor in matrices if tensor.cut == "ffn"),
+        experts=shape.experts * elements(expert_tensors(shape)),
+        split=elements(tensor for tensor in vectors if tensor.cut),
+        replicated=elements(tensor for tensor in tensors if not tensor.cut))
 
 
 @lru_cache(maxsize=256)
-def count(shape: ModelShape) -> int:
+def count(shape: Architecture) -> int:
     """Parameters of the whole model; a tied head counts once."""
-    embeddings = (1 if shape.tied else 2) * shape.vocab * shape.hidden
-    final_norm = (2 if shape.all_biases else 1) * shape.hidden
-    return shape.layers * sum(layer(shape)) + embeddings + shape.learned_positions * shape.hidden + final_norm
+    return parameter_count(shape)
 
 
 @lru_cache(maxsize=256)
-def matrix_parameters(shape: ModelShape) -> int:
+def matrix_parameters(shape: Architecture) -> int:
     """Matrix elements that a token is multiplied with: head included, input embedding left out, of the experts those
     that the router picks. Twice this are the FLOPs of a forward pass without attention."""
     each, h = layer(shape), shape.hidden
@@ -71,27 +74,21 @@ def matrix_parameters(shape: ModelShape) -> int:
     return shape.layers * active + shape.vocab * h
 
 
-def active_parameters(shape: ModelShape) -> int:
+def active_parameters(shape: Architecture) -> int:
     """Parameters of the model less the experts that a token does not visit."""
     idle = layer(shape).experts // shape.experts * (shape.experts - shape.experts_per_token) if shape.experts else 0
     return count(shape) - shape.layers * idle
 
 
 @lru_cache(maxsize=256)
-def tensor_count(shape: ModelShape) -> int:
+def tensor_count(shape: Architecture) -> int:
     """Tensors of the Hugging Face checkpoint, which a per-tensor path loops over: q, k, v and o apart, each expert's
     matrices apart, a tied head not stored."""
-    biases = 1 if shape.all_biases else 0
-    attention = 4 * (1 + biases) + (3 if shape.qkv_bias and not biases else 0) + (2 if shape.qk_norm else 0)
-    dense_width = shape.shared_ffn if shape.experts else shape.ffn
-    mlp = shape.mlp_matrices * (1 + biases) if dense_width else 0
-    routed = shape.experts * shape.mlp_matrices + 1 if shape.experts else 0         # and the router
-    norm = 1 + biases
-    ends = 1 + (0 if shape.tied else 1) + (1 if shape.learned_positions else 0) + norm
-    return shape.layers * (attention + mlp + routed + 2 * norm) + ends
+    ends = 1 + (0 if shape.tied else 1) + (1 if shape.learned_positions else 0) + (2 if shape.all_biases else 1)
+    return shape.layers * (len(layer_tensors(shape)) + shape.experts * len(expert_tensors(shape))) + ends
 
 
-def lora_count(shape: ModelShape, rank: int) -> int:
+def lora_count(shape: Architecture, rank: int) -> int:
     """LoRA parameters of the whole model: A [rank, in] and B [out, rank] of q, k, v, o and the dense MLP's matrices (Hu
     et al., arXiv 2106.09685); routed experts have none."""
     h, q, kv = shape.hidden, shape.q_width, shape.kv_width
@@ -100,7 +97,7 @@ def lora_count(shape: ModelShape, rank: int) -> int:
     return shape.layers * rank * (2 * (h + q) + 2 * (h + kv) + mlp)
 
 
-def flops_per_token(shape: ModelShape, attention_length: float, causal: bool = True, *,
+def flops_per_token(shape: Architecture, attention_length: float, causal: bool = True, *,
                     convention: FlopsConvention | None = None) -> float:
     """FLOPs of training one token: 6 M + 6 L A l, with A = heads x head_dim; 12 L A l where not causal.
 
@@ -123,7 +120,7 @@ def flops_per_token(shape: ModelShape, attention_length: float, causal: bool = T
             "noncausal_with_full_recompute": (6.0 * (matrices - head) + 12 * attention) * 4 / 3 + 6.0 * head}[kind]
 
 
-def padded_vocab(shape: ModelShape, tp: int) -> int:
+def padded_vocab(shape: Architecture, tp: int) -> int:
     """Rows of the embedding as Megatron shards it: a multiple of 128 TP."""
     return round_up(shape.vocab, VOCAB_MULTIPLE * tp)
 
@@ -134,7 +131,7 @@ class RankParameters:
 
     PREFIX = "parameters"
 
-    shape: ModelShape
+    shape: Architecture
     tp: int
     ep: int
     etp: int
@@ -220,16 +217,16 @@ class StageParameters:
 
 
 @lru_cache(maxsize=4096)
-def rank_parameters(shape: ModelShape, tp: int, ep: int, etp: int, pp: int, layers: tuple[int, ...]) -> RankParameters:
+def rank_parameters(shape: Architecture, tp: int, ep: int, etp: int, pp: int, layers: tuple[int, ...]) -> RankParameters:
     """See `RankParameters`; a search asks for the same ones a thousand times."""
     return RankParameters(shape, tp, ep, etp, pp, layers)
 
 
-def parameters_of(shape: ModelShape, layout: TrainingLayout) -> RankParameters:
+def parameters_of(shape: Architecture, layout: TrainingLayout) -> RankParameters:
     """What the ranks of a layout hold."""
     return rank_parameters(shape, layout.tp, layout.ep, layout.etp, layout.pp, stage_layers(shape, layout))
 
 
-def stage_parameters(shape: ModelShape, layout: TrainingLayout) -> tuple[StageParameters, ...]:
+def stage_parameters(shape: Architecture, layout: TrainingLayout) -> tuple[StageParameters, ...]:
     """What one rank of each pipeline stage holds."""
     return parameters_of(shape, layout).stages

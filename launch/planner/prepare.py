@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from launch.cluster import local
 from launch.cluster.file import load_cluster
@@ -19,10 +19,10 @@ from launch.config.checks import check, check_runnable
 from launch.config.load import LoadedConfig, load_config
 from launch.config.resolved import ResolvedConfig
 from launch.errors import UserError
-from launch.model.architecture import Architecture, from_hf_config
-from launch.model.builtin import architecture_for_planning, from_architecture, from_builtin, known
+from launch.model.architecture import Architecture
+from launch.model.builtin import from_builtin, known
 from launch.model.folder import check_model_folder
-from launch.model.shape import ModelShape
+from launch.model.hf_config import from_hf_config
 from launch.plan.plan import ForecastPlan, Plan
 from launch.planner.explain.forecast import forecast
 from launch.planner.explain.remedies import with_nodes
@@ -82,13 +82,6 @@ class OnCluster(Predicted):
                        plan=self.plan.model_copy(update={"chosen": chosen}))
 
 
-class Model(NamedTuple):
-    """The model of a configuration that is planned for a cluster; its weights need not be there."""
-
-    architecture: Architecture
-    shape: ModelShape
-
-
 def prepare(path: str, words: Sequence[str] = (), device: Literal["auto", "cpu", "gpu"] = "auto", *,
             to_run: bool = False, cluster: ClusterSpec | None = None) -> Prepared:
     """Load, check against the model and the machine or cluster, and plan: a `Prepared` for this machine, a `Predicted`
@@ -146,7 +139,7 @@ def prepare_for(loaded: LoadedConfig, cluster: ClusterSpec | None = None, *, to_
     search, found = best_of(problem)
     chosen = chosen_values(found, loaded)
     config = loaded.resolved(chosen).config
-    plan = plan_of(config, model.architecture, problem.cluster.gpu.device, chosen).predicted(
+    plan = plan_of(config, model, problem.cluster.gpu.device, chosen).predicted(
         forecast(search, found, problem.sources(chosen)))
     seating = place(found.training.layout, found.rollout.layout, problem.cluster, mode=found.mode,
                     spares=problem.spare_nodes, gpu_order=found.sync.gpu_order if found.sync else (),
@@ -155,7 +148,7 @@ def prepare_for(loaded: LoadedConfig, cluster: ClusterSpec | None = None, *, to_
     return OnCluster(loaded, config, Path(config.model.path), plan, found, seating, split.training + split.rollout)
 
 
-def posed(loaded: LoadedConfig, cluster: ClusterSpec | None = None, model: Model | None = None, *,
+def posed(loaded: LoadedConfig, cluster: ClusterSpec | None = None, model: Architecture | None = None, *,
           largest: int | None = None) -> Problem:
     """A configuration as a problem, checked against its model and the cluster.
 
@@ -173,14 +166,14 @@ def posed(loaded: LoadedConfig, cluster: ClusterSpec | None = None, model: Model
                         fix="add --cluster "
                         "configs/clusters/h100x32.yaml, or another file", where=loaded.where("cluster"))
     spec = cluster or load_cluster(loaded.config.cluster)
-    architecture, shape = model or model_of(loaded)
-    problem = problem_of(loaded, shape, spec)
+    architecture = model or model_of(loaded)
+    problem = problem_of(loaded, architecture, spec)
     check_pins(problem if largest is None else problem.on(with_nodes(spec, largest)))
     check(least(loaded, problem, architecture), architecture, spec.gpu.device)
     return problem
 
 
-def model_of(loaded: LoadedConfig) -> Model:
+def model_of(loaded: LoadedConfig) -> Architecture:
     """The model of a configuration that is only planned: a folder, or the name of a built-in one.
 
     Raises:
@@ -188,11 +181,8 @@ def model_of(loaded: LoadedConfig) -> Model:
     """
     name = loaded.config.model.path
     if not Path(name).is_dir() and (known(name) or "/" not in name):
-        architecture, label = from_builtin(name, loaded.where("model.path")), known(name) or name
-    else:
-        folder = locate.model_folder(loaded)
-        architecture, label = architecture_for_planning(folder), folder.name
-    return Model(architecture, from_architecture(architecture, label))
+        return from_builtin(name, loaded.where("model.path"))
+    return from_hf_config(locate.model_folder(loaded), planning=True)
 
 
 def _on_this_machine(loaded: LoadedConfig, described: ClusterSpec | None, device: Literal["auto", "cpu", "gpu"],
@@ -220,7 +210,7 @@ def _on_this_machine(loaded: LoadedConfig, described: ClusterSpec | None, device
     except UserError as error:              # a GPU without figures
         return unpredicted(error)
     try:
-        problem = problem_of(resolved, from_architecture(architecture, folder.name), machine)
+        problem = problem_of(resolved, architecture, machine)
     except UserError as error:              # what the configuration assumes of its data changes no run
         if not to_run:
             raise

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.rollout import RolloutCoefficients
-from launch.model.shape import ModelShape
+from launch.model.architecture import Architecture
 from launch.plan.layouts import Precision, RolloutLayout
 from launch.planner.memory.rollout import rollout_memory
 from launch.planner.time.decode import Engine, EngineClass, engine_of
@@ -82,7 +82,7 @@ def calibrate(points: Sequence[Point], start: RolloutCoefficients) -> RolloutCoe
 class _Run:
     """A point in the model's terms. It has several layouts if the source does not name one; the fastest counts."""
 
-    shape: ModelShape
+    shape: Architecture
     engine: EngineClass
     cluster: ClusterSpec
     layouts: tuple[RolloutLayout, ...]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from launch.cluster.gpus import H100
 from launch.cluster.spec import Gpu
 from launch.coefficients.memory import MemoryCoefficients
-from launch.model.shape import ModelShape
+from launch.model.architecture import Architecture
 from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout
 from launch.planner.memory.activations import TrainerEngine
 from launch.planner.memory.rollout import colocated_memory, rollout_memory
@@ -42,7 +42,7 @@ bound is not an estimate."""
 class Setup:
     """A point in the model's terms."""
 
-    shape: ModelShape
+    shape: Architecture
     layout: TrainingLayout
     engine: TrainerEngine
     tokens: int
@@ -156,7 +156,7 @@ def _recompute(point: Point, engine: TrainerEngine) -> tuple[str, ...]:
     return point.recompute()
 
 
-def _shape(point: Point, model: ModelShape) -> ModelShape:
+def _shape(point: Point, model: Architecture) -> Architecture:
     if point.model_data.get("mlp") != "gelu":
         return model
     return replace(model, all_biases=True, learned_positions=point.integer("seq_len", 0))

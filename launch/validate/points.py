@@ -16,7 +16,7 @@ import yaml
 
 from launch.cluster.spec import Gpu
 from launch.errors import UserError
-from launch.model.shape import ModelShape
+from launch.model.architecture import Architecture
 
 FILE_KINDS = ("training", "memory", "rl_steps", "decode", "weight_sync", "collectives")
 NOT_STATED = "not_stated"
@@ -41,7 +41,7 @@ class Point:
     """read, transcribed or secondary."""
     data: Mapping[str, Any]
     """The point as written in the file."""
-    model: ModelShape | None
+    model: Architecture | None
     model_name: str
     model_data: Mapping[str, Any] = field(default_factory=dict)
     """The model's entry in the file, with the point's `model_overrides` applied."""
@@ -210,7 +210,7 @@ def _count_point(name: str, fields: Any, file: Path) -> Point | None:
 
 
 def _model(name: str, data: Mapping[str, Any],
-           models: Mapping[str, Any]) -> tuple[Mapping[str, Any], ModelShape | None, str]:
+           models: Mapping[str, Any]) -> tuple[Mapping[str, Any], Architecture | None, str]:
     if not name:
         return {}, None, "no model is named"
     fields, overrides = models.get(name), data.get("model_overrides")
@@ -224,7 +224,7 @@ def _model(name: str, data: Mapping[str, Any],
     return fields, shape, problem
 
 
-def _shape(name: str, fields: Mapping[str, Any]) -> tuple[ModelShape | None, str]:
+def _shape(name: str, fields: Mapping[str, Any]) -> tuple[Architecture | None, str]:
     """A model's entry as a shape, or the reason why there is none."""
     if isinstance(fields.get("architecture"), str):
         return None, f"model {name}: {fields['architecture']}"
@@ -239,8 +239,8 @@ def _shape(name: str, fields: Mapping[str, Any]) -> tuple[ModelShape | None, str
     if not isinstance(fields.get("tied", False), bool):
         return None, f"model {name}: tied embeddings not stated"
     size = {key: _whole(fields.get(key)) or 0 for key in (*needed, "kv_heads", "head_dim", "ffn", "shared_ffn")}
-    return ModelShape(
-        name=name, layers=size["layers"], hidden=size["hidden"], ffn=size["ffn"], heads=size["heads"],
+    return Architecture(
+        layers=size["layers"], hidden=size["hidden"], ffn=size["ffn"], heads=size["heads"],
         kv_heads=size["kv_heads"] or size["heads"], head_dim=size["head_dim"] or size["hidden"] // size["heads"],
         vocab=size["vocab"], tied=fields.get("tied", False), mlp_matrices=_MLP_MATRICES[mlp],
         qkv_bias=fields.get("qkv_bias") is True, qk_norm=fields.get("qk_norm") is True, experts=experts,

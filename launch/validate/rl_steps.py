@@ -10,7 +10,7 @@ from launch.cluster.spec import ClusterSpec, Gpu
 from launch.coefficients.rl import RlCoefficients
 from launch.coefficients.training import TrainingCoefficients
 from launch.errors import UserError
-from launch.model.shape import ModelShape
+from launch.model.architecture import Architecture
 from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout
 from launch.planner.memory.activations import TrainerEngine
 from launch.planner.memory.rollout import rollout_memory
@@ -232,7 +232,7 @@ def _cluster(point: Point, gpu: Gpu, gpus: int) -> ClusterSpec:
     return ClusterSpec("measured", nodes, per_node, gpu, per_node, 50e9, per_node, 0)
 
 
-def _trainer_layout(point: Point, model: ModelShape, gpu: Gpu, gpus: int, budget: int) -> TrainingLayout | None:
+def _trainer_layout(point: Point, model: Architecture, gpu: Gpu, gpus: int, budget: int) -> TrainingLayout | None:
     """The stated layout, or the smallest one that fits if TP or PP is not stated."""
     sizes, fsdp = point.sizes(), _is_fsdp(point.text("framework") or "")
     cp = sizes.get("cp", 1) * sizes.get("sp", 1)        # Ulysses splits sequences like CP
@@ -270,7 +270,7 @@ def _work(sequences: int, prompt: float, lengths: Lengths, layout: TrainingLayou
                         micro_batches=micro_batches, longest=budget)
 
 
-def _engines(point: Point, model: ModelShape, gpu: Gpu, gpus: int, longest: int) -> list[tuple[RolloutLayout, int]]:
+def _engines(point: Point, model: Architecture, gpu: Gpu, gpus: int, longest: int) -> list[tuple[RolloutLayout, int]]:
     """Engines as stated, with the capacity of their KV cache in tokens. If their TP is not stated, all sizes that hold
     one sequence."""
     sizes = point.sizes("rollout_parallelism")

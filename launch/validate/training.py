@@ -17,7 +17,7 @@ from typing import get_args
 
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.training import TrainingCoefficients
-from launch.model.shape import ModelShape
+from launch.model.architecture import Architecture
 from launch.plan.layouts import Precision, TrainingLayout
 from launch.planner.parameters import FlopsConvention, flops_per_token
 from launch.planner.time.training import TrainingTime, training_time
@@ -56,7 +56,7 @@ LORA_RANK = 16
 class Run:
     """A point in the model's terms."""
 
-    shape: ModelShape
+    shape: Architecture
     layout: TrainingLayout
     work: TrainingWork
     cluster: ClusterSpec
@@ -159,7 +159,7 @@ def run_of(point: Point) -> Run | str:
     return Run(point.model, layout, work, cluster_of(point, point.gpu), lora_rank, quantity, value)
 
 
-def _layout(point: Point, model: ModelShape, gpus: int, precision: Precision) -> tuple[TrainingLayout | str, int]:
+def _layout(point: Point, model: Architecture, gpus: int, precision: Precision) -> tuple[TrainingLayout | str, int]:
     """The layout, and the number of sequences per micro-batch."""
     sizes = point.sizes()
     tp, pp, cp = (sizes.get(name, 1) for name in ("tp", "pp", "cp"))

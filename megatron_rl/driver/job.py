@@ -199,6 +199,6 @@ class Job:
             [Endpoint(placement.addresses[rank.node], rank.port) for rank in placement.training],
             canonical_tensors(self.plan.architecture), backend="gloo" if self.plan.device == "cpu" else "nccl",
             bucket_bytes=way.bucket_bytes, timeout_s=self.config.weight_sync.timeout_s,
-            aliases=TIED if self.plan.architecture.tied_embeddings else None, route=way.route, seats=way.seats,
+            aliases=TIED if self.plan.architecture.tied else None, route=way.route, seats=way.seats,
             address=placement.addresses[placement.nodes[0]],
             go_on=False)    # any dead process ends the attempt, so healing the others first would gain nothing

@@ -9,7 +9,6 @@ from launch.config.resolved import ResolvedConfig
 from launch.fabric.estimate import KINDS, Kind
 from launch.fabric.seated import Seats, seats_of
 from launch.fabric.shards import Flow, Shard, flows
-from launch.model.builtin import from_architecture
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.plan.plan import Placement, Plan, forecast_of
 from megatron_rl.weight_sync.plan.manifest import SyncManifest
@@ -43,7 +42,7 @@ def announced(config: ResolvedConfig, plan: Plan) -> tuple[Flow, ...]:
     sizes = plan.training
     layout = TrainingLayout(tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, cp=sizes.cp, dp=sizes.dp,
                             layers_of_stage=tuple(sum(map(len, stage)) for stage in sizes.layers_of_stage))
-    return flows(from_architecture(plan.architecture), layout, RolloutLayout(tp=plan.rollout.tp),
+    return flows(plan.architecture, layout, RolloutLayout(tp=plan.rollout.tp),
                  4 if config.trainer.dtype == "fp32" else 2)
 
 

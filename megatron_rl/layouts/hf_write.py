@@ -235,7 +235,7 @@ class Exporter:
     def _adapt_config(self, architecture: Architecture) -> None:
         path = self.partial / "config.json"
         config = json.loads(path.read_text())
-        config["tie_word_embeddings"] = architecture.tied_embeddings
+        config["tie_word_embeddings"] = architecture.tied
         config.pop("torch_dtype", None)
         config["dtype"] = str(self.dtype).removeprefix("torch.")
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

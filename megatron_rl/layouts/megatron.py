@@ -1,6 +1,7 @@
 """The layout of every Megatron-core parameter of a rank, as tiles of Hugging Face tensors. Pure integers.
 
-Covers `GPTModel` for Llama, Qwen2 and Qwen3 (dense) under tensor, pipeline and virtual pipeline parallelism. Data- and
+Covers `GPTModel` of every dense architecture that a family can read, under tensor, pipeline and virtual pipeline
+parallelism. `launch.model.architecture.layer_tensors` describes what a layer holds and what TP splits. Data- and
 context-parallel ranks hold the same parameters as their peers. Megatron's storage differs from Hugging Face's as
 follows:
 
@@ -9,7 +10,8 @@ follows:
 - the vocabulary is padded to `TrainingPlan.padded_vocab`, and no tile contains the padded rows;
 - layers are numbered from 0 within each pipeline chunk;
 - with tied embeddings and PP > 1, the last stage holds a second copy of the embedding as `output_layer.weight`;
-- Transformer Engine fuses the norm into the linear layer after it, which renames the norm's weight.
+- Transformer Engine fuses the norm into the linear layer after it, which renames the norm's weight;
+- the norm of an output lies in the module that adds it to the residual (`trainer.norms`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from launch.model.architecture import Architecture, tensor_shapes
+from launch.model.architecture import Architecture, LayerTensor, layer_tensors, tensor_name, tensor_shapes
 from launch.plan.plan import TrainingPlan
 from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile, contiguous_stride
 
@@ -26,6 +28,25 @@ Implementation = Literal["local", "transformer_engine"]
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
+
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "input_layernorm.weight": ("input_norm",),
+    "self_attention.linear_qkv.weight": ("q", "k", "v"),
+    "self_attention.linear_qkv.bias": ("q_bias", "k_bias", "v_bias"),
+    "self_attention.q_layernorm.weight": ("q_norm",),
+    "self_attention.k_layernorm.weight": ("k_norm",),
+    "self_attention.linear_proj.weight": ("o",),
+    "self_attn_bda.norm.weight": ("attention_output_norm",),
+    "pre_mlp_layernorm.weight": ("mlp_norm",),
+    "mlp.linear_fc1.weight": ("gate", "up"),
+    "mlp.linear_fc2.weight": ("down",),
+    "mlp_bda.norm.weight": ("mlp_output_norm",),
+}
+"""Megatron's parameters of a layer, and the roles of the tensors that lie one below the other in each; three of them
+are q, k and v, cut by query group."""
+FUSED = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+         "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
+"""Transformer Engine's names where they differ."""
 
 
 def canonical_tensors(architecture: Architecture) -> list[CanonicalTensor]:
@@ -67,6 +88,10 @@ def _check_divisible(a: Architecture, training: TrainingPlan) -> None:
         raise ValueError(f"layers_of_stage holds layers {sorted(held)}, the model has {a.layers}")
 
 
+_Piece = tuple[LayerTensor, tuple[int, ...], tuple[int, ...]]
+"""A tensor, and start and shape of a box of it."""
+
+
 class _Stage:
     """The parameters of one tensor-parallel rank, for any pipeline stage."""
 
@@ -74,9 +99,10 @@ class _Stage:
                  implementation: Implementation) -> None:
         self.a, self.tp, self.t = architecture, training.tp, tp_rank
         self.vocab_rows = training.padded_vocab // training.tp
-        fused = implementation == "transformer_engine"
-        self.input_norm = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
-        self.mlp_norm = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
+        self.names = FUSED if implementation == "transformer_engine" else {}
+        self.tensors = {tensor.role: tensor for tensor in layer_tensors(architecture)}
+        if homeless := self.tensors.keys() - {role for roles in PARAMETERS.values() for role in roles}:
+            raise ValueError(f"Megatron's layers here have no place for {', '.join(sorted(homeless))}")
 
     def chunk(self, layers: tuple[int, ...], first: bool, last: bool) -> Iterator[ParamLayout]:
         if first:
@@ -85,8 +111,9 @@ class _Stage:
             for name, shape, tiles in self._layer(f"model.layers.{layer}."):
                 yield ParamLayout(f"decoder.layers.{local}.{name}", shape, tiles)
         if last:
-            yield ParamLayout("decoder.final_layernorm.weight", (self.a.hidden,), _whole(FINAL_NORM, self.a.hidden))
-        if last and not self.a.tied_embeddings:
+            whole = (Tile(FINAL_NORM, (0,), (self.a.hidden,), (1,), 0),)
+            yield ParamLayout("decoder.final_layernorm.weight", (self.a.hidden,), whole)
+        if last and not self.a.tied:
             yield self._vocabulary("output_layer.weight", HEAD)
         elif last and not first:
             yield self._vocabulary("output_layer.weight", EMBEDDING)
@@ -98,49 +125,30 @@ class _Stage:
         return ParamLayout(name, (self.vocab_rows, hidden), tiles)
 
     def _layer(self, hf: str) -> Iterator[tuple[str, tuple[int, ...], tuple[Tile, ...]]]:
-        a, attention = self.a, "self_attention."
-        qkv_rows = (a.heads + 2 * a.kv_heads) * a.head_dim // self.tp
-        yield self.input_norm, (a.hidden,), _whole(f"{hf}input_layernorm.weight", a.hidden)
-        yield f"{attention}linear_qkv.weight", (qkv_rows, a.hidden), self._qkv(f"{hf}self_attn.", "weight")
-        if a.qkv_bias:
-            yield f"{attention}linear_qkv.bias", (qkv_rows,), self._qkv(f"{hf}self_attn.", "bias")
-        if a.qk_norm:
-            for p in "qk":
-                yield (f"{attention}{p}_layernorm.weight", (a.head_dim,),
-                       _whole(f"{hf}self_attn.{p}_norm.weight", a.head_dim))
-        yield (f"{attention}linear_proj.weight", *self._columns(f"{hf}self_attn.o_proj.weight", a.heads * a.head_dim))
-        yield self.mlp_norm, (a.hidden,), _whole(f"{hf}post_attention_layernorm.weight", a.hidden)
-        yield "mlp.linear_fc1.weight", (2 * a.ffn // self.tp, a.hidden), self._gate_up(f"{hf}mlp.")
-        yield ("mlp.linear_fc2.weight", *self._columns(f"{hf}mlp.down_proj.weight", a.ffn))
+        for name, roles in PARAMETERS.items():
+            tensors = [self.tensors[role] for role in roles if role in self.tensors]
+            if not tensors:
+                continue
+            pieces = list(self._by_query_group(tensors) if len(roles) == 3 else map(self._mine, tensors))
+            shape = (sum(box[0] for _, _, box in pieces), *pieces[0][2][1:])
+            stride, tiles, row = contiguous_stride(shape), [], 0
+            for tensor, start, box in pieces:
+                tiles.append(Tile(hf + tensor_name(self.a, tensor.role), start, box, stride, row * stride[0]))
+                row += box[0]
+            yield self.names.get(name, name), shape, tuple(tiles)
 
-    def _qkv(self, hf: str, kind: str) -> tuple[Tile, ...]:
-        """Rows by query group [q .. q, k, v] (Megatron's `SelfAttention.get_query_key_value_tensors`)."""
-        d = self.a.head_dim
-        queries, groups = self.a.heads // self.a.kv_heads, self.a.kv_heads // self.tp
-        tiles, row = [], 0
+    def _mine(self, tensor: LayerTensor) -> _Piece:
+        """This TP rank's slice of a tensor; all of it where TP does not cut it."""
+        if not tensor.cut:
+            return tensor, (0,) * len(tensor.shape), tensor.shape
+        extent = tensor.shape[tensor.axis] // self.tp
+        start = tuple(self.t * extent if axis == tensor.axis else 0 for axis in range(len(tensor.shape)))
+        return tensor, start, tuple(extent if axis == tensor.axis else n for axis, n in enumerate(tensor.shape))
+
+    def _by_query_group(self, tensors: list[LayerTensor]) -> Iterator[_Piece]:
+        """Rows of q, k and v by query group [q .. q, k, v] (Megatron's `SelfAttention.get_query_key_value_tensors`)."""
+        groups, d = self.a.kv_heads // self.tp, self.a.head_dim
         for group in range(self.t * groups, (self.t + 1) * groups):
-            for projection, heads in (("q", queries), ("k", 1), ("v", 1)):
-                tiles.append(self._rows(f"{hf}{projection}_proj.{kind}", group * heads * d, heads * d, row))
-                row += heads * d
-        return tuple(tiles)
-
-    def _gate_up(self, hf: str) -> tuple[Tile, ...]:
-        rows = self.a.ffn // self.tp
-        return tuple(self._rows(f"{hf}{half}_proj.weight", self.t * rows, rows, at)
-                     for half, at in (("gate", 0), ("up", rows)))
-
-    def _rows(self, tensor: str, start: int, rows: int, local_row: int) -> Tile:
-        """`rows` whole rows of a weight [*, hidden], or elements of a bias, at row `local_row` of the parameter."""
-        if tensor.endswith(".bias"):
-            return Tile(tensor, (start,), (rows,), (1,), local_row)
-        hidden = self.a.hidden
-        return Tile(tensor, (start, 0), (rows, hidden), (hidden, 1), local_row * hidden)
-
-    def _columns(self, tensor: str, columns: int) -> tuple[tuple[int, ...], tuple[Tile, ...]]:
-        """A row-parallel weight [hidden, columns]: this rank's slice of the columns."""
-        shape = (self.a.hidden, columns // self.tp)
-        return shape, (Tile(tensor, (0, self.t * shape[1]), shape, contiguous_stride(shape), 0),)
-
-
-def _whole(tensor: str, size: int) -> tuple[Tile, ...]:
-    return (Tile(tensor, (0,), (size,), (1,), 0),)
+            for tensor, heads in zip(tensors, (self.a.heads // self.a.kv_heads, 1, 1), strict=True):
+                rest = tensor.shape[1:]
+                yield tensor, (group * heads * d, *(0 for _ in rest)), (heads * d, *rest)

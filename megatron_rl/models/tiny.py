@@ -8,25 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
+from launch.model.family import built_in
+
+FAMILIES = {family.model_type: family.architecture for family in built_in().values() if family.trains}
+"""Families of which there are tiny models, and transformers' class of each."""
 PAD, BOS, EOS, UNK = "<|pad|>", "<|bos|>", "<|eos|>", "<|unk|>"
 CHARACTERS = "\n 0123456789abcdefghijklmnopqrstuvwxyz.,:;?!+-*/=()<>'\"#%&_|"
 CHAT_TEMPLATE = (
@@ -72,12 +61,12 @@ def tiny_config(family: str, **overrides) -> PretrainedConfig:
         vocab_size=320, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=512, rms_norm_eps=1e-6,
         rope_theta=10000.0, initializer_range=0.02, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
-        pad_token_id=0)
-    if family == "qwen2":
-        del settings["head_dim"]
-    config = FAMILIES[family][0](**{**settings, **overrides})
-    config.architectures = [FAMILIES[family][1].__name__]
-    return config
+        pad_token_id=0, sliding_window=None)
+    config_class = getattr(transformers, FAMILIES[family]).config_class
+    for name in ("head_dim", "sliding_window"):
+        if not hasattr(config_class, name):
+            del settings[name]
+    return config_class(**{**settings, **overrides}, architectures=[FAMILIES[family]])
 
 
 def random_model(config: PretrainedConfig, seed: int, *, lively: bool = False) -> PreTrainedModel:
@@ -86,7 +75,7 @@ def random_model(config: PretrainedConfig, seed: int, *, lively: bool = False) -
     `lively` draws norms and biases too and widens the rest, so that no two parameters of a kind are equal and a
     swapped or forgotten one shows in the logits (tests).
     """
-    model_class = next(model for kind, model in FAMILIES.values() if kind is type(config))
+    model_class = getattr(transformers, config.architectures[0])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config).float()

@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,6 +22,7 @@ from launch.config.resolved import ResolvedTrainer
 from launch.model.architecture import Architecture
 from launch.plan.plan import TrainingPlan
 from megatron_rl.trainer import cpu
+from megatron_rl.trainer.norms import NormThenAdd, WholeProjectionNorm
 from megatron_rl.trainer.packed_attention import PackedAttention, PackedRotary, RMSNorm
 from megatron_rl.trainer.rope import inverse_frequencies
 
@@ -44,11 +46,11 @@ def build_model(architecture: Architecture, plan: TrainingPlan, trainer: Resolve
         stage = {"ignore_virtual": False, "vp_stage": vp_stage}
         layers = plan.layers_of_stage[parallel_state.get_pipeline_model_parallel_rank()][vp_stage]
         chunk = GPTModel(
-            config, _layer_spec(architecture, len(layers)), vocab_size=plan.padded_vocab,
+            config, _layer_spec(architecture, len(layers), config), vocab_size=plan.padded_vocab,
             max_sequence_length=architecture.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
             post_process=parallel_state.is_pipeline_last_stage(**stage),
-            share_embeddings_and_output_weights=architecture.tied_embeddings, position_embedding_type="rope",
+            share_embeddings_and_output_weights=architecture.tied, position_embedding_type="rope",
             parallel_output=True, vp_stage=vp_stage if plan.vpp > 1 else None)
         if cpu.needed():
             chunk.rotary_pos_emb = PackedRotary(inv_freq)
@@ -85,7 +87,8 @@ def transformer_config(architecture: Architecture, plan: TrainingPlan, trainer: 
         num_layers=architecture.layers, hidden_size=architecture.hidden, ffn_hidden_size=architecture.ffn,
         num_attention_heads=architecture.heads, num_query_groups=architecture.kv_heads,
         kv_channels=architecture.head_dim, normalization="RMSNorm", layernorm_epsilon=architecture.norm_eps,
-        qk_layernorm=architecture.qk_norm, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
+        qk_layernorm=architecture.qk_norm and not architecture.qk_norm_whole,      # each head's own
+        gated_linear_unit=True, activation_func=torch.nn.functional.silu,
         add_bias_linear=False, add_qkv_bias=architecture.qkv_bias, hidden_dropout=0.0, attention_dropout=0.0,
         init_method_std=architecture.initializer_range, bf16=dtype is torch.bfloat16, params_dtype=dtype,
         pipeline_dtype=dtype, tensor_model_parallel_size=plan.tp, pipeline_model_parallel_size=plan.pp,
@@ -131,14 +134,35 @@ def _recompute(trainer: ResolvedTrainer) -> dict[str, Any]:
     return {}
 
 
-def _layer_spec(architecture: Architecture, layers: int) -> ModuleSpec | TransformerBlockSubmodules:
+def _layer_spec(architecture: Architecture, layers: int,
+                config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
     """Transformer Engine's layers on a GPU; on a CPU Megatron's local ones with the modules of `packed_attention`."""
     if not cpu.needed():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm)
-    spec = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        _place_norms(spec, architecture, config)
+        return spec
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    if architecture.qk_norm:
+    if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    _place_norms(spec, architecture, config)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
+
+
+def _place_norms(spec: ModuleSpec, architecture: Architecture, config: TransformerConfig) -> None:
+    """Norms elsewhere than Megatron's specs have them (`trainer.norms`)."""
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    if architecture.qk_norm_whole:
+        attention.q_layernorm, attention.k_layernorm = (
+            ModuleSpec(WholeProjectionNorm, params={"heads": heads})
+            for heads in (architecture.heads, architecture.kv_heads))
+    if architecture.post_norm:
+        norm: type = RMSNorm
+        if not cpu.needed():       # the linear layers that have the norm of their input inside, without it
+            from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+            attention.linear_qkv = layer.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+            norm = TENorm
+        layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(NormThenAdd, params={"norm": norm, "config": config})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from launch.errors import UserError
-from launch.model.architecture import ROPE_TYPES, Architecture
+from launch.model.architecture import Architecture
+from launch.model.hf_config import ROPE_TYPES
 
 
 def inverse_frequencies(architecture: Architecture) -> torch.Tensor:

@@ -11,19 +11,21 @@ from launch.cluster.spec import ClusterSpec, Gpu
 from launch.fabric.lanes import Fabric, Traffic, engine_gpus, holders, traffic
 from launch.fabric.routes import ROOT, Route
 from launch.fabric.shards import Worker, flows
-from launch.model.shape import ModelShape
+from launch.model.architecture import Architecture
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 
-LLAMA_70B = ModelShape("llama3-70b", 80, 8192, 28672, 64, 8, 128, 128256, tied=False)
-SMALL = ModelShape("small", layers=8, hidden=48, ffn=176, heads=16, kv_heads=4, head_dim=8, vocab=1001, tied=False,
+LLAMA_70B = Architecture(80, 8192, 28672, 64, 8, 128, 128256, tied=False)
+SMALL = Architecture(layers=8, hidden=48, ffn=176, heads=16, kv_heads=4, head_dim=8, vocab=1001, tied=False,
                    qkv_bias=True)
-TIED = ModelShape("tied", layers=9, hidden=48, ffn=130, heads=16, kv_heads=8, head_dim=8, vocab=997, tied=True,
+TIED = Architecture(layers=9, hidden=48, ffn=130, heads=16, kv_heads=8, head_dim=8, vocab=997, tied=True,
                   qk_norm=True)
-MIXTURE = ModelShape("mixture", layers=8, hidden=48, ffn=0, heads=16, kv_heads=2, head_dim=8, vocab=1024, tied=False,
+MIXTURE = Architecture(layers=8, hidden=48, ffn=0, heads=16, kv_heads=2, head_dim=8, vocab=1024, tied=False,
                      experts=16, experts_per_token=2, moe_ffn=40, shared_ffn=64)
-GPT = ModelShape("gpt", layers=8, hidden=48, ffn=192, heads=16, kv_heads=16, head_dim=8, vocab=513, tied=True,
+GPT = Architecture(layers=8, hidden=48, ffn=192, heads=16, kv_heads=16, head_dim=8, vocab=513, tied=True,
                  mlp_matrices=2, all_biases=True, learned_positions=77)
-SHAPES = (SMALL, TIED, MIXTURE, GPT)
+WHOLE_NORMS = Architecture(layers=8, hidden=48, ffn=176, heads=16, kv_heads=8, head_dim=8, vocab=1001,
+                         tied=False, qk_norm=True, qk_norm_whole=True, post_norm=True)
+SHAPES = (SMALL, TIED, MIXTURE, GPT, WHOLE_NORMS)
 
 H100 = Gpu("H100", bf16_flops=989.4e12, fp8_flops=1978.9e12, fp32_flops=66.9e12, hbm_bytes=80 * 10**9,
            usable_bytes=84 * 10**9, hbm_bandwidth=3.35e12, nvlink_bandwidth=450e9, power_w=700, source="test")
@@ -101,5 +103,5 @@ def check_coverage(route: Route, case: Case) -> None:
     assert not got, "bytes that nobody needs"
 
 
-def wanted_of(shape: ModelShape, training: TrainingLayout, rollout: RolloutLayout, lora_rank: int = 0) -> dict:
+def wanted_of(shape: Architecture, training: TrainingLayout, rollout: RolloutLayout, lora_rank: int = 0) -> dict:
     return {(flow.shard, flow.worker): flow.bytes for flow in flows(shape, training, rollout, lora_rank=lora_rank)}

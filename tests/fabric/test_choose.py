@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-
 import pytest
 
 from launch.coefficients.sync import DEFAULT
 from launch.fabric.bounds import bounds
 from launch.fabric.choose import fastest, predict
 from launch.fabric.lanes import fabric_of, traffic
-from launch.model.shape import ModelShape
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from tests.fabric.cases import FABRIC, LLAMA_70B, cluster
 

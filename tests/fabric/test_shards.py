@@ -14,7 +14,7 @@ from launch.planner.parameters import count, stage_parameters
 from tests.fabric.cases import LLAMA_70B, MIXTURE, SHAPES, SMALL, TIED
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", SHAPES, ids=("small", "tied", "mixture", "gpt", "whole-norms"))
 def test_one_rank_takes_the_whole_model(shape):
     assert held_bytes(shape, RolloutLayout()) == {Worker(0, 0): 2 * count(shape)}
 
@@ -33,7 +33,7 @@ def test_a_worker_gets_what_it_holds(shape, tp, pp, ep, etp, engine_tp, engine_p
 
 
 @pytest.mark.parametrize("tp, pp, ep", [(1, 1, 1), (4, 2, 1), (8, 4, 4)])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", SHAPES, ids=("small", "tied", "mixture", "gpt", "whole-norms"))
 def test_no_shard_sends_more_than_its_rank_holds(shape, tp, pp, ep):
     training = TrainingLayout(tp=tp, pp=pp, dp=4, ep=ep if shape.experts else 1)
     sent: Counter = Counter()

@@ -15,7 +15,7 @@ import torch
 
 from launch import envvars
 from launch.config.resolved import ResolvedConfig
-from launch.model.architecture import from_hf_config
+from launch.model.hf_config import from_hf_config
 from launch.plan.plan import Plan
 from launch.planner.from_config import plan_of
 from megatron_rl.layouts.digest import digest_layouts

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.cli.main import main
-from launch.model.architecture import from_hf_dict
+from launch.model.hf_config import from_hf_dict
 
 HF_CONFIGS = Path(__file__).parent / "hf_configs"
 

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from launch.errors import UserError
-from launch.model.architecture import from_hf_config, from_hf_dict, parameter_count
+from launch.model.architecture import parameter_count
+from launch.model.hf_config import from_hf_config, from_hf_dict
 from tests.launch.conftest import HF_CONFIGS, TINY_MODEL
 
 PUBLISHED = {"llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496, "qwen2.5-7b": 7_615_616_512,
@@ -46,7 +47,7 @@ def test_against_transformers(file):
         config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.num_attention_heads,
         config.num_key_value_heads, config.head_dim if hasattr(config, "head_dim") else
         config.hidden_size // config.num_attention_heads, config.vocab_size)
-    assert (mine.norm_eps, mine.max_positions, mine.initializer_range, mine.tied_embeddings) == (
+    assert (mine.norm_eps, mine.max_positions, mine.initializer_range, mine.tied) == (
         config.rms_norm_eps, config.max_position_embeddings, config.initializer_range, config.tie_word_embeddings)
 
 

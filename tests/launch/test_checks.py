@@ -10,7 +10,7 @@ import pytest
 from launch.config.checks import check
 from launch.config.load import load_config
 from launch.errors import UserError
-from launch.model.architecture import from_hf_dict
+from launch.model.hf_config import from_hf_dict
 from tests.launch.conftest import TINY_MODEL
 
 # The model: 4 layers, 8 heads, 4 KV heads of 32, ffn 384, vocabulary 96, 128 positions.

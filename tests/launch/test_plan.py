@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from launch.config.checks import check
 from launch.config.load import load_config
 from launch.errors import UserError
-from launch.model.architecture import from_hf_dict
+from launch.model.hf_config import from_hf_dict
 from launch.model.padding import round_up, sequence_multiple
 from launch.plan.plan import Placement, read_plan
 from launch.planner.build import layers_of_stage, rank_coordinates

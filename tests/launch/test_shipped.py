@@ -11,7 +11,7 @@ import pytest
 from launch.config.checks import check
 from launch.config.keys import all_keys
 from launch.config.load import load_config
-from launch.model.architecture import from_hf_config, from_hf_dict
+from launch.model.hf_config import from_hf_config, from_hf_dict
 from launch.planner.from_config import plan_of
 from launch.planner.seats.local import place_local
 from launch.ports import Ports

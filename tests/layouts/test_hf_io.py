@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.errors import UserError
-from launch.model.architecture import Architecture, from_hf_config
+from launch.model.architecture import Architecture
+from launch.model.hf_config import from_hf_config
 from launch.plan.plan import TrainingPlan
 from megatron_rl.layouts import step_folder
 from megatron_rl.layouts.digest import add
@@ -122,7 +124,7 @@ def test_an_untied_checkpoint_without_a_head_is_refused(copy):
 def test_a_missing_tensor_and_a_wrong_shape_are_named_on_every_rank(copy):
     a = from_hf_config(copy)
     with pytest.raises(UserError, match=r"embed_tokens.weight has shape \[301, 128\].*\[311, 128\]"):
-        load(copy, a.model_copy(update={"vocab": 311}), training_plan(a, pp=2), 1)
+        load(copy, replace(a, vocab=311), training_plan(a, pp=2), 1)
     edit_weights(copy, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(UserError, match="lacks the tensor model.layers.1.mlp.up_proj.weight"):
         load(copy, a, training_plan(a, pp=2), 0)         # layer 1 lies on the other stage
@@ -221,7 +223,7 @@ def test_an_export_is_the_model_for_transformers(family, tied, sizes, tmp_path):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("sizes", [dict(tp=2, pp=2, cp=2, dp=3), dict(pp=3, dp=4), dict(tp=4, vpp=2, pp=2, dp=2)])
 def test_every_element_has_one_writer_replicas_share_and_a_tensor_has_one_replica(tied, sizes):
-    a = architecture(layers=12, hidden=24, ffn=64, vocab=300, tied_embeddings=tied)
+    a = architecture(layers=12, hidden=24, ffn=64, vocab=300, tied=tied)
     training = training_plan(a, **sizes)
     count = {t.name: torch.zeros(t.shape, dtype=torch.int64) for t in canonical_tensors(a)}
     replicas, elements = {}, Counter()

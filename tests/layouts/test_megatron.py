@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from launch.config.schema import Trainer
-from launch.model.architecture import Architecture, from_hf_config
+from launch.model.architecture import Architecture
+from launch.model.hf_config import from_hf_config
 from launch.plan.plan import TrainingPlan
 from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
 from megatron_rl.layouts.tiles import Tile, tile_view
@@ -23,6 +24,8 @@ FAMILIES = {
     "llama": {"qkv_bias": False, "qk_norm": False},
     "qwen2": {"qkv_bias": True, "qk_norm": False},
     "qwen3": {"qkv_bias": False, "qk_norm": True},
+    "mistral": {"qkv_bias": False, "qk_norm": False},
+    "olmo2": {"qkv_bias": False, "qk_norm": True, "qk_norm_whole": True, "post_norm": True},
 }
 SIZES = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (4, 2, 1), (1, 2, 2), (2, 2, 2)]
 
@@ -62,15 +65,15 @@ def models_and_sizes(draw) -> tuple[Architecture, tuple[int, int, int]]:
     kv_heads = tp * draw(st.integers(1, 2))
     family = draw(st.sampled_from(sorted(FAMILIES)))
     return architecture(
-        family=family, **FAMILIES[family], tied_embeddings=draw(st.booleans()), layers=layers, kv_heads=kv_heads,
+        family=family, **FAMILIES[family], tied=draw(st.booleans()), layers=layers, kv_heads=kv_heads,
         heads=kv_heads * draw(st.integers(1, 3)), head_dim=draw(st.integers(1, 5)), hidden=draw(st.integers(1, 9)),
         ffn=tp * draw(st.integers(1, 6)), vocab=draw(st.integers(1, 600))), (tp, pp, vpp)
 
 
 @settings(max_examples=150, deadline=None, print_blob=True)
 @given(models_and_sizes())
-@example((architecture(family="llama", qkv_bias=False, qk_norm=False, tied_embeddings=True), (4, 2, 1)))
-@example((architecture(tied_embeddings=True), (2, 2, 2)))
+@example((architecture(family="llama", qkv_bias=False, qk_norm=False, tied=True), (4, 2, 1)))
+@example((architecture(tied=True), (2, 2, 2)))
 def test_shard_then_assemble_is_the_model_bit_for_bit(case):
     a, (tp, pp, vpp) = case
     training, tensors = training_plan(a, tp, pp, vpp), numbered(a)
@@ -83,8 +86,9 @@ def test_shard_then_assemble_is_the_model_bit_for_bit(case):
     whole, count = assemble(a, training, shards)
     for name, tensor in tensors.items():
         assert torch.equal(whole[name], tensor), name
-        copies = 2 if name == "model.embed_tokens.weight" and a.tied_embeddings and pp > 1 else 1
-        copies = tp if name.endswith("norm.weight") else copies
+        copies = 2 if name == "model.embed_tokens.weight" and a.tied and pp > 1 else 1
+        cut = a.qk_norm_whole and name.endswith(("q_norm.weight", "k_norm.weight"))
+        copies = tp if name.endswith("norm.weight") and not cut else copies
         assert (count[name] == copies).all(), name
 
 
@@ -123,7 +127,7 @@ def test_names_and_shapes_are_those_of_megatrons_model():
     cases = []
     for family, switches in FAMILIES.items():
         for tied in (True, False):
-            a = architecture(family=family, tied_embeddings=tied, hidden=24, ffn=20, head_dim=6, **switches)
+            a = architecture(family=family, tied=tied, hidden=24, ffn=20, head_dim=6, **switches)
             cases += [(a, training_plan(a, *sizes)) for sizes in SIZES]
     uneven = architecture(layers=5, hidden=24, head_dim=6)
     cases += [(uneven, training_plan(uneven, 1, 2)), (uneven, training_plan(uneven, 2, 4))]
@@ -131,7 +135,7 @@ def test_names_and_shapes_are_those_of_megatrons_model():
     for (a, training), ranks in zip(cases, found, strict=True):
         for rank, parameters in enumerate(ranks):
             expected = {layout.name: layout.shape for layout in megatron_layout(a, training, rank, "local")}
-            assert expected == parameters, (a.family, a.tied_embeddings, training.tp, training.pp, training.vpp)
+            assert expected == parameters, (a.family, a.tied, training.tp, training.pp, training.vpp)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -151,7 +155,7 @@ def _mbridge(a: Architecture, training: TrainingPlan):
     bridge = kind.__new__(kind)
     bridge.hf_config = SimpleNamespace(num_key_value_heads=a.kv_heads, hidden_size=a.hidden,
                                        num_attention_heads=a.heads, head_dim=a.head_dim,
-                                       tie_word_embeddings=a.tied_embeddings)
+                                       tie_word_embeddings=a.tied)
     bridge.config = SimpleNamespace(gated_linear_unit=True)
     bridge.make_vocab_size_divisible_by = 128
     bridge.vocab_size, bridge.padded_vocab_size = a.vocab, training.padded_vocab
@@ -162,7 +166,7 @@ def _mbridge(a: Architecture, training: TrainingPlan):
     ("qwen3", False, 1, 1, 1), ("qwen3", False, 4, 2, 2), ("qwen2", True, 2, 2, 1), ("qwen2", True, 2, 2, 2),
     ("llama", False, 2, 2, 2), ("llama", True, 4, 1, 1)])
 def test_transformer_engine_names_and_values_are_those_of_mbridge(family, tied, tp, pp, vpp):
-    a = architecture(family=family, tied_embeddings=tied, **FAMILIES[family])
+    a = architecture(family=family, tied=tied, **FAMILIES[family])
     training, tensors = training_plan(a, tp, pp, vpp), numbered(a)
     bridge = _mbridge(a, training)
     for at in training.ranks:
@@ -237,7 +241,7 @@ def test_padded_vocabulary_rows_are_in_no_tile():
 
 
 def test_tied_embeddings_have_a_second_copy_on_the_last_stage_only():
-    a = architecture(tied_embeddings=True, layers=4)
+    a = architecture(tied=True, layers=4)
     training = training_plan(a, pp=2, vpp=2)
     names = [[layout.name for layout in megatron_layout(a, training, rank, "local")] for rank in range(2)]
     assert "chunk1.output_layer.weight" not in names[0] and "chunk1.output_layer.weight" in names[1]

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from launch.errors import UserError
-from launch.model.architecture import from_hf_config, tensor_shapes
+from launch.model.architecture import tensor_shapes
 from launch.model.folder import check_model_folder, read_safetensors_header
+from launch.model.hf_config import from_hf_config
 from tests.tiny_models import FAMILIES, make_tiny
 
 

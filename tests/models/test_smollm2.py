@@ -34,7 +34,7 @@ def no_index(monkeypatch):
 def test_the_folder_is_complete_and_of_the_published_size(folder):
     architecture = check_model_folder(folder)
     assert parameter_count(architecture) == 134_515_008
-    assert architecture.tied_embeddings
+    assert architecture.tied
     assert not list(folder.parent.glob(".smollm2*")), "nothing is left of the making"
 
 

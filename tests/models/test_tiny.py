@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launch.model.architecture import from_hf_config
+from launch.model.hf_config import from_hf_config
 from megatron_rl.models.tiny import CHARACTERS, byte_tokenizer, character_tokenizer, write_tiny
 from tests.tiny_models import FAMILIES, make_tiny
 
@@ -46,7 +46,7 @@ def test_overrides_reach_the_config(tmp_path):
             "original_max_position_embeddings": 64}
     architecture = from_hf_config(make_tiny(tmp_path / "m", "llama", 0, num_hidden_layers=3, rope_parameters=rope,
                                             tie_word_embeddings=True))
-    assert (architecture.layers, architecture.tied_embeddings) == (3, True)
+    assert (architecture.layers, architecture.tied) == (3, True)
     assert architecture.rope == rope
 
 

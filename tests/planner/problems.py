@@ -10,8 +10,8 @@ from launch.cluster.file import load_cluster
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.site import SiteCoefficients
 from launch.config.load import LoadedConfig, load_config
-from launch.model.builtin import from_architecture, from_builtin
-from launch.model.shape import ModelShape
+from launch.model.architecture import Architecture
+from launch.model.builtin import from_builtin
 from launch.planner.explain.remedies import with_nodes
 from launch.planner.search.candidate import Candidate
 from launch.planner.search.problem import Mode, Problem
@@ -22,12 +22,12 @@ from launch.planner.workload.workload import Workload
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
-SMALL = ModelShape("small", layers=8, hidden=1024, ffn=2816, heads=16, kv_heads=8, head_dim=64, vocab=32000, tied=True)
+SMALL = Architecture(layers=8, hidden=1024, ffn=2816, heads=16, kv_heads=8, head_dim=64, vocab=32000, tied=True)
 
 
 @lru_cache(maxsize=32)
-def builtin(name: str) -> ModelShape:
-    return from_architecture(from_builtin(name, "here"), name)
+def builtin(name: str) -> Architecture:
+    return from_builtin(name, "here")
 
 
 @lru_cache(maxsize=32)
@@ -41,7 +41,7 @@ def workload(**changes) -> Workload:
                             reference_offload=False, target=None), **changes)
 
 
-def problem(shape: ModelShape = SMALL, nodes: int = 2, pins: Pins = Pins(), work: Workload | None = None,
+def problem(shape: Architecture = SMALL, nodes: int = 2, pins: Pins = Pins(), work: Workload | None = None,
             **changes) -> Problem:
     return replace(Problem(shape=shape, workload=work or workload(), cluster=h100(nodes), pins=pins,
                            coefficients=SiteCoefficients()), **changes)

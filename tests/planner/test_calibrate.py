@@ -17,7 +17,6 @@ from launch.cluster.spec import ClusterSpec
 from launch.coefficients.site import SiteCoefficients
 from launch.config.load import LoadedConfig, load_config
 from launch.errors import UserError
-from launch.model.builtin import from_architecture
 from launch.plan.plan import Plan
 from launch.planner.calibrate.calibrate import Calibration, calibrate, phase_seconds
 from launch.planner.from_config import problem_of, workload_of
@@ -178,7 +177,7 @@ def test_everything_else_in_the_file_stays(file, tmp_path):
 def again(prepared: Predicted, machine: ClusterSpec) -> Candidate:
     """The plan of a configuration, computed once more on a machine."""
     resolved = prepared.loaded.resolved(prepared.plan.chosen)
-    problem = problem_of(resolved, from_architecture(prepared.plan.architecture), machine)
+    problem = problem_of(resolved, prepared.plan.architecture, machine)
     return pinned_candidate(problem, prepared.plan, prepared.plan.forecast.split.mode)
 
 

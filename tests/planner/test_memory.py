@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from launch.cluster import gpus
 from launch.coefficients.memory import MemoryCoefficients
-from launch.model.builtin import builtin
-from launch.model.shape import ModelShape
+from launch.model.architecture import Architecture
+from launch.model.builtin import from_builtin
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.planner.memory.activations import in_flight, layer_activations
 from launch.planner.memory.rollout import colocated_memory, kv_bytes_per_token, rollout_memory, weights_on_rank
@@ -22,8 +22,8 @@ from launch.validate import memory as validation
 from launch.validate.score import development_points
 
 H100 = gpus.find("h100")
-LLAMA70, QWEN7, QWEN_MOE = builtin("llama-3.1-70b"), builtin("qwen2.5-7b"), builtin("qwen3-30b-a3b")
-GPT = ModelShape("gpt", 24, 1024, 4096, 16, 16, 64, 50304, True, mlp_matrices=2, all_biases=True)
+LLAMA70, QWEN7, QWEN_MOE = from_builtin("llama-3.1-70b"), from_builtin("qwen2.5-7b"), from_builtin("qwen3-30b-a3b")
+GPT = Architecture(24, 1024, 4096, 16, 16, 64, 50304, True, mlp_matrices=2, all_biases=True)
 STATE = ("weights", "gradients", "optimizer")
 C = MemoryCoefficients()
 
@@ -249,7 +249,7 @@ def test_rollout_weights():
     assert weights_on_rank(LLAMA70, RolloutLayout(tp=8)) == pytest.approx(2 * count(LLAMA70) / 8, rel=1e-3)
     fp8 = weights_on_rank(LLAMA70, RolloutLayout(weight_precision="fp8"))
     assert fp8 == pytest.approx(count(LLAMA70) + 2 * 128256 * 8192, rel=1e-3)      # embedding and head stay bf16
-    tied = builtin("qwen3-4b")
+    tied = from_builtin("qwen3-4b")
     assert weights_on_rank(tied, RolloutLayout()) == pytest.approx(2 * count(tied), rel=1e-3)
 
 
@@ -263,7 +263,7 @@ def test_colocated_takes_turns():
 
 
 def test_a_cpu_has_no_context_and_no_graphs():
-    tiny = ModelShape("tiny", 2, 64, 128, 4, 2, 16, 512, True)
+    tiny = Architecture(2, 64, 128, 4, 2, 16, 512, True)
     memory = training_memory(tiny, TrainingLayout(dp=2), 512, gpus.find("cpu"))
     assert memory.verdict == "fits" and memory.stages[0].components["context"] == C.process_bytes
     engine = rollout_memory(tiny, RolloutLayout(), gpus.find("cpu"), max_tokens=512)

@@ -12,7 +12,7 @@ from launch.cluster import gpus
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.collectives import CollectiveCoefficients
 from launch.coefficients.training import TrainingCoefficients
-from launch.model.shape import ModelShape
+from launch.model.architecture import Architecture
 from launch.plan.layouts import TrainingLayout
 from launch.planner.parameters import flops_per_token, matrix_parameters
 from launch.planner.time.training import TrainingTime, logprob_time, training_time
@@ -22,9 +22,9 @@ from launch.validate.fit import median
 from launch.validate.points import load
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "measured"
-LLAMA_70B = ModelShape("llama3-70b", 80, 8192, 28672, 64, 8, 128, 128256, False)
-LLAMA_8B = ModelShape("llama3-8b", 32, 4096, 14336, 32, 8, 128, 128256, False)
-MOE = ModelShape("moe", 48, 2048, 6144, 32, 4, 128, 151936, False, qk_norm=True, experts=128, experts_per_token=8,
+LLAMA_70B = Architecture(80, 8192, 28672, 64, 8, 128, 128256, False)
+LLAMA_8B = Architecture(32, 4096, 14336, 32, 8, 128, 128256, False)
+MOE = Architecture(48, 2048, 6144, 32, 4, 128, 151936, False, qk_norm=True, experts=128, experts_per_token=8,
                  moe_ffn=768)
 H100 = ClusterSpec("h100", tuple(f"n{number}" for number in range(256)), 8, gpus.find("h100"), 8, 50e9, 8, 10**12)
 C = TrainingCoefficients()
@@ -41,7 +41,7 @@ def work(length: int = 8192, micro_batches: int = 64, dp: int = 2, micro: int = 
     return TrainingWork(sequences, sequences * length, float(length), micro * length, micro_batches, length)
 
 
-def ideal(shape: ModelShape, layout: TrainingLayout, **changes) -> TrainingTime:
+def ideal(shape: Architecture, layout: TrainingLayout, **changes) -> TrainingTime:
     return training_time(shape, layout, work(dp=layout.dp), IDEAL_CLUSTER, IDEAL, collectives=FREE, **changes)
 
 

@@ -16,7 +16,7 @@ from launch import envvars
 from launch.config.auto import on_this_machine
 from launch.config.resolved import ResolvedConfig
 from launch.config.schema import RunConfig
-from launch.model.architecture import from_hf_config
+from launch.model.hf_config import from_hf_config
 from launch.plan.plan import EnginePlacement, Placement, Plan, RankPlacement
 from launch.planner.from_config import plan_of
 from megatron_rl.data.batch import Prompt, Trajectory

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from launch.errors import UserError
-from launch.model.architecture import from_hf_config
+from launch.model.hf_config import from_hf_config
 from megatron_rl.data.template import PromptTemplate, load_tokenizer
 from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.rollout.arguments import engine_arguments

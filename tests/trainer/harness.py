@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from launch.config.auto import on_this_machine
 from launch.config.resolved import ResolvedConfig
 from launch.config.schema import RunConfig
-from launch.model.architecture import from_hf_config
+from launch.model.hf_config import from_hf_config
 from launch.plan.plan import Plan
 from launch.planner.from_config import plan_of
 from megatron_rl.data.batch import PolicyBatch
@@ -119,8 +119,8 @@ def hugging_face(folder: Path | str, batch: PolicyBatch, temperature: float = 1.
 class TrainingRank:
     """A real rank with Hugging Face's weights and Megatron's DDP around its chunks."""
 
-    def __init__(self, rank: Rank, config: ResolvedConfig) -> None:
-        self.plan = make_plan(config)
+    def __init__(self, rank: Rank, config: ResolvedConfig, plan: Plan | None = None) -> None:
+        self.plan = plan or make_plan(config)
         parallel.initialise(self.plan, rank.rank, rank.address, rank.port, rank.timeout_s)
         chunks = build_model(self.plan.architecture, self.plan.training, config.trainer, torch.device("cpu"))
         self.layouts = megatron_layout(self.plan.architecture, self.plan.training, rank.rank, "local")

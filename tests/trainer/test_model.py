@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from launch.config.resolved import ResolvedConfig
 from launch.errors import UserError
-from launch.model.architecture import from_hf_config
+from launch.model.hf_config import from_hf_config
 from megatron_rl.trainer import cpu, parallel
 from megatron_rl.trainer.rope import inverse_frequencies
 from tests.ranks import Rank, run_ranks
@@ -41,7 +42,7 @@ def test_inverse_frequencies_are_those_of_hugging_face(kind: str, tmp_path: Path
     {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 ])
 def test_rope_that_would_be_silently_wrong_is_refused(rope: dict, tmp_path: Path) -> None:
-    architecture = from_hf_config(make_tiny(tmp_path)).model_copy(update={"rope": rope})
+    architecture = replace(from_hf_config(make_tiny(tmp_path)), rope=rope)
     with pytest.raises(UserError, match="RoPE .* is not supported"):
         inverse_frequencies(architecture)
 

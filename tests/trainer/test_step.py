@@ -36,6 +36,8 @@ GROUPS = [(12, [5, 9, 1, 14]), (1, [3, 1, 6, 2]), (30, [1, 1, 2, 1]), (7, [20, 1
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+NEMO = {"family": "mistral", "head_dim": 64}
+OLMO2 = {"family": "olmo2"}
 WIDE_HEADS = {"family": "qwen3", "head_dim": 64, "tie_word_embeddings": True}
 
 
@@ -97,6 +99,12 @@ CASES = {
     "pp2-vpp2-lengths-too-unequal-to-pad": ({"num_hidden_layers": 4}, {"pp": 2, "vpp": 2}, [120, 110, 100, 6]),
     "pp2-dp2-lengths-too-unequal-to-pad": ({}, {"pp": 2, "dp": 2}, [120, 70, 69, 68, 67]),
     "pp2-uneven-layers-full-recompute": ({"num_hidden_layers": 3}, {"pp": 2, "recompute": "full"}, UNEQUAL),
+    "one-rank-mistral-head-dim": (NEMO, {"token_budget": 1000}, MIXED),
+    "tp2-sp-pp2-mistral-head-dim": (NEMO, {"tp": 2, "pp": 2, "sequence_parallel": True}, MIXED),
+    "one-rank-olmo2": (OLMO2, {"token_budget": 1000}, MIXED),
+    "tp2-pp2-olmo2-full-recompute": (OLMO2, {"tp": 2, "pp": 2, "recompute": "full"}, MIXED),
+    "tp2-sp-cp2-olmo2": (OLMO2, {"tp": 2, "sequence_parallel": True, "cp": 2}, MIXED),
+    "shared-tp2-olmo2": (OLMO2, {"tp": 2}, GROUPS),
     "cp2-llama3-rope": ({"rope_parameters": LLAMA3}, {"cp": 2}, MIXED),
     "cp2-tp2-sp-selective-recompute-qwen2": ({"family": "qwen2"}, {"cp": 2, "tp": 2, "sequence_parallel": True,
                                                                    "recompute": "selective"}, MIXED),

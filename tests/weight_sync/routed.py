@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launch.fabric.estimate import Kind
 from launch.fabric.seated import Seats
-from launch.model.architecture import from_hf_config
+from launch.model.hf_config import from_hf_config
 from megatron_rl.layouts.digest import add
 from megatron_rl.layouts.hf_read import CheckpointReader
 from megatron_rl.layouts.megatron import canonical_tensors

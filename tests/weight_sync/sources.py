@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from launch.model.architecture import from_hf_config
+from launch.model.hf_config import from_hf_config
 from launch.plan.plan import TrainingPlan
 from megatron_rl.weight_sync.coordinator import Endpoint
 from tests.ranks import free_port

@@ -119,7 +119,7 @@ def test_a_changed_byte_exchanged_tensors_and_a_missing_file_are_found_afterward
 
 
 def test_live_parameters_are_compared_by_their_bits(world, tmp_path):
-    from launch.model.architecture import from_hf_config
+    from launch.model.hf_config import from_hf_config
     from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
     from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
     from tests.weight_sync.worlds import training_plan

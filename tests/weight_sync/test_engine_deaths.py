@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.model.architecture import from_hf_config
+from launch.model.hf_config import from_hf_config
 from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.rollout.sampling import Sampling

@@ -45,7 +45,7 @@ def worlds(draw):
         layers=pp * vpp if vpp > 1 else draw(st.integers(pp, pp + 2)), hidden=draw(st.sampled_from([5, 7, 11])),
         ffn=lcm(tp, rollout_tp) * draw(st.sampled_from([1, 3, 5])), heads=lcm(heads, rollout_tp), kv_heads=kv_heads,
         head_dim=draw(st.sampled_from([1, 2, 3, 5])), vocab=draw(st.integers(60, 300)),
-        tied_embeddings=draw(st.booleans()), qkv_bias=draw(st.booleans()), qk_norm=draw(st.booleans()))
+        tied=draw(st.booleans()), qkv_bias=draw(st.booleans()), qk_norm=draw(st.booleans()))
     dp, cp = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]))
     return a, training_plan(a, tp, pp, vpp, cp, dp), rollout_tp, draw(st.sampled_from([1, 3]))
 
@@ -79,7 +79,7 @@ def test_any_trainer_layout_arrives_in_any_rollout_layout(world, bucket_bytes, r
 
 
 def test_replicas_share_the_engines_and_tied_embeddings_travel_from_the_first_stage():
-    a = architecture(tied_embeddings=True)
+    a = architecture(tied=True)
     training = training_plan(a, tp=2, pp=2, cp=2, dp=2)
     manifest = build_manifest(sources(a, training), destinations(a, 2, replicas=8))
     for edge in manifest.edges:
@@ -112,8 +112,8 @@ def test_equal_tp_needs_no_cut_of_the_mlp_and_only_rail_aligned_edges():
 
 
 def test_an_engine_with_a_head_of_its_own_gets_the_tied_embedding():
-    tied = architecture(tied_embeddings=True)
-    with_head = destinations(tied.model_copy(update={"tied_embeddings": False}), 2)
+    tied = architecture(tied=True)
+    with_head = destinations(replace(tied, tied=False), 2)
     training = training_plan(tied, tp=2, pp=2)
     with pytest.raises(ValueError, match="lm_head.weight"):
         build_manifest(sources(tied, training), with_head)

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from launch import envvars
-from launch.model.architecture import Architecture, from_hf_config
+from launch.model.architecture import Architecture
+from launch.model.hf_config import from_hf_config
 from megatron_rl.layouts.digest import add, digest_layouts, digest_tiles
 from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.layouts.vllm import trace_layout, write_padding

@@ -8,7 +8,7 @@ import shutil
 import torch
 from safetensors.torch import load_file
 
-from launch.model.architecture import from_hf_config
+from launch.model.hf_config import from_hf_config
 from megatron_rl.layouts import step_folder as files
 from megatron_rl.layouts.disk_check import digests_of_files
 from megatron_rl.layouts.megatron import canonical_tensors

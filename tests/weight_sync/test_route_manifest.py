@@ -11,7 +11,6 @@ from launch.fabric.choose import predict
 from launch.fabric.estimate import KINDS
 from launch.fabric.lanes import Place, engine_gpus, fabric_of
 from launch.fabric.seated import Seats, apart, seats_of
-from launch.model.builtin import from_architecture
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.plan.plan import EnginePlacement, Placement, RankPlacement
 from megatron_rl.weight_sync.coordinator import Endpoint, lane_specs
@@ -48,15 +47,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("features", [{}, {"tied": True}, {"qk_norm_whole": True, "post_norm": True}],
+                         ids=["untied", "tied", "olmo2"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("trainer, tp, engines, gpus, nics", CASES)
-def test_edges_and_bytes_are_those_that_the_plan_announced(trainer, tp, engines, gpus, nics, kind, tied):
-    a = architecture(heads=8, kv_heads=4, hidden=8, head_dim=4, tied_embeddings=tied)
+def test_edges_and_bytes_are_those_that_the_plan_announced(trainer, tp, engines, gpus, nics, kind, features):
+    a = architecture(heads=8, kv_heads=4, hidden=8, head_dim=4, **features)
     sizes = training_plan(a, **trainer)
     training, rollout = TrainingLayout(**trainer), RolloutLayout(tp=tp, replicas=engines)
     cluster = _cluster(-(-training.gpus // gpus) + -(-engines * tp // gpus), gpus, nics)
-    prediction = predict(from_architecture(a), training, rollout, cluster, weight_bytes=4, route=kind)
+    prediction = predict(a, training, rollout, cluster, weight_bytes=4, route=kind)
     announced = prediction.build()
 
     sides = sources(a, sizes), destinations(a, tp, engines)

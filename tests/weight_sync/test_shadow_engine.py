@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from launch.model.architecture import from_hf_config
+from launch.model.hf_config import from_hf_config
 from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.weight_sync.coordinator import SyncCoordinator

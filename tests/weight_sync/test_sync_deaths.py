@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from launch.model.architecture import from_hf_config
+from launch.model.hf_config import from_hf_config
 from megatron_rl.weight_sync.protocol import EngineState, NotServing, SyncError
 from tests.weight_sync.plain import plain_engines
 from tests.weight_sync.routed import TIMEOUT_S, World, two_checkpoints, world

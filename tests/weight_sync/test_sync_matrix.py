@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from launch.model.architecture import from_hf_config
+from launch.model.hf_config import from_hf_config
 from megatron_rl.layouts.digest import add
 from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.weight_sync.coordinator import SyncCoordinator

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch.model.architecture import from_hf_config
+from launch.model.hf_config import from_hf_config
 from megatron_rl.layouts.digest import add, digest_layouts
 from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
 from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout

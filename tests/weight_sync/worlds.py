@@ -28,7 +28,7 @@ Q_K_V = ("q", "k", "v")
 def architecture(**changes) -> Architecture:
     """A small model with sizes that do not fit one another by chance."""
     sizes = dict(family="qwen3", layers=4, hidden=7, ffn=20, heads=8, kv_heads=4, head_dim=3, vocab=301,
-                 tied_embeddings=False, qkv_bias=True, qk_norm=True, norm_eps=1e-6, max_positions=64,
+                 tied=False, qkv_bias=True, qk_norm=True, norm_eps=1e-6, max_positions=64,
                  initializer_range=0.02, rope={"rope_type": "default", "rope_theta": 10000.0})
     return Architecture(**{**sizes, **changes})
 
@@ -72,7 +72,7 @@ def megatron_shards(a: Architecture, training: TrainingPlan, rank: int,
         shards["chunk0.embedding.word_embeddings.weight"] = vocabulary(EMBEDDING)
     if at.pp == training.pp - 1:
         shards[f"{last_chunk}decoder.final_layernorm.weight"] = tensors["model.norm.weight"]
-        if not a.tied_embeddings:
+        if not a.tied:
             shards[f"{last_chunk}output_layer.weight"] = vocabulary(HEAD)
         elif training.pp > 1:
             shards[f"{last_chunk}output_layer.weight"] = vocabulary(EMBEDDING)
@@ -84,18 +84,22 @@ def _megatron_layer(a: Architecture, hf: dict[str, Tensor], t: int, tp: int) -> 
         groups = [hf[f"self_attn.{p}_proj.{kind}"].unflatten(0, (a.kv_heads, -1)) for p in Q_K_V]
         return torch.cat(groups, dim=1).flatten(0, 1).chunk(tp)[t]
 
+    norms = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+    if a.post_norm:
+        norms = {"self_attn_bda.norm": "post_attention_layernorm", "mlp_bda.norm": "post_feedforward_layernorm"}
     shards = {
-        "input_layernorm.weight": hf["input_layernorm.weight"],
+        **{f"{name}.weight": hf[f"{theirs}.weight"] for name, theirs in norms.items()},
         "self_attention.linear_qkv.weight": by_query_group("weight"),
         "self_attention.linear_proj.weight": hf["self_attn.o_proj.weight"].chunk(tp, dim=1)[t],
-        "pre_mlp_layernorm.weight": hf["post_attention_layernorm.weight"],
         "mlp.linear_fc1.weight": torch.cat([hf[f"mlp.{half}_proj.weight"].chunk(tp)[t] for half in ("gate", "up")]),
         "mlp.linear_fc2.weight": hf["mlp.down_proj.weight"].chunk(tp, dim=1)[t],
     }
     if a.qkv_bias:
         shards["self_attention.linear_qkv.bias"] = by_query_group("bias")
     if a.qk_norm:
-        shards |= {f"self_attention.{p}_layernorm.weight": hf[f"self_attn.{p}_norm.weight"] for p in "qk"}
+        parts = tp if a.qk_norm_whole else 1
+        shards |= {f"self_attention.{p}_layernorm.weight": hf[f"self_attn.{p}_norm.weight"].chunk(parts)[t % parts]
+                   for p in "qk"}
     return shards
 
 
@@ -112,7 +116,7 @@ def vllm_shards(a: Architecture, tp: int, worker: int, tensors: dict[str, Tensor
         return torch.cat([tensors[name], padding.to(tensors[name].dtype)]).chunk(tp)[worker]
 
     shards = {"model.embed_tokens.weight": vocabulary(EMBEDDING), "model.norm.weight": tensors["model.norm.weight"]}
-    if not a.tied_embeddings:
+    if not a.tied:
         shards["lm_head.weight"] = vocabulary(HEAD)
     for layer in range(a.layers):
         hf = f"model.layers.{layer}."
@@ -124,9 +128,7 @@ def vllm_shards(a: Architecture, tp: int, worker: int, tensors: dict[str, Tensor
             [tensors[f"{hf}mlp.{half}_proj.weight"].chunk(tp)[worker] for half in ("gate", "up")])
         for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
             shards[hf + name] = tensors[hf + name].chunk(tp, dim=1)[worker]
-        norms = ["input_layernorm.weight", "post_attention_layernorm.weight"]
-        norms += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] if a.qk_norm else []
-        shards |= {hf + name: tensors[hf + name] for name in norms}
+        shards |= {name: tensors[name] for name in tensors if name.startswith(hf) and name.endswith("norm.weight")}
     return {name: value.contiguous() for name, value in shards.items()}
 
 

@@ -13,6 +13,8 @@ from launch.planner.search.candidate import Candidate
 PRECISION_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 RECOMPUTE_SHARE = {(): 0.0, ("full",): 1.0}
 """How a choice of recomputation stands in the book: 0 none, 1 full, 0.5 some modules."""
+NOT_PLANNED = ("post_norm", "family", "norm_eps", "max_positions", "initializer_range", "rope", "names")
+"""Fields of the model that change no number."""
 UNITS = {"hbm_bytes": "bytes", "usable_bytes": "bytes", "hbm_bandwidth": "bytes/s", "nvlink_bandwidth": "bytes/s",
          "bf16_flops": "FLOP/s", "fp8_flops": "FLOP/s", "fp32_flops": "FLOP/s", "weight_bytes": "bytes",
          "kv_bytes": "bytes", "grad_bytes": "bytes", "precision": "bytes"}
@@ -58,7 +60,7 @@ def write_givens(book: Book, found: Candidate, source: Source) -> None:
     def given_fields(prefix: str, target: Any, **renamed: str) -> None:
         for each in fields(target):
             key, number = renamed.get(each.name, each.name), _number(each.name, getattr(target, each.name))
-            if number is not None:
+            if number is not None and each.name not in NOT_PLANNED:
                 given(target, each.name, f"{prefix}.{key}", UNITS.get(key, ""), value=number)
 
     given_fields("model", problem.shape)

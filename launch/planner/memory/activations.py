@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from launch.model.shape import ModelShape
+from launch.model.architecture import Architecture
 from launch.plan.book import part
 
 TrainerEngine = Literal["megatron-rl", "megatron", "fsdp"]
@@ -30,7 +30,7 @@ Megatron-Core; `fsdp`: PyTorch FSDP2 with compiled blocks (torchtitan, AutoModel
 class LayerActivations:
     """Bytes per token of the micro-batch's shard on a CP rank, of one layer on one TP rank."""
 
-    shape: ModelShape
+    shape: Architecture
     tp: int
     sequence_parallel: bool
     precision: str
@@ -132,7 +132,7 @@ class LayerActivations:
 
 
 @lru_cache(maxsize=4096)
-def layer_activations(shape: ModelShape, tp: int, sequence_parallel: bool, precision: str, recompute: tuple[str, ...],
+def layer_activations(shape: Architecture, tp: int, sequence_parallel: bool, precision: str, recompute: tuple[str, ...],
                       engine: TrainerEngine = "megatron", dropout: bool = False, etp: int = 1) -> LayerActivations:
     """One layer."""
     return LayerActivations(shape, tp, sequence_parallel, precision, recompute, engine, dropout, etp)

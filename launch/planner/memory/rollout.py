@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from launch.cluster.spec import Gpu
 from launch.coefficients.memory import DEFAULT, MemoryCoefficients
+from launch.model.architecture import Architecture
 from launch.model.padding import round_up
-from launch.model.shape import ModelShape
 from launch.plan.book import line, nonzero, part
 from launch.plan.layouts import RolloutLayout
 from launch.planner import parameters
@@ -31,7 +31,7 @@ class RolloutMemory:
 
     PREFIX = "memory.rollout"
 
-    shape: ModelShape
+    shape: Architecture
     layout: RolloutLayout
     gpu: Gpu
     coefficients: MemoryCoefficients
@@ -171,7 +171,7 @@ class ColocatedMemory:
         return self.verdict != "no"
 
 
-def weights_on_rank(shape: ModelShape, layout: RolloutLayout) -> int:
+def weights_on_rank(shape: Architecture, layout: RolloutLayout) -> int:
     """Bytes of the engine's weights on its largest rank. Fewer KV heads than TP ranks are replicated; embedding, head
     and norms stay in bf16 where the matrices are FP8. With PP the first and last stage hold embedding and head."""
     tp, each = layout.tp, parameters.layer(shape)
@@ -183,29 +183,29 @@ def weights_on_rank(shape: ModelShape, layout: RolloutLayout) -> int:
             + wide * (copies * rows * shape.hidden + shape.hidden))
 
 
-def received_on_rank(shape: ModelShape, layout: RolloutLayout) -> int:
+def received_on_rank(shape: Architecture, layout: RolloutLayout) -> int:
     """Bytes of what a quantised engine keeps beside its weights for the sync: the layers' matrices in bf16."""
     return -(-shape.layers // layout.pp) * _matrices(shape, layout.tp) * WEIGHT_BYTES["bf16"]
 
 
-def _matrices(shape: ModelShape, tp: int) -> int:
+def _matrices(shape: Architecture, tp: int) -> int:
     """Elements of one layer's matrices on the largest rank."""
     each = parameters.layer(shape)
     kv_matrices = 2 * shape.hidden * kv_heads_on_rank(shape, tp) * shape.head_dim
     return 2 * shape.hidden * shape.q_width // tp + kv_matrices + (each.mlp + each.experts) // tp
 
 
-def kv_heads_on_rank(shape: ModelShape, tp: int) -> int:
+def kv_heads_on_rank(shape: Architecture, tp: int) -> int:
     return max(1, -(-shape.kv_heads // tp))
 
 
-def kv_bytes_per_token(shape: ModelShape, layout: RolloutLayout) -> int:
+def kv_bytes_per_token(shape: Architecture, layout: RolloutLayout) -> int:
     """Of K and V of one token, on one rank."""
     layers = -(-shape.layers // layout.pp)
     return 2 * layers * kv_heads_on_rank(shape, layout.tp) * shape.head_dim * WEIGHT_BYTES[layout.kv_precision]
 
 
-def rollout_memory(shape: ModelShape, layout: RolloutLayout, gpu: Gpu,
+def rollout_memory(shape: Architecture, layout: RolloutLayout, gpu: Gpu,
                    coefficients: MemoryCoefficients = DEFAULT, *, max_tokens: int = 0,
                    sync_bytes: int = 0, shadow: bool = False, requantised: bool = False,
                    batched_tokens: int = PROFILE_TOKENS) -> RolloutMemory:

@@ -17,7 +17,7 @@ from typing import Literal
 
 from launch.cluster.spec import Gpu
 from launch.coefficients.memory import DEFAULT, MemoryCoefficients
-from launch.model.shape import ModelShape
+from launch.model.architecture import Architecture
 from launch.plan.book import line, made, nonzero, part
 from launch.plan.layouts import TrainingLayout
 from launch.planner.memory.activations import TrainerEngine, in_flight, layer_activations
@@ -45,7 +45,7 @@ class TrainingMemory:
 
     PREFIX = "memory.training"
 
-    shape: ModelShape
+    shape: Architecture
     layout: TrainingLayout
     held: RankParameters
     gpu: Gpu
@@ -291,7 +291,7 @@ class FsdpMemory(StageMemory):
         return self.held.total / self.of.layout.fsdp
 
 
-def training_memory(shape: ModelShape, layout: TrainingLayout, micro_batch_tokens: int, gpu: Gpu,
+def training_memory(shape: Architecture, layout: TrainingLayout, micro_batch_tokens: int, gpu: Gpu,
                     coefficients: MemoryCoefficients = DEFAULT, *, micro_batches: int = MANY,
                     engine: TrainerEngine = "megatron-rl", reference: Reference = "none",
                     sync_bucket_bytes: int = 0, lora_rank: int = 0, dropout: bool = False,
@@ -320,7 +320,7 @@ def expert_shards(layout: TrainingLayout) -> float:
     return max(1, layout.tp * layout.dp * layout.cp / (layout.ep * layout.etp))
 
 
-def lora_parameters(shape: ModelShape, rank: int, tp: int) -> int:
+def lora_parameters(shape: Architecture, rank: int, tp: int) -> int:
     """Adapter parameters of one layer on one TP rank: A [rank, in] and B [out, rank] on q, k, v, o and the MLP's
     matrices (Hu et al., arXiv 2106.09685). The side that faces the model's width is on every TP rank, the other is
     split. Routed experts have none."""

@@ -13,8 +13,8 @@ from typing import Literal
 
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.site import SiteCoefficients
+from launch.model.architecture import Architecture
 from launch.model.padding import token_budget
-from launch.model.shape import ModelShape
 from launch.planner.search.space import Pins
 from launch.planner.workload.workload import Workload
 
@@ -42,7 +42,7 @@ class Origin:
 class Problem:
     """What is to be planned."""
 
-    shape: ModelShape
+    shape: Architecture
     workload: Workload
     cluster: ClusterSpec
     pins: Pins

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from launch.model.architecture import Architecture
 from launch.model.padding import VLLM_VOCAB_MULTIPLE, round_up
-from launch.model.shape import ModelShape
 from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout
 from launch.planner.build import layers_of_stage
 
@@ -71,7 +71,7 @@ PIN_OF_KEY = {key: name for name, key in KEY_OF_PIN.items()}
 class Space:
     """All layouts of one model on nodes of one size."""
 
-    shape: ModelShape
+    shape: Architecture
     gpus_per_node: int
     pins: Pins
     rejected: dict[str, str] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from typing import Literal
 
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.rollout import RolloutCoefficients
-from launch.model.shape import ModelShape
+from launch.model.architecture import Architecture
 from launch.plan.book import line, part
 from launch.plan.layouts import RolloutLayout
 
@@ -35,7 +35,7 @@ class Engine:
 
     PREFIX = "rollout.engine"
 
-    shape: ModelShape
+    shape: Architecture
     layout: RolloutLayout
     cluster: ClusterSpec
     c: RolloutCoefficients
@@ -183,7 +183,7 @@ class Engine:
         return max(terms, key=terms.__getitem__)
 
 
-def engine_of(shape: ModelShape, layout: RolloutLayout, cluster: ClusterSpec,
+def engine_of(shape: Architecture, layout: RolloutLayout, cluster: ClusterSpec,
               coefficients: RolloutCoefficients | None = None, engine: EngineClass = "vllm") -> Engine:
     """The engine of one replica of `layout` on GPUs of `cluster`."""
     return Engine(shape, layout, cluster, coefficients or RolloutCoefficients(), engine)
@@ -193,7 +193,7 @@ def engine_of(shape: ModelShape, layout: RolloutLayout, cluster: ClusterSpec,
 class Sizes:
     """Matrix elements of a model."""
 
-    shape: ModelShape
+    shape: Architecture
 
     @part
     def dense(self) -> int:

@@ -12,13 +12,13 @@ from typing import Literal
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.site import SiteCoefficients
 from launch.fabric.shards import adapter_bytes
-from launch.model.shape import ModelShape
+from launch.model.architecture import Architecture
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.planner.parameters import count, tensor_count
 from launch.planner.time.step import refit_seconds
 
 
-def handover_seconds(mode: Literal["colocated", "hybrid"], shape: ModelShape, training: TrainingLayout,
+def handover_seconds(mode: Literal["colocated", "hybrid"], shape: Architecture, training: TrainingLayout,
                      rollout: RolloutLayout, cluster: ClusterSpec, coefficients: SiteCoefficients, *, lora_rank: int = 0) -> float:
     """Seconds of one hand-over.
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from launch.cluster.spec import ClusterSpec, Gpu
 from launch.coefficients.collectives import CollectiveCoefficients
 from launch.coefficients.training import TrainingCoefficients
-from launch.model.shape import ModelShape
+from launch.model.architecture import Architecture
 from launch.plan.book import line, made, part
 from launch.plan.layouts import TrainingLayout
 from launch.planner.parameters import RankParameters, padded_vocab
@@ -94,7 +94,7 @@ class Rates:
 class Pass:
     """The micro-batches of an optimizer step through the model: forward and backward, or forward alone."""
 
-    shape: ModelShape
+    shape: Architecture
     layout: TrainingLayout
     held: RankParameters
     work: Work

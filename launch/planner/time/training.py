@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.collectives import CollectiveCoefficients
 from launch.coefficients.training import TrainingCoefficients
-from launch.model.shape import ModelShape
+from launch.model.architecture import Architecture
 from launch.plan.book import line, part
 from launch.plan.layouts import TrainingLayout
 from launch.planner.parameters import matrix_parameters, parameters_of
@@ -234,7 +234,7 @@ class LogprobTime(TrainingTime):
     trains = False
 
 
-def training_time(shape: ModelShape, layout: TrainingLayout, work: Work, cluster: ClusterSpec,
+def training_time(shape: Architecture, layout: TrainingLayout, work: Work, cluster: ClusterSpec,
                   coefficients: TrainingCoefficients, *, collectives: CollectiveCoefficients = DEFAULT_COLLECTIVES,
                   lora_rank: int = 0) -> TrainingTime:
     """One optimizer step.
@@ -246,7 +246,7 @@ def training_time(shape: ModelShape, layout: TrainingLayout, work: Work, cluster
     return TrainingTime(shape, layout, parameters_of(shape, layout), work, cluster, coefficients, collectives, lora_rank)
 
 
-def logprob_time(shape: ModelShape, layout: TrainingLayout, work: Work, cluster: ClusterSpec,
+def logprob_time(shape: Architecture, layout: TrainingLayout, work: Work, cluster: ClusterSpec,
                  coefficients: TrainingCoefficients, *,
                  collectives: CollectiveCoefficients = DEFAULT_COLLECTIVES) -> LogprobTime:
     """One forward pass over the same micro-batches."""

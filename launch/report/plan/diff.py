@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from launch.errors import UserError
@@ -53,7 +54,7 @@ def _subjects(plan: Plan) -> dict[str, dict[str, Value]]:
     forecast = forecast_of(plan)
     return {
         "run": {"config hash": (plan.config_hash, ""), "device": (plan.device, "")}
-        | {f"model {name}": (value, "") for name, value in plan.architecture.model_dump().items()},
+        | {f"model {name}": (value, "") for name, value in asdict(plan.architecture).items()},
         "split": _split(forecast),
         "layouts": {"training": (layout(plan, "training"), ""), "rollout": (layout(plan, "rollout"), ""),
                     "sequence parallel": (plan.training.sequence_parallel, ""),

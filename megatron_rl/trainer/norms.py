@@ -1,0 +1,56 @@
+"""Norms that Megatron-core 0.16.1 has no place for: of the outputs of attention and MLP, and of a whole query or key
+projection whose heads lie on several TP ranks. On a GPU as on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch.distributed.nn.functional import all_reduce
+
+BiasDropoutAdd = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]
+
+
+class NormThenAdd(torch.nn.Module):
+    """In the place of Megatron's bias-dropout-add: residual + norm(output). There is neither bias nor dropout."""
+
+    def __init__(self, norm: ModuleSpec | type, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm = build_module(norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> BiasDropoutAdd:
+        return self._add
+
+    def _add(self, output_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor,
+             dropout: float) -> torch.Tensor:
+        return residual + self.norm(output_with_bias[0])
+
+
+class WholeProjectionNorm(torch.nn.Module):
+    """RMSNorm over all heads of a query or key projection, computed in fp32. Each TP rank holds its heads' weights; the
+    sum of squares is taken over the group, whose ranks each see a part of its gradient."""
+
+    def __init__(self, heads: int, hidden_size: int, config: TransformerConfig, eps: float) -> None:
+        super().__init__()
+        self.width, self.eps, self.tp = heads * hidden_size, eps, config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.ones(self.width // self.tp, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., heads / TP, d]."""
+        wide = x.flatten(-2).float()
+        squares = wide.square().sum(-1, keepdim=True)
+        if self.tp > 1:
+            squares = all_reduce(squares, group=parallel_state.get_tensor_model_parallel_group())
+        wide = wide * torch.rsqrt(squares / self.width + self.eps) * self.weight.float()
+        return wide.to(x.dtype).view_as(x)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Megatron's way to say that a checkpoint puts the ranks' weights one behind the other."""
+        return make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0},
+                                                   sharded_offsets, dp_cp_group=(metadata or {}).get("dp_cp_group"))
