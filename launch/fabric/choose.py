@@ -25,7 +25,8 @@ TIE = 0.01
 
 
 def _route(kind: Kind) -> made[RouteCost]:
-    return made(partial(RouteCost, kind), traffic="traffic", fabric="fabric", c="coefficients", bucket_bytes="bucket_bytes",
+    return made(partial(RouteCost, kind), traffic="traffic", fabric="fabric", c="coefficients",
+                bucket_bytes="bucket_bytes",
                 quantise="quantise")
 
 
@@ -60,7 +61,8 @@ class SyncPrediction:
     @part
     def replica_bytes(self) -> int:
         """What one engine takes."""
-        return sum(flow.bytes for flow in flows(self.shape, self.training, self.rollout, self.weight_bytes, self.lora_rank))
+        return sum(flow.bytes for flow in flows(self.shape, self.training, self.rollout, self.weight_bytes,
+                                                self.lora_rank))
 
     @line("bytes", "into GPUs on whose rail no holder of the shard sits, engines' GPUs in the solved order")
     @part
@@ -128,7 +130,8 @@ class SyncPrediction:
     def reason(self) -> str:
         """One sentence with the numbers that decided."""
         cost, direct, limits = self.cost, self.direct, self.limits
-        others = ", ".join(f"{kind} {each.expected_s:.2f} s" for kind, each in self.routes.items() if kind != self.chosen)
+        others = ", ".join(f"{kind} {each.expected_s:.2f} s"
+                           for kind, each in self.routes.items() if kind != self.chosen)
         if self.route != "auto":
             return f"pinned: {self.chosen} {cost.expected_s:.2f} s against {others}"
         if self.chosen == "direct":
@@ -138,8 +141,8 @@ class SyncPrediction:
                 why = "forwarding would not gain more than it adds"
         else:
             why = (f"direct, each training NIC would send {direct.trainer_nic_out_bytes / 1e9:.1f} GB; where receivers "
-                   f"forward it sends {cost.trainer_nic_out_bytes / 1e9:.1f} GB and the {self.traffic.rollout_nodes} rollout "
-                   f"nodes pass the rest on, {cost.hops} hops")
+                   f"forward it sends {cost.trainer_nic_out_bytes / 1e9:.1f} GB and the {self.traffic.rollout_nodes} "
+                   f"rollout nodes pass the rest on, {cost.hops} hops")
         floor = f"floor {limits.floor:.2f} s by {limits.binding}"
         return f"{self.chosen} {cost.expected_s:.2f} s against {others}; {why} ({floor})"
 
@@ -147,13 +150,13 @@ class SyncPrediction:
     def notes(self) -> tuple[str, ...]:
         notes = []
         if self.quantise:
-            notes.append("bf16 travels; each engine quantises to FP8 what it received, so an FP8 rollout saves no bytes")
+            notes.append("bf16 travels and each engine quantises it to FP8, so an FP8 rollout saves no bytes")
         if self.lora_rank:
             notes.append(f"only LoRA adapters of rank {self.lora_rank} travel; every engine rank takes them whole")
         before, after = self.natural_cross_rail_bytes, self.cross_rail_bytes
         if before != after:
-            notes.append(f"engine GPU order {','.join(map(str, self.gpu_order))}: {before / 1e9:.1f} GB would change rails "
-                         f"in the natural order, {after / 1e9:.1f} GB do")
+            notes.append(f"engine GPU order {','.join(map(str, self.gpu_order))}: {before / 1e9:.1f} GB would change "
+                         f"rails in the natural order, {after / 1e9:.1f} GB do")
         return tuple(notes)
 
     def build(self, kind: Kind | None = None) -> Route:
@@ -203,15 +206,16 @@ def least_seconds(shape: Architecture, training: TrainingLayout, rollout: Rollou
                   coefficients: SyncCoefficients = DEFAULT, *, weight_bytes: int = 2,
                   rollout_precision: Precision = "bf16", lora_rank: int = 0,
                   bucket_bytes: int = DEFAULT_BUCKET) -> float:
-    """What `fastest` cannot fall below, whatever the number of trainers (DP, CP) and of engines: enough senders on every
-    rail, so that no receiver forwards and the busiest NIC is a receiver's. A search's bound: equal to `fastest` wherever
-    senders do suffice."""
+    """What `fastest` cannot fall below, whatever the number of trainers (DP, CP) and of engines: enough senders on
+    every rail, so that no receiver forwards and the busiest NIC is a receiver's. A search's bound: equal to `fastest`
+    wherever senders do suffice."""
     if fabric.nics_per_node < fabric.gpus_per_node:     # which GPUs share a NIC depends on the engines' order
         return coefficients.pause_s + coefficients.barrier_s
     each = max(1, fabric.gpus_per_node // (rollout.tp * rollout.pp))
     full = replace(rollout, replicas=min(rollout.replicas, each))
     moved = traffic(shape, training, full, fabric, element_bytes=weight_bytes, lora_rank=lora_rank)
-    found = _EnoughSenders("direct", moved, fabric, coefficients, bucket_bytes, rollout_precision == "fp8" and not lora_rank)
+    found = _EnoughSenders("direct", moved, fabric, coefficients, bucket_bytes,
+                           rollout_precision == "fp8" and not lora_rank)
     # A route over relays has smaller chunks: it packs its first and last one sooner, pays their latency more often, and
     # passes at least one on.
     nvlink_rate = fabric.nvlink_bandwidth * coefficients.nvlink_efficiency

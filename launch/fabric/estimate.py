@@ -58,7 +58,8 @@ class RouteCost:
     def PREFIX(self) -> str:
         return f"sync.{self.kind}"
 
-    @line("bytes", lambda self: "busiest training NIC: its shard" + (" x its receivers" if self.kind == "direct" else ""),
+    @line("bytes",
+          lambda self: "busiest training NIC: its shard" + (" x its receivers" if self.kind == "direct" else ""),
           key="trainer_nic_out_bytes", shown=round)
     @part
     def egress(self) -> float:
@@ -76,7 +77,8 @@ class RouteCost:
         """Between twins of a node, into the busiest GPU."""
         return max((each.twin_bytes for each in self.traffic.kinds), default=0)
 
-    @line("", lambda self: f"NIC hops: receivers / senders{', its log2' if self.kind == 'tree' else ''}", written=forwards)
+    @line("", lambda self: f"NIC hops: receivers / senders{', its log2' if self.kind == 'tree' else ''}",
+          written=forwards)
     @part
     def hops(self) -> int:
         """Of the last receiver."""
@@ -88,7 +90,8 @@ class RouteCost:
         """0 for `direct`."""
         if self.kind == "direct" or self.hops == 1:
             return 0
-        return max(max(each.ingress, default=0) for each, demands in self.by_kind if _hops(each, demands, self.kind) > 1)
+        return max(max(each.ingress, default=0)
+                   for each, demands in self.by_kind if _hops(each, demands, self.kind) > 1)
 
     @line("s", "bytes of the busiest NIC / its line rate, or NVLink")
     def lower_bound_s(self) -> float:
@@ -190,7 +193,7 @@ def _egress(traffic: Traffic, kind: Kind) -> float:
     """Out of the busiest training NIC."""
     per_rail: dict[tuple[Shard, int], float] = defaultdict(float)
     spread: dict[Shard, float] = defaultdict(float)
-    for each, demands in zip(traffic.kinds, traffic.demands):
+    for each, demands in zip(traffic.kinds, traffic.demands, strict=True):
         receivers = len(each.nodes)
         whole = kind == "direct" and dealt_whole(each, demands)
         for shard, rail, size, count, aligned in demands:

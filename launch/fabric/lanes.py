@@ -71,7 +71,8 @@ class ClusterFabric:
     spine_bandwidth: float = 0.0
 
     fabric = made(Fabric, gpus_per_node="cluster.gpus_per_node", nics_per_node="nics", nic_bandwidth="nic_bandwidth",
-                  nvlink_bandwidth="cluster.gpu.nvlink_bandwidth", rails="rails", leaf_of_node="leaves", spine_bandwidth="spine_bandwidth")
+                  nvlink_bandwidth="cluster.gpu.nvlink_bandwidth", rails="rails", leaf_of_node="leaves",
+                  spine_bandwidth="spine_bandwidth")
 
     @property
     def nics(self) -> int:
@@ -177,7 +178,7 @@ class Traffic:
 
     def crossing_bytes(self) -> int:
         """Bytes into one rollout node of each kind that change rails, all nodes together."""
-        return sum(demand.bytes * len(kind.nodes) for kind, demands in zip(self.kinds, self.demands)
+        return sum(demand.bytes * len(kind.nodes) for kind, demands in zip(self.kinds, self.demands, strict=True)
                    for demand in demands if not demand.aligned)
 
 

@@ -124,7 +124,7 @@ def build(traffic: Traffic, kind: Kind, chunk_bytes: int) -> Route:
 
 
 def _lanes(traffic: Traffic) -> Iterator[_Lane]:
-    for kind, demands in zip(traffic.kinds, traffic.demands):
+    for kind, demands in zip(traffic.kinds, traffic.demands, strict=True):
         into, whole = _numbered(kind, traffic.fabric), dealt_whole(kind, demands)
         for piece in kind.pieces:
             number, lanes, minor = into[piece]
@@ -154,7 +154,7 @@ def _direct(fabric: Fabric, lanes: Sequence[_Lane]) -> tuple[list[Edge], int]:
     for lane in lanes:
         piece, count = lane.piece, len(lane.senders)
         if lane.whole:
-            for sender, block in zip(lane.senders, _blocks(lane.nodes, count)):
+            for sender, block in zip(lane.senders, _blocks(lane.nodes, count), strict=True):
                 modulus = max(len(block), lane.lanes)
                 for index, node in enumerate(block):
                     wanted.append((lane.minor, (index - lane.number) % modulus, sender, Place(node, piece.gpu), piece,
@@ -190,7 +190,7 @@ def _forwarded(fabric: Fabric, lanes: Sequence[_Lane], kind: Kind) -> list[Edge]
     edges: list[Edge] = []
     for lane in lanes:
         piece = lane.piece
-        for sender, block in zip(lane.senders, _blocks(lane.nodes, len(lane.senders))):
+        for sender, block in zip(lane.senders, _blocks(lane.nodes, len(lane.senders)), strict=True):
             nodes = sorted(block, key=lambda node: (fabric.leaf(node) == fabric.leaf(sender.node), fabric.leaf(node),
                                                     node))
             for up, low, high in _shapes(kind, len(nodes), piece.bytes):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
@@ -68,7 +69,7 @@ def arrivals(route: Route, coefficients: SyncCoefficients) -> tuple[float, ...]:
     for members in _components(route, [_ports(route, edge) for edge in route.edges]):
         run = _Run(route, coefficients, members)
         run.run()
-        for member, arrived in zip(members, run.arrived):       # a cut transfer has two: out of one, into another
+        for member, arrived in zip(members, run.arrived, strict=True):   # a cut transfer has two: out and in
             last[member.edge] = max(last[member.edge], arrived[-1])
     return tuple(last)
 
@@ -127,7 +128,7 @@ def _representatives(route: Route, parts: list[list[_Member]]) -> list[list[_Mem
         structure, sizes, busiest = _outline(route, members)
         alike = classes[structure]
         for number, (known, load, _) in enumerate(alike):
-            if all(abs(mine - theirs) <= ALIKE * theirs for mine, theirs in zip(sizes, known)):
+            if all(abs(mine - theirs) <= ALIKE * theirs for mine, theirs in zip(sizes, known, strict=True)):
                 if busiest > load:
                     alike[number] = known, busiest, members
                 break
@@ -164,11 +165,11 @@ class _Run:
         self.out = [member.out for member in members]
         self.into = [member.into for member in members]
         self.count = [max(1, ceil(edge.bytes / route.chunk_bytes)) for edge in self.edges]
-        self.size = [edge.bytes / count for edge, count in zip(self.edges, self.count)]
+        self.size = [edge.bytes / count for edge, count in zip(self.edges, self.count, strict=True)]
         nic = fabric.nic_bandwidth * coefficients.nic_efficiency
         nvlink = fabric.nvlink_bandwidth * coefficients.nvlink_efficiency
         self.seconds = [size / nic + coefficients.chunk_latency_s if edge.via == "nic" else size / nvlink
-                        for edge, size in zip(self.edges, self.size)]
+                        for edge, size in zip(self.edges, self.size, strict=True)]
         self.copy = [size / coefficients.copy_rate for size in self.size]
         self.free: dict[Port | None, float] = defaultdict(float)
         self.unpacked: dict[Port, float] = defaultdict(float)
@@ -200,7 +201,7 @@ class _Run:
                         at[port].append(number)
         for numbers in at.values():
             numbers.sort(key=lambda number: (self.edges[number].slot, number))
-            for before, number in zip(numbers, numbers[1:]):
+            for before, number in pairwise(numbers):
                 after[before].append(number)
                 waits[number] += 1
         return after, waits

@@ -97,8 +97,8 @@ class LayerTensor(NamedTuple):
     """A key of `NAMES`; of an expert `expert_gate`, `expert_up`, `expert_down`."""
     shape: tuple[int, ...]
     cut: Cut = ""
-    """What tensor parallelism divides: query heads, KV heads or columns of the MLP. `experts`: expert parallelism divides
-    them. Empty: every rank holds all of it."""
+    """What tensor parallelism divides: query heads, KV heads or columns of the MLP. `experts`: expert parallelism
+    divides them. Empty: every rank holds all of it."""
     axis: int = 0
     """The dimension that is cut."""
 

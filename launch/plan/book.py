@@ -153,8 +153,8 @@ class Book:
         self._view(target)._keys[attribute] = key
 
     def describe(self, target: object, *keys: str) -> None:
-        """Who reads any other attribute of `target`, or calls a method, reads all of these numbers: they are what the book
-        says of it."""
+        """Who reads any other attribute of `target`, or calls a method, reads all of these numbers: they are what the
+        book says of it."""
         self._view(target)._others = keys
 
     def view(self, target: T) -> T:

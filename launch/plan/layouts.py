@@ -44,7 +44,8 @@ class TrainingLayout:
 
     def at_dp(self, dp: int) -> TrainingLayout:
         """With another DP: `dataclasses.replace`, which takes a search three times as long."""
-        return TrainingLayout(self.tp, self.pp, self.vpp, self.cp, dp, self.ep, self.etp, self.fsdp, self.sequence_parallel,
+        return TrainingLayout(self.tp, self.pp, self.vpp, self.cp, dp, self.ep, self.etp, self.fsdp,
+                              self.sequence_parallel,
                               self.recompute, self.precision, self.grad_bytes, self.distributed_optimizer,
                               self.fused_attention, self.layers_of_stage)
 

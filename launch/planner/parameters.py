@@ -217,7 +217,8 @@ class StageParameters:
 
 
 @lru_cache(maxsize=4096)
-def rank_parameters(shape: Architecture, tp: int, ep: int, etp: int, pp: int, layers: tuple[int, ...]) -> RankParameters:
+def rank_parameters(shape: Architecture, tp: int, ep: int, etp: int, pp: int,
+                    layers: tuple[int, ...]) -> RankParameters:
     """See `RankParameters`; a search asks for the same ones a thousand times."""
     return RankParameters(shape, tp, ep, etp, pp, layers)
 

@@ -41,7 +41,10 @@ def workload(**changes) -> Workload:
                             reference_offload=False, target=None), **changes)
 
 
-def problem(shape: Architecture = SMALL, nodes: int = 2, pins: Pins = Pins(), work: Workload | None = None,
+FREE = Pins()
+
+
+def problem(shape: Architecture = SMALL, nodes: int = 2, pins: Pins = FREE, work: Workload | None = None,
             **changes) -> Problem:
     return replace(Problem(shape=shape, workload=work or workload(), cluster=h100(nodes), pins=pins,
                            coefficients=SiteCoefficients()), **changes)

@@ -42,10 +42,12 @@ def without_ticks(monkeypatch):
 def case(name: str) -> Candidate:
     layout = {"tp": 2, "pp": 2, "vpp": 2, "cp": 2, "dp": 4, "sequence_parallel": True}
     if name == "async":
-        return _pinned("disaggregated", problem(nodes=6, asynchronous=True, max_staleness=1), layout | {"pp": 4, "dp": 2},
+        return _pinned("disaggregated", problem(nodes=6, asynchronous=True, max_staleness=1),
+                       layout | {"pp": 4, "dp": 2},
                        {"tp": 2})
     if name == "async, second copy":
-        return _pinned("disaggregated", problem(nodes=6, asynchronous=True, shadow=True, disk_every=10), layout, {"tp": 2})
+        return _pinned("disaggregated", problem(nodes=6, asynchronous=True, shadow=True, disk_every=10), layout,
+                       {"tp": 2})
     if name == "sync":
         return _pinned("disaggregated", problem(nodes=6), layout | {"vpp": 1}, {"tp": 2})
     if name == "many updates":
@@ -162,7 +164,8 @@ def test_no_line_changes_that_is_not_named(name):
 
 
 def test_a_number_that_is_read_past_the_book_is_found(monkeypatch):
-    """One formula takes its coefficients from behind the view: its line is named no more, and the test above says so."""
+    """One formula takes its coefficients from behind the view: its line is named no more, and the test above says
+    so."""
     def hidden(option: Any) -> float:
         return swap_seconds(option.memory.weights, getattr(option, "_target", option).problem.coefficients.sync)
 
@@ -183,7 +186,8 @@ ROLLING = ("rollout.layout.tp", "rollout.layout.replicas", "problem.workload.len
 
 @pytest.mark.parametrize("name, key, places", [
     ("async", "phase.train_s", TRAINING), ("async", "phase.rollout_s", ROLLING),
-    ("sync", "step.total_s", (*TRAINING, *ROLLING, "problem.cluster.nic_bandwidth", "problem.coefficients.sync.pause_s")),
+    ("sync", "step.total_s", (*TRAINING, *ROLLING, "problem.cluster.nic_bandwidth",
+                              "problem.coefficients.sync.pause_s")),
     ("experts", "phase.train_s", ("problem.shape.experts", "problem.shape.moe_ffn", "problem.shape.experts_per_token",
                                   "training.layout.ep", "problem.coefficients.rl.mixture_efficiency")),
     ("reference", "phase.reference_s", (*TRAINING, "problem.coefficients.rl.logprob_factor")),

@@ -1,4 +1,5 @@
-"""Properties of whole plans: more never gives less, nothing is lost, pins are obeyed, the same inputs give the same bytes."""
+"""Properties of whole plans: more never gives less, nothing is lost, pins are obeyed, the same inputs give the same
+bytes."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def test_more_nodes_never_lower_the_best_throughput(found, more):
 
 
 pinned = st.one_of(*(st.builds(Pins, **{name: st.sampled_from(values)}) for name, values in {
-    "tp": (1, 2, 4, 8), "pp": (1, 2, 4), "vpp": (1, 2), "cp": (1, 2, 4), "dp": (1, 2, 3, 4, 8), "recompute": ("none", "full"),
+    "tp": (1, 2, 4, 8), "pp": (1, 2, 4), "vpp": (1, 2), "cp": (1, 2, 4), "dp": (1, 2, 3, 4, 8),
+    "recompute": ("none", "full"),
     "training_nodes": (1, 2, 3), "replicas": (1, 2, 4, 8), "rollout_tp": (1, 2, 4, 8),
     "max_num_seqs": (16, 64, 128, 256, 1024)}.items()))
 
@@ -60,7 +62,8 @@ def test_no_pin_of_what_is_searched_beats_the_search(found, pins):
 
 
 def test_more_nodes_of_a_70b():
-    rates = [best(problem(LLAMA_70B, nodes, asynchronous=True)).prompts_per_hour for nodes in (5, 6, 7, 8, 11, 12, 16, 17, 23)]
+    rates = [best(problem(LLAMA_70B, nodes, asynchronous=True)).prompts_per_hour for nodes in (5, 6, 7, 8, 11, 12, 16,
+                                                                                               17, 23)]
     assert rates == sorted(rates)
 
 

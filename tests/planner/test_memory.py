@@ -53,7 +53,7 @@ Layout; state, activations and totals of the first and the last stage, in GB a G
 @pytest.mark.parametrize("sizes, state, activations, totals", WORKED)
 def test_the_worked_table(sizes, state, activations, totals):
     memory = training_memory(LLAMA70, TrainingLayout(**sizes), 8704, H100, C, engine="megatron")
-    for stage, kept, total in zip((memory.stages[0], memory.stages[-1]), activations, totals):
+    for stage, kept, total in zip((memory.stages[0], memory.stages[-1]), activations, totals, strict=True):
         assert gb(sum(stage.components[name] for name in STATE)) == pytest.approx(state, rel=0.01)
         assert gb(stage.components["activations"]) == pytest.approx(kept, rel=0.01)
         # The table has no workspace of a layer's backward; the loss here makes 6 bytes a logit, not 10.

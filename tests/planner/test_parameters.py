@@ -72,7 +72,8 @@ def test_against_the_tensors_of_the_checkpoint(sizes):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from([LLAMA70, from_builtin("qwen3-4b"), from_builtin("qwen2.5-72b"), from_builtin("qwen3-30b-a3b"), GPT2]),
+@given(st.sampled_from([LLAMA70, from_builtin("qwen3-4b"), from_builtin("qwen2.5-72b"), from_builtin("qwen3-30b-a3b"),
+                        GPT2]),
        st.sampled_from([1, 2, 4]), st.integers(1, 6), st.sampled_from([1, 2, 8]))
 def test_ranks_hold_the_model(shape, tp, pp, ep):
     """All TP ranks of all stages (all EP ranks for the experts) together: the model, the padding, what is replicated

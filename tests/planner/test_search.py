@@ -1,4 +1,5 @@
-"""The search finds the optimum of its model: every division and every layout, tried one by one, gives nothing better."""
+"""The search finds the optimum of its model: every division and every layout, tried one by one, gives nothing
+better."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def _engines(found: Problem, units: int) -> Iterator[RolloutLayout]:
             continue
         if _obeys(pins, rollout_tp=tp, replicas=replicas):
             for limit in max_num_seqs_to_try(found, replicas):
-                yield RolloutLayout(tp=tp, replicas=replicas, weight_precision=pins.rollout_precision, max_num_seqs=limit,
+                yield RolloutLayout(tp=tp, replicas=replicas, weight_precision=pins.rollout_precision,
+                                    max_num_seqs=limit,
                                     memory_utilization=pins.memory_utilization, cuda_graphs=pins.cuda_graphs)
 
 

@@ -1,5 +1,5 @@
-"""The book of the chosen candidate: its given numbers, and all lines of its models, read from the very objects that the search
-compared."""
+"""The book of the chosen candidate: its given numbers, and all lines of its models, read from the very objects that the
+search compared."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def book_of(found: Candidate, sources: Mapping[str, str]) -> Book:
     found = book.view(found)
     training, rollout = found.training, found.rollout
     held, memory, engine = training.held, training.memory, rollout.memory
-    found.parameters
+    _ = found.parameters    # reading it writes its lines, which come first
     book.write(training.work, held, *held.stages, memory, *memory.stages)
     for time in (training.time, training.forward):
         book.write(time.layer, time.head, time)
@@ -48,11 +48,12 @@ def book_of(found: Candidate, sources: Mapping[str, str]) -> Book:
 
 
 def write_givens(book: Book, found: Candidate, source: Source) -> None:
-    """The given numbers: all fields of the model's shape, of the GPU, of the layouts and of the coefficients that are numbers,
-    and what formulas read of the cluster, the workload and the configuration."""
+    """The given numbers: all fields of the model's shape, of the GPU, of the layouts and of the coefficients that are
+    numbers, and what formulas read of the cluster, the workload and the configuration."""
     problem, cluster, workload = found.problem, found.problem.cluster, found.problem.workload
 
-    def given(target: object, attribute: str, key: str, unit: str, origin: str = "", value: float | None = None) -> None:
+    def given(target: object, attribute: str, key: str, unit: str, origin: str = "",
+              value: float | None = None) -> None:
         number = getattr(target, attribute) if value is None else value
         book.given(key, number, unit, source(origin or key))
         book.name(target, attribute, key)
@@ -68,7 +69,8 @@ def write_givens(book: Book, found: Candidate, source: Source) -> None:
         given(problem, "lora_rank", "model.lora_rank", "")
     given_fields("gpu", cluster.gpu)
     given(cluster, "nodes", "cluster.nodes", "nodes", value=len(cluster.nodes))
-    for name, unit in (("gpus_per_node", "GPUs"), ("nics_per_node", "NICs"), ("rails", "rails"), ("nic_bandwidth", "bytes/s"),
+    for name, unit in (("gpus_per_node", "GPUs"), ("nics_per_node", "NICs"), ("rails", "rails"),
+                       ("nic_bandwidth", "bytes/s"),
                        ("node_mtbf_hours", "h")):
         given(cluster, name, f"cluster.{name}", unit)
     given(problem, "bucket_bytes", "sync.bucket_bytes", "bytes", "weight_sync.bucket_mb")
@@ -99,8 +101,8 @@ def write_givens(book: Book, found: Candidate, source: Source) -> None:
 
 
 def _number(name: str, value: Any) -> float | None:
-    """How a field stands in the book: a precision as bytes, recomputation as a share, layers of the first stage for those of
-    all; None: not at all."""
+    """How a field stands in the book: a precision as bytes, recomputation as a share, layers of the first stage for
+    those of all; None: not at all."""
     if name == "recompute":
         return RECOMPUTE_SHARE.get(value, 0.5)
     if name == "layers_of_stage":

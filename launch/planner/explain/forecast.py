@@ -154,7 +154,8 @@ def _bottleneck(found: Candidate) -> str:
     if found.rollout.seconds >= found.training.seconds:
         return f"rollout, bound by {found.rollout.time.limit}"
     time = found.training.time
-    parts = {"matrix products": time.matmul_s, "attention": time.attention_s, "element-wise kernels": time.elementwise_s,
+    parts = {"matrix products": time.matmul_s, "attention": time.attention_s,
+             "element-wise kernels": time.elementwise_s,
              "gaps between kernels": time.gaps_s, "TP communication": time.tp_s, "CP communication": time.cp_s,
              "the pipeline's bubble": time.pp_bubble_s, "DP communication": time.dp_s,
              "the optimizer and what each step costs": time.optimizer_s}

@@ -62,7 +62,8 @@ class LayerActivations:
 
     @part
     def working(self) -> float:
-        """While the layer's backward pass runs: what it recomputes, gradients of its widest tensors, gathered inputs."""
+        """While the layer's backward pass runs: what it recomputes, gradients of its widest tensors, gathered
+        inputs."""
         # Gradients of the fc1 output and of the activation, and two gathered inputs (not split over TP).
         gradient = self.widest + (2 * self.wide * self.shape.hidden if self.tp > 1 else 0)
         if "full" in self.recompute:
@@ -75,7 +76,8 @@ class LayerActivations:
 
     @property
     def linear(self) -> int:
-        """Type of a matrix product's saved input; the FP8 of FSDP programs (torchao) casts again in the backward pass."""
+        """Type of a matrix product's saved input; the FP8 of FSDP programs (torchao) casts again in the backward
+        pass."""
         return 1 if self.precision == "fp8" and self.engine != "fsdp" else self.wide
 
     @property
@@ -105,8 +107,8 @@ class LayerActivations:
 
     @part
     def fc1(self) -> float:
-        """The fc1 output and, for experts, the permuted input. Balanced routing: a rank works on as many (token, expert)
-        pairs as its share of the tokens has; with ETP on those of its group, each with a part of the expert."""
+        """The fc1 output and, for experts, the permuted input. Balanced routing: a rank works on as many (token,
+        expert) pairs as its share of the tokens has; with ETP on those of its group, each with a part of the expert."""
         shape, gates = self.shape, self.shape.mlp_matrices - 1
         if not shape.experts:
             return self.wide * gates * shape.ffn * self.inner

@@ -66,8 +66,8 @@ class RolloutMemory:
 
     @line("bytes", "profiling pass of one iteration, and the sampler's fp32 logits", written=nonzero)
     def workspace(self) -> int:
-        """Peak of the engine's profiling pass: the residual stream twice and an MLP of its tokens, and the sampler's fp32
-        logits with one copy for `max_num_seqs` sequences."""
+        """Peak of the engine's profiling pass: the residual stream twice and an MLP of its tokens, and the sampler's
+        fp32 logits with one copy for `max_num_seqs` sequences."""
         shape, layout = self.shape, self.layout
         width = shape.moe_ffn * shape.experts_per_token + shape.shared_ffn if shape.experts else shape.ffn
         stream = self.batched_tokens * (2 * 2 * shape.hidden + 2 * shape.mlp_matrices * width // layout.tp)
@@ -133,8 +133,8 @@ class RolloutMemory:
 class ColocatedMemory:
     """A GPU whose trainer and engine take turns; bytes.
 
-    While the engine generates, the trainer has emptied its cache and keeps its resident state (only the context, where it is
-    offloaded); while the trainer trains, the engine sleeps: weights and cache are gone, graphs and context stay.
+    While the engine generates, the trainer has emptied its cache and keeps its resident state (only the context, where
+    it is offloaded); while the trainer trains, the engine sleeps: weights and cache are gone, graphs and context stay.
     """
 
     PREFIX = "memory.colocated"

@@ -30,7 +30,8 @@ WEIGHT_BYTES = {"bf16": 2, "fp8": 2, "fp32": 4}
 """Of the copy that computes. FP8 weights lie there twice, as they are and transposed."""
 MASTER_BYTES = {"bf16": 12, "fp8": 12, "fp32": 8}
 """Optimizer state: two fp32 Adam moments, and an fp32 master copy where the weights are not fp32 themselves."""
-COMPONENTS = ("weights", "gradients", "optimizer", "adapters", "sync", "unsharded", "reference", "activations", "logits",
+COMPONENTS = ("weights", "gradients", "optimizer", "adapters", "sync", "unsharded", "reference", "activations",
+              "logits",
               "workspace", "allocator")
 """And the context."""
 MANY = 1 << 30
@@ -276,12 +277,13 @@ class FsdpMemory(StageMemory):
     @part
     def adapters(self) -> int:
         layout, rank = self.of.layout, self.of.lora_rank
-        return int(16 * (self.held.layers * lora_parameters(self.of.shape, rank, layout.tp) / layout.fsdp)) if rank else 0
+        return int(16 * (self.held.layers * lora_parameters(self.of.shape, rank,
+                                                            layout.tp) / layout.fsdp)) if rank else 0
 
     @part
     def unsharded(self) -> int:
-        """Of the gathered bf16 weights the root group (embedding and head) and two layers are alive at a time, with their
-        gradients."""
+        """Of the gathered bf16 weights the root group (embedding and head) and two layers are alive at a time, with
+        their gradients."""
         held = self.held
         ends = held.embedding + held.head
         return int((2 if self.of.lora_rank else 4) * (ends + 2 * (held.total - ends) / held.layers))

@@ -34,12 +34,13 @@ receiver that forwards in both halves of a tree has three."""
 FEWEST_SEQUENCES, MOST_SEQUENCES = 16, 1024
 """Of an engine at once, where the number is searched."""
 SYNC_TICK_S = 1e-3
-"""A predicted sync over the network is no finer than this: plans that differ by less are equal in it, so that microseconds
-decide nothing."""
+"""A predicted sync over the network is no finer than this: plans that differ by less are equal in it, so that
+microseconds decide nothing."""
 
 
 HANDOVER = {"colocated": "fixed + tensors x time of one + bytes / rate, as in published colocated systems",
-            "hybrid": "pause + barriers + what a node lacks / its NICs + an engine rank's weights (1 / NVLink + 1 / digest rate)"}
+            "hybrid": "pause + barriers + what a node lacks / its NICs + an engine rank's weights (1 / NVLink + 1 / "
+                      "digest rate)"}
 """Formula of a hand-over inside the GPUs."""
 _PASS = {"shape": "problem.shape", "layout": "layout", "held": "held", "work": "work", "cluster": "problem.cluster",
          "c": "problem.coefficients.training", "collectives": "problem.coefficients.collectives"}
@@ -55,7 +56,8 @@ class TrainingOption:
     layout: TrainingLayout
     units: int
 
-    held = made(rank_parameters, shape="problem.shape", tp="layout.tp", ep="layout.ep", etp="layout.etp", pp="layout.pp",
+    held = made(rank_parameters, shape="problem.shape", tp="layout.tp", ep="layout.ep", etp="layout.etp",
+                pp="layout.pp",
                 layers="stage_layers")
     work = made(PackedWork, workload="problem.workload", layout="layout", token_budget="problem.token_budget")
     memory = made(TrainingMemory, shape="problem.shape", layout="layout", held="held", gpu="problem.cluster.gpu",
@@ -238,7 +240,8 @@ class Candidate:
     def parameters(self) -> int:
         return count(self.problem.shape)
 
-    @line("parameters", "L r (in + out) of q, k, v, o and the MLP's matrices", key="parameters.adapters", written=nonzero)
+    @line("parameters", "L r (in + out) of q, k, v, o and the MLP's matrices", key="parameters.adapters",
+          written=nonzero)
     def adapters(self) -> int:
         return lora_count(self.problem.shape, self.problem.lora_rank) if self.problem.lora_rank else 0
 
@@ -257,12 +260,13 @@ class Candidate:
     def sync_s(self) -> float:
         return self.handover_s if self.sync is None else in_ticks(self.problem, self.sync.seconds)
 
-    @line("bytes", "ranks of a node x (reference's weights, where offloaded + resident state, where colocated), largest stage",
+    @line("bytes", "ranks of a node x (reference's weights, where offloaded + resident state, where colocated), "
+                   "largest stage",
           key="memory.host.needed", written=nonzero)
     @part
     def host_bytes(self) -> int:
-        """Of the fullest node's host: the weights of an offloaded reference, and the trainer's state while a colocated engine
-        generates. Pages of both are pinned, so that none can be swapped out."""
+        """Of the fullest node's host: the weights of an offloaded reference, and the trainer's state while a colocated
+        engine generates. Pages of both are pinned, so that none can be swapped out."""
         memory, stages = self.training.memory, self.training.memory.stages
         offloaded = max(stage.weights for stage in stages) if memory.reference == "offloaded" else 0
         asleep = max(stage.resident for stage in stages) if self.mode == "colocated" else 0
@@ -290,8 +294,8 @@ class Candidate:
     def prompts_per_hour(self) -> float:
         return 3600 * self.problem.workload.prompts / self.step_s
 
-    @line("s", lambda self: f"written and read back: 2 x {WEIGHT_BYTES[self.training.layout.precision]} bytes x parameters / "
-                            "(bandwidth x training nodes)", key="sync.disk_s", written=nonzero)
+    @line("s", lambda self: f"written and read back: 2 x {WEIGHT_BYTES[self.training.layout.precision]} bytes x "
+                            "parameters / (bandwidth x training nodes)", key="sync.disk_s", written=nonzero)
     @part
     def disk_s(self) -> float:
         """Until a version of the weights is on disk, read back; 0 where none is written."""
@@ -311,8 +315,9 @@ class Candidate:
 
     @property
     def nodes_used(self) -> tuple[int, int]:
-        """(nodes that train, nodes that only roll out); a single node that does both counts as a training node. Without GPUs
-        an engine fills no slots of a node: each has a node to itself as far as the nodes go (`launch.planner.seats.local`)."""
+        """(nodes that train, nodes that only roll out); a single node that does both counts as a training node. Without
+        GPUs an engine fills no slots of a node: each has a node to itself as far as the nodes go
+        (`launch.planner.seats.local`)."""
         nodes = len(self.problem.cluster.nodes)
         if nodes == 1:
             return 1, 0
@@ -376,7 +381,8 @@ def share_left(problem: Problem, mode: Mode, memory: TrainingMemory) -> float:
 def step_seconds(problem: Problem, rollout_s: float, training_s: float, sync_s: float, pace_s: float,
                  swap_s: float) -> float:
     """Of a whole step; see `rl_step.step_seconds`. `pace_s`, `swap_s`: see `RolloutOption`."""
-    return rl_step.combined_seconds(problem.asynchronous, rollout_s, training_s, sync_s, problem.coefficients.rl.other_share,
+    return rl_step.combined_seconds(problem.asynchronous, rollout_s, training_s, sync_s,
+                                    problem.coefficients.rl.other_share,
                                     pace_s, swap_s if problem.shadow else None)
 
 

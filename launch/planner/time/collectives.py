@@ -72,7 +72,8 @@ class Fabric:
         n, nodes, c = group.ranks, group.nodes, self.c
         if n <= 1 or size <= 0:
             return 0.0
-        bandwidth = c.switch_share * self.nvlink if self.summed_in_switch(self.nvlink, group) else self._ring_bandwidth(group)
+        bandwidth = c.switch_share * self.nvlink if self.summed_in_switch(self.nvlink,
+                                                                          group) else self._ring_bandwidth(group)
         wire_s = 2 * (n - 1) / n * size / bandwidth
         if nodes == 1:
             return self._pipeline(self._latency(group), wire_s)

@@ -1,7 +1,7 @@
 """Weights change hands on the same GPUs: what stands in the place of a weight sync where trainer and engine share them.
 
-    colocated   gathered into full tensors and loaded by the engine, tensor by tensor, as published systems do; what they
-                measured holds the trainer's move to host memory and back
+    colocated   gathered into full tensors and loaded by the engine, tensor by tensor, as published systems do; what
+                they measured holds the trainer's move to host memory and back
     hybrid      resharded in place: over NVLink inside a node, over its NICs what its trainers do not hold
 """
 
@@ -19,7 +19,8 @@ from launch.planner.time.step import refit_seconds
 
 
 def handover_seconds(mode: Literal["colocated", "hybrid"], shape: Architecture, training: TrainingLayout,
-                     rollout: RolloutLayout, cluster: ClusterSpec, coefficients: SiteCoefficients, *, lora_rank: int = 0) -> float:
+                     rollout: RolloutLayout, cluster: ClusterSpec, coefficients: SiteCoefficients, *,
+                     lora_rank: int = 0) -> float:
     """Seconds of one hand-over.
 
     Args:
@@ -33,5 +34,5 @@ def handover_seconds(mode: Literal["colocated", "hybrid"], shape: Architecture, 
     missing = size * max(0.0, 1 - cluster.gpus_per_node / training.replica_gpus)
     nics = cluster.nics_per_node * cluster.nic_bandwidth * sync.nic_efficiency
     rank = size / (rollout.tp * rollout.pp)
-    return (sync.pause_s + sync.barrier_s + missing / nics + rank / (cluster.gpu.nvlink_bandwidth * sync.nvlink_efficiency)
-            + rank / sync.digest_rate)
+    nvlink = cluster.gpu.nvlink_bandwidth * sync.nvlink_efficiency
+    return sync.pause_s + sync.barrier_s + missing / nics + rank / nvlink + rank / sync.digest_rate

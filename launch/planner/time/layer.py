@@ -141,7 +141,8 @@ class LayerTime:
         of, rates, mlp = self.of, self.of.rates, self.mlp
         weights, io, tokens = self.attention_weights, self.attention_io, of.tokens_per_rank
         forward_s = _product(weights, io, 2 * tokens * weights, rates) + mlp.product_s
-        if of.lora_rank:      # thin products on either side of each matrix: bound by reading its input, adding to its output
+        # thin products on either side of each matrix: bound by reading its input, adding to its output
+        if of.lora_rank:
             forward_s += 2 * (io + mlp.io) * rates.element_bytes / rates.stream
         if not of.trains:
             return forward_s

@@ -12,7 +12,8 @@ from launch.plan.book import line, part
 from launch.plan.layouts import Precision
 
 STATE_BYTES = {"bf16": 14, "fp8": 14, "fp32": 12}
-"""A trained parameter in a checkpoint: the weight, its fp32 master copy where it is not fp32 itself, two fp32 moments."""
+"""A trained parameter in a checkpoint: the weight, its fp32 master copy where it is not fp32 itself, two fp32
+moments."""
 
 
 WEIGHT_BYTES = {"bf16": 2, "fp8": 2, "fp32": 4}
@@ -21,8 +22,8 @@ WEIGHT_BYTES = {"bf16": 2, "fp8": 2, "fp32": 4}
 
 @dataclass(eq=False)
 class Failures:
-    """How a job fails and recovers. Young's interval, in whole steps (Young 1974, Daly 2006): sqrt(2 x checkpoint x MTBF);
-    of the time, checkpoints take C / (interval + C), and each failure costs half an interval and a restart."""
+    """How a job fails and recovers. Young's interval, in whole steps (Young 1974, Daly 2006): sqrt(2 x checkpoint x
+    MTBF); of the time, checkpoints take C / (interval + C), and each failure costs half an interval and a restart."""
 
     PREFIX = "reliability"
 

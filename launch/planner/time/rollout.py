@@ -50,8 +50,8 @@ class Demand:
 
     @property
     def slots(self) -> float:
-        """Responses that one engine can run at once: `max_num_seqs`, or as many as its cache holds at the mean context of
-        an active response, a prompt shared by its G completions counted once."""
+        """Responses that one engine can run at once: `max_num_seqs`, or as many as its cache holds at the mean context
+        of an active response, a prompt shared by its G completions counted once."""
         return max(1.0, min(self.max_num_seqs, self.kv_tokens / self.cache_tokens))
 
 

@@ -125,8 +125,8 @@ class TrainingTime(Pass):
 
     @line("s", "T h bytes / TP a send; all of them with v = 1, else overlap_cost of them + fill; 0 without a pipeline")
     def pp_p2p_s(self) -> float:
-        """Exposed sends between stages. 1F1B waits for its neighbours in every micro-batch; the interleaved schedule sends
-        while it computes another chunk, and waits only while the pipeline fills."""
+        """Exposed sends between stages. 1F1B waits for its neighbours in every micro-batch; the interleaved schedule
+        sends while it computes another chunk, and waits only while the pipeline fills."""
         layout = self.layout
         pp, v = layout.pp, layout.vpp
         if pp == 1:
@@ -136,8 +136,8 @@ class TrainingTime(Pass):
         each = (2 if self.trains else 1) * self.fabric.p2p(size, layout.gpus <= self.cluster.gpus_per_node)
         return each * (m + pp - 1 if v == 1 else self.c.overlap_cost * m * v + pp - 1)
 
-    @line("s", "gradients and parameters over DP x CP: what the compute does not hide + overlap_cost of what it does; 0 "
-               "where no weight has a gradient")
+    @line("s", "gradients and parameters over DP x CP: what the compute does not hide + overlap_cost of what it does; "
+               "0 where no weight has a gradient")
     def dp_s(self) -> float:
         """Exposed gradient and parameter collectives, FSDP's gathers included: gradients reduce-scattered, parameters
         gathered, over DP x CP (experts over their share of it)."""
@@ -227,8 +227,8 @@ class TrainingTime(Pass):
 
 
 class LogprobTime(TrainingTime):
-    """One forward pass over the same micro-batches, for old or reference log-probs: a third of the FLOPs, but all of the
-    gaps, fixed costs and fill of a pass."""
+    """One forward pass over the same micro-batches, for old or reference log-probs: a third of the FLOPs, but all of
+    the gaps, fixed costs and fill of a pass."""
 
     PREFIX = "logprob"
     trains = False
@@ -243,7 +243,8 @@ def training_time(shape: Architecture, layout: TrainingLayout, work: Work, clust
         work: `micro_batches` of `micro_batch_tokens` (padding included) on each DP rank.
         lora_rank: > 0: frozen weights, no weight gradients, adapters of this rank.
     """
-    return TrainingTime(shape, layout, parameters_of(shape, layout), work, cluster, coefficients, collectives, lora_rank)
+    return TrainingTime(shape, layout, parameters_of(shape, layout), work, cluster, coefficients, collectives,
+                        lora_rank)
 
 
 def logprob_time(shape: Architecture, layout: TrainingLayout, work: Work, cluster: ClusterSpec,

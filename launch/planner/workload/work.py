@@ -35,8 +35,8 @@ class TrainingWork:
 
 @dataclass(eq=False)
 class PackedWork:
-    """The same of a workload under a layout: packed micro-batches of at most `token_budget` tokens, as many on every DP rank,
-    a multiple of PP where the pipeline is interleaved."""
+    """The same of a workload under a layout: packed micro-batches of at most `token_budget` tokens, as many on every DP
+    rank, a multiple of PP where the pipeline is interleaved."""
 
     PREFIX = "work"
 
@@ -54,13 +54,14 @@ class PackedWork:
     def tokens(self) -> int:
         return round(self.sequences * self.workload.packed_tokens)
 
-    @line("tokens", "E[t^2] / E[t] over the sequences; where completions share a prompt, twice the pairs of tokens over the "
-                    "tokens")
+    @line("tokens", "E[t^2] / E[t] over the sequences; where completions share a prompt, twice the pairs of tokens "
+                    "over the tokens")
     def attention_length(self) -> float:
         workload = self.workload
         return _attention_length(workload.lengths, workload.prompt_tokens, workload.prompt_copies)
 
-    @line("micro-batches of a DP rank", "tokens / (DP x budget x packing), rounded up, to a multiple of PP when interleaved")
+    @line("micro-batches of a DP rank", "tokens / (DP x budget x packing), rounded up, to a multiple of PP when "
+                                        "interleaved")
     @part
     def micro_batches(self) -> int:
         layout, budget = self.layout, self.token_budget
