@@ -9,14 +9,14 @@ from launch.cli import options
 
 @click.group()
 def command() -> None:
-    """Show a configuration, or say what its keys mean."""
+    """Show a configuration, or explain its keys."""
 
 
 @command.command()
 @options.config_and_overrides
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: path, config, sources.")
 def show(config: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Print every value of CONFIG after the overrides, and where it came from.
+    """Print every value of CONFIG after the overrides, and where each was set.
 
     The last column is the line of the file, the override, or `default`.
     """
@@ -33,10 +33,10 @@ def show(config: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @options.overrides
 @options.as_json
 def explain(key: str, config: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Say what KEY means: type, default, documentation; with CONFIG also its value and where that is set.
+    """Explain KEY: type, default and documentation. With CONFIG, also its value and where that is set.
 
-    KEY is dotted (trainer.tp), a section (trainer.optimizer), or the last part alone if only one key ends with it. For
-    a value that is auto the planner's choice is shown.
+    KEY is a dotted key (trainer.tp), a section (trainer.optimizer), or the last part alone if it is unambiguous. If
+    the value is auto, the planner's choice is shown.
     """
     import json
 
@@ -53,7 +53,7 @@ def explain(key: str, config: str | None, overrides: tuple[str, ...], as_json: b
             try:
                 values = reference.resolved(found, key, loaded, prepare(config, overrides).plan.chosen)
             except UserError as error:
-                note = f"auto stays open, for there is no plan: {error.what}"
+                note = f"auto is not resolved, because there is no plan: {error.what}"
     entry, inside = reference.entry(found), reference.members(found)
     if as_json:
         document = {**entry.as_json(), "members": [each.key for each in inside], "note": note,
@@ -67,7 +67,7 @@ def explain(key: str, config: str | None, overrides: tuple[str, ...], as_json: b
 @click.argument("words", nargs=-1, required=True, metavar="WORD...")
 @options.as_json
 def search(words: tuple[str, ...], as_json: bool) -> None:
-    """List the keys in whose name or meaning every WORD stands, also what other frameworks call them."""
+    """List the keys whose name or documentation contains every WORD. Other frameworks' names count too."""
     import json
 
     from launch.config import reference
@@ -79,5 +79,5 @@ def search(words: tuple[str, ...], as_json: bool) -> None:
     elif found:
         click.echo("\n".join(reference.list_text(found, whole=True)))
     else:
-        raise UserError(f"no key has {' and '.join(words)} in its name or meaning", where="megatron-rl config search",
-                        fix="use fewer or shorter words; docs/config.md lists all keys")
+        raise UserError(f"no key has {' and '.join(words)} in its name or documentation",
+                        where="megatron-rl config search", fix="use fewer or shorter words, or see docs/config.md")

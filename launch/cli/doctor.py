@@ -13,10 +13,10 @@ from launch.cli import options
 @options.attempt
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(run: str, folder: str, attempt: int | None, as_json: bool) -> None:
-    """Say why RUN failed or waits, and what to do.
+    """Explain why RUN failed or is waiting, and what to do.
 
     RUN is a run's name, the path of its folder, or a Slurm job id. Reads Slurm's record, the outcome, every log and
-    the ledger of bad nodes; known failures are those of docs/troubleshooting.md.
+    the ledger of bad nodes. docs/troubleshooting.md lists the known failures.
     """
     import json
 

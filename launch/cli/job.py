@@ -13,7 +13,7 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
     """Inside a Slurm job: run CONFIG on the job's nodes.
 
     The last line of the batch script. Starts a supervisor on every node, places the plan on the nodes that pass the
-    preflight, watches the job, and at its end requeues it, submits it anew without bad nodes, or stops.
+    preflight, and watches the job. At the end, requeues the job, submits it again without bad nodes, or stops.
     """
     from launch.runtime.job import run_job
 

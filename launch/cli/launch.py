@@ -16,38 +16,38 @@ if TYPE_CHECKING:
 @click.command()
 @options.config_and_overrides
 @click.option("--on", "where", type=click.Choice(["local", "slurm"]), default="local", show_default=True,
-              help="Where to run: this machine, or the nodes that Slurm gives.")
+              help="Where to run: on this machine, or on nodes that Slurm allocates.")
 @options.device
-@click.option("--fresh", is_flag=True, help="Begin a new run: if run.name exists, take name-2, name-3, ...")
-@click.option("--quiet", is_flag=True, help="No progress, only the end; on Slurm: no plan, only the job's id.")
-@click.option("--dry-run", is_flag=True, help="Slurm: print the batch script; nothing is submitted.")
+@click.option("--fresh", is_flag=True, help="Start a new run: if run.name exists, use name-2, name-3, ...")
+@click.option("--quiet", is_flag=True, help="Print only the final summary; on Slurm, only the job id.")
+@click.option("--dry-run", is_flag=True, help="Slurm: print the batch script and submit nothing.")
 @click.option("--partition", metavar="NAME", help="Slurm: partition.")
 @click.option("--account", metavar="NAME", help="Slurm: account.")
 @click.option("--qos", metavar="NAME", help="Slurm: quality of service.")
 @click.option("--reservation", metavar="NAME", help="Slurm: reservation.")
-@click.option("--time", "time_limit", metavar="TIME", help="Slurm: time limit, such as 12:00:00; 24 hours without.")
-@click.option("--exclude", metavar="LIST", help="Slurm: nodes not to use, such as node[007,011].")
-@click.option("--profile", metavar="FILE", help="Slurm: site profile, as slurm/profiles/pyxis.yaml (run.profile).")
+@click.option("--time", "time_limit", metavar="TIME", help="Slurm: time limit, such as 12:00:00.  [default: 24 hours]")
+@click.option("--exclude", metavar="LIST", help="Slurm: nodes to exclude, such as node[007,011].")
+@click.option("--profile", metavar="FILE", help="Slurm: site profile, such as slurm/profiles/pyxis.yaml (run.profile).")
 @click.option("--spares", type=click.IntRange(min=0), metavar="K",
-              help="Slurm: nodes to ask for beyond the plan's (placement.spare_nodes).")
-@click.option("--sweep", is_flag=True, help="Slurm: a run for each combination of values in words with commas "
-              "(run.seed=0,1), as one array of jobs.")
-@click.option("--wait", is_flag=True, help="With --sweep: wait for all runs and say how each ended.")
+              help="Slurm: nodes to request beyond those of the plan (placement.spare_nodes).")
+@click.option("--sweep", is_flag=True, help="Slurm: one job array with a run for each combination of the overrides "
+              "that list several values (run.seed=0,1).")
+@click.option("--wait", is_flag=True, help="With --sweep: wait for all runs and report how each ended.")
 def command(config: str, overrides: tuple[str, ...], where: str, device: options.Device, fresh: bool, quiet: bool,
             dry_run: bool, partition: str | None, account: str | None, qos: str | None,
             reservation: str | None, time_limit: str | None, exclude: str | None, profile: str | None,
             spares: int | None, sweep: bool, wait: bool) -> int:
     """Train: plan CONFIG, start Ray, Megatron and vLLM, and run to the end.
 
-    On this machine Ctrl-C once stops at the next step with a checkpoint; the same command then goes on from there. On
-    Slurm the plan goes to standard error and the job's id alone to standard output.
+    On this machine, one Ctrl-C stops the run at the next step with a checkpoint; the same command resumes it. On Slurm,
+    the plan is printed to standard error and only the job id to standard output.
     """
     of_slurm = {"--partition": partition, "--account": account, "--qos": qos, "--reservation": reservation,
                 "--time": time_limit, "--exclude": exclude, "--profile": profile, "--spares": spares,
                 "--dry-run": dry_run or None, "--sweep": sweep or None, "--wait": wait or None}
     _refuse_unused(where, "auto" if sweep else device, of_slurm)
     if (sweep and fresh) or (wait and not sweep):
-        raise click.UsageError("--sweep names its runs itself: not with --fresh" if fresh else "--wait is for --sweep")
+        raise click.UsageError("--sweep names its runs: remove --fresh" if fresh else "--wait needs --sweep")
     if fresh:
         overrides = (*overrides, f"run.name={_fresh_name(config, overrides)}")
     if where == "local":
@@ -76,9 +76,9 @@ def _refuse_unused(where: str, device: str, of_slurm: Mapping[str, object]) -> N
     """An option that would be ignored is a mistake."""
     for option, value in of_slurm.items():
         if value is not None and where == "local":
-            raise click.UsageError(f"{option} is for jobs of Slurm: give --on slurm with it")
+            raise click.UsageError(f"{option} applies to Slurm jobs only: add --on slurm")
     if where == "slurm" and device != "auto":
-        raise click.UsageError("--device chooses on this machine; on Slurm the cluster file says what the nodes have")
+        raise click.UsageError("--device applies to this machine only; on Slurm the cluster file describes the nodes")
 
 
 def _fresh_name(config: str, overrides: tuple[str, ...]) -> str:
@@ -117,7 +117,7 @@ def _slurm(config: str, overrides: tuple[str, ...], flags: Flags, profile: str |
     say(f"stop margin: {job.margin}")
     if dry_run:
         make_folder(job)
-        say(f"output of the job: {job.folder}, which exists now (sbatch makes no folder)")
+        say(f"job output: {job.folder}, created now because sbatch does not create folders")
         click.echo(job.script, nl=False)
     else:
         click.echo(submit(job, say))

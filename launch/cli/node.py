@@ -8,9 +8,9 @@ import click
 @click.command()
 @click.argument("attempt", metavar="ATTEMPT", type=click.Path())
 def command(attempt: str) -> int:
-    """Inside a Slurm job: supervise this node's part of ATTEMPT, an attempt's folder.
+    """Inside a Slurm job: supervise this node's part of ATTEMPT, the folder of an attempt.
 
-    `megatron-rl job` starts it, one on each node.
+    `megatron-rl job` starts one on each node.
     """
     from launch.runtime.supervisor import supervise
 

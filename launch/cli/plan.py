@@ -20,20 +20,20 @@ VERBS = {"accuracy": plan_accuracy.command, "calibrate": plan_calibrate.command,
 
 
 class Plan(CommandWithVerbs):
-    """Answers the options that became verbs with the new command."""
+    """Answers an option that became a verb with the new command."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for verb in VERBS:
             for at, word in enumerate(args):
                 if word == f"--{verb}" or word.startswith(f"--{verb}="):
                     words = shlex.join(_without_option(verb, args, at))
-                    raise click.UsageError(f"--{verb} is a command of its own now: {ctx.command_path} {verb} {words}",
+                    raise click.UsageError(f"--{verb} is now a command: {ctx.command_path} {verb} {words}",
                                            ctx)
         return super().parse_args(ctx, args)
 
 
 def _without_option(verb: str, args: list[str], at: int) -> list[str]:
-    """`CONFIG --explain KEY` -> `CONFIG KEY`; `--explain KEY CONFIG` had the configuration behind the key."""
+    """`CONFIG --explain KEY` -> `CONFIG KEY`; in `--explain KEY CONFIG` the configuration follows the key."""
     _, equals, value = args[at].partition("=")
     before, values, after = args[:at], [value] if equals else [], args[at + 1:]
     if verb == "explain" and not equals and after and not after[0].startswith("-"):
@@ -49,13 +49,13 @@ def _without_option(verb: str, args: list[str], at: int) -> list[str]:
 @options.planned_for
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.option("--out", metavar="FILE", help="Also write the plan as JSON to this file.")
-@click.option("--html", metavar="FILE", help="Also write one self-contained page: map, memory, step, routes, choices.")
+@click.option("--html", metavar="FILE", help="Also write a self-contained page: map, memory, step, routes, choices.")
 @click.option("--trace", metavar="FILE", help="Also write a Chrome trace of two steps (chrome://tracing, Perfetto).")
 def command(config: str, overrides: tuple[str, ...], device: options.Device, planned_for: options.PlannedFor,
             as_json: bool, out: str | None, html: str | None, trace: str | None) -> None:
-    """Plan CONFIG: which nodes train and which roll out, does it fit, how long is a step, and why.
+    """Plan CONFIG: which nodes train and which generate, whether it fits, how long a step takes, and why.
 
-    Keys that CONFIG pins are obeyed, those that are auto are searched. Everything printed is predicted.
+    Keys that CONFIG sets are kept; keys set to auto are searched. Everything printed is predicted.
     """
     from launch.planner.prepare import prepare
     from launch.report.plan.table import print_plan
@@ -96,7 +96,7 @@ def _write(path: str, text: str, option: str) -> None:
 
 
 def _next(config: str, overrides: tuple[str, ...], prepared: Prepared, out: str | None) -> list[str]:
-    """The commands that follow from a plan."""
+    """Commands to run next."""
     from launch.planner.prepare import OnCluster
 
     words = shlex.join((config, *overrides))

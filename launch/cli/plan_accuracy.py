@@ -7,19 +7,19 @@ import click
 from launch.cli import options
 
 
-@click.command(short_help="Compare what the planner predicts with what was measured.")
+@click.command(short_help="Compare the planner's predictions with measurements.")
 @click.argument("directory", metavar="[DIR]", required=False)
-@click.option("--kind", metavar="KIND", help="Only this kind of points: training, memory, decode, rl_steps, "
+@click.option("--kind", metavar="KIND", help="Only this kind of point: training, memory, decode, rl_steps, "
                                             "weight_sync, collectives or parameters.")
-@click.option("--no-leave-out", is_flag=True, help="Do not calibrate again without each source.")
+@click.option("--no-leave-out", is_flag=True, help="Skip the recalibration without each source.")
 @options.as_json
 def command(directory: str | None, kind: str | None, no_leave_out: bool, as_json: bool) -> None:
-    """Compare what the planner predicts with what was measured, and print how far it is off.
+    """Compare the planner's predictions with measurements, and print the errors.
 
     DIR holds files in the format of benchmarks/measured/README.md; the default is the points of the repository. Prints
-    predicted, measured and error of each point, the medians of each regime and kind with their targets, what could not
-    be predicted and why, and the error at each source's points when it takes no part in the calibration. The exit code
-    is 0 however large the errors are.
+    the predicted value, measured value and error of each point, the medians of each regime and kind with their targets,
+    the points that could not be predicted and why, and the error of each source's points when that source is left out
+    of the calibration. The exit code is 0 however large the errors are.
     """
     import json
 
@@ -32,9 +32,9 @@ def command(directory: str | None, kind: str | None, no_leave_out: bool, as_json
     from launch.validate.table import print_report
 
     if kind is not None and kind not in KINDS:
-        raise UserError(f"unknown kind of points: {kind}", where="--kind", fix=f"use one of {', '.join(KINDS)}")
+        raise UserError(f"unknown kind of point: {kind}", where="--kind", fix=f"use one of {', '.join(KINDS)}")
     if directory is None and not DEVELOPMENT.is_dir():
-        raise UserError("this installation has no measured points of its own", where="megatron-rl plan accuracy DIR",
+        raise UserError("this installation has no measured points", where="megatron-rl plan accuracy DIR",
                         fix="name a directory of measured points, such as benchmarks/measured of the repository")
     report = evaluate(load(directory or DEVELOPMENT), kind, leave_out=not no_leave_out)
     if as_json:

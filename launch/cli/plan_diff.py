@@ -5,11 +5,11 @@ from __future__ import annotations
 import click
 
 
-@click.command(short_help="Print what differs between two plans.")
+@click.command(short_help="Print the differences between two plans.")
 @click.argument("first", metavar="A.json")
 @click.argument("second", metavar="B.json")
 def command(first: str, second: str) -> None:
-    """Print what differs between two plans that `megatron-rl plan CONFIG --out FILE` wrote."""
+    """Print the differences between two plans written by `megatron-rl plan CONFIG --out FILE`."""
     from launch.report.plan.diff import diff
     from launch.report.plan.file import load_plan
 

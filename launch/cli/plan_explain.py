@@ -15,8 +15,8 @@ from launch.cli import options
 def command(config: str, words: tuple[str, ...], device: options.Device, planned_for: options.PlannedFor) -> None:
     """Explain the plan of CONFIG: every choice with its alternatives, every number with its formula and sources.
 
-    NAME is a number or choice of the plan (step.total_s, split), or the beginning of several (memory.training): only
-    these are explained, a number down to what was given. Everything printed is predicted.
+    NAME is a number or choice of the plan (step.total_s, split), or a prefix of several (memory.training). With NAME,
+    only these are explained, and each number is traced back to its inputs. Everything printed is predicted.
     """
     from launch.planner.prepare import prepare
     from launch.report.plan.explain import explain

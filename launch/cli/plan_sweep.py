@@ -7,7 +7,7 @@ import click
 from launch.cli import options
 
 
-@click.command(short_help="Plan for each of several cluster sizes.")
+@click.command(short_help="Plan for a range of cluster sizes.")
 @options.config
 @click.argument("words", nargs=-1, metavar="nodes=A..B [KEY=VALUE]...")
 @options.planned_for
@@ -29,7 +29,7 @@ def command(config: str, words: tuple[str, ...], planned_for: options.PlannedFor
 
     sizes = [word for word in words if word.startswith("nodes=") or "=" not in word]
     if len(sizes) != 1:
-        raise click.UsageError("say which sizes: megatron-rl plan sweep CONFIG nodes=8..64")
+        raise click.UsageError("give a range of sizes: megatron-rl plan sweep CONFIG nodes=8..64")
     first, last = parse(sizes[0])
     overrides = (*(word for word in words if word not in sizes), *planned_for.overrides())
     problem = posed(load_config(config, overrides), planned_for.spec(config, overrides), largest=last)

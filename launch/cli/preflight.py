@@ -13,24 +13,24 @@ from launch.cli import options
 @options.optional_config
 @options.overrides
 @click.option("--tier", type=click.Choice(["login", "node", "fabric"]), default="node", show_default=True,
-              help="login: configuration, paths, plan. node: this machine, or every node of the allocation, too. "
-                   "fabric: the network between them, too.")
+              help="login: configuration, paths, plan. node: also this machine, or every node of the allocation. "
+                   "fabric: also the network between them.")
 @options.device
-@click.option("--skip", multiple=True, metavar="CHECK", help="A check (gpu.ecc) or subject (gpu) that is told and "
-                                                            "not judged; may be given again.")
+@click.option("--skip", multiple=True, metavar="CHECK", help="Check (gpu.ecc) or group (gpu) that is reported but "
+                                                            "never fatal; repeatable.")
 @click.option("--ledger", type=click.Path(dir_okay=False), help="Ledger of bad nodes to respect.  "
-                                                                "[default: that of the run]")
+                                                                "[default: the run's ledger]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--agent", type=click.Path(file_okay=False), hidden=True, help="Check this node for the command that "
                                                                             "started the step.")
 def command(config: str | None, overrides: tuple[str, ...], tier: Literal["login", "node", "fabric"],
             device: options.Device, skip: tuple[str, ...], ledger: str | None, as_json: bool,
             agent: str | None) -> int:
-    """Check what a job of CONFIG needs before it starts; without CONFIG, only what any job needs.
+    """Check what a job of CONFIG needs before it starts. Without CONFIG, check only what every job needs.
 
-    Inside an allocation of Slurm's (salloc) all its nodes are checked, by one step. Prints node by check, the
-    evidence and remedy of each finding, the verdict and the --exclude= line to paste. Exit code 5 if the job may not
-    start.
+    Inside a Slurm allocation (salloc), one job step checks all its nodes. Prints a table of nodes and checks, the
+    evidence and remedy of each finding, the verdict and the --exclude= line to paste. The exit code is 5 if the job
+    must not start.
     """
     import json
 

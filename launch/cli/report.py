@@ -17,8 +17,8 @@ from launch.cli import options
 def command(run: str, folder: str, out: str | None) -> None:
     """Write the HTML report of RUN and print its reward curve.
 
-    RUN is a run's name, or the path of its folder. The report is one file with everything in it; it can be written
-    while the run goes on.
+    RUN is a run's name, or the path of its folder. The report is one self-contained file. It can be written while the
+    run is in progress.
     """
     from launch.report.run.html import write_report
     from launch.report.run.plan_vs_measured import comparison_text, of_attempt

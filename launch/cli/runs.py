@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 @click.command()
 @options.runs_folder
 @click.option("--sort", "by", type=click.Choice(["when", "name", "state", "step"]), default="when", show_default=True,
-              help="when: the last sign of a run, newest first. step: most steps first.")
+              help="when: the latest activity first. step: most steps first.")
 @options.as_json
 def command(folder: str, by: By, as_json: bool) -> None:
-    """List the runs of a folder: state, step, last sign, attempts, and the job of the newest attempt.
+    """List the runs in a folder: state, step, last activity, attempts, and the job of the newest attempt.
 
-    Reads the runs' files only. `megatron-rl status RUN` says more of one, and asks Slurm.
+    Reads only the runs' files. `megatron-rl status RUN` shows more about one run, and queries Slurm.
     """
     import json
     import time

@@ -13,13 +13,13 @@ ASK_SLURM_EVERY_S = 30.0
 @click.command()
 @click.argument("run", metavar="RUN|JOB")
 @options.runs_folder
-@click.option("--watch", is_flag=True, help="Show it again whenever it changes, until the run has ended.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (with --watch, one a change).")
+@click.option("--watch", is_flag=True, help="Print the state whenever it changes, until the run ends.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; with --watch, one per change.")
 def command(run: str, folder: str, watch: bool, as_json: bool) -> None:
-    """Say where RUN is: QUEUED > PREFLIGHT 16/16 > RAY 14/16 > LOAD > STEP 37/500.
+    """Show the state of RUN: QUEUED > PREFLIGHT 16/16 > RAY 14/16 > LOAD > STEP 37/500.
 
-    RUN is a run's name, the path of its folder, or a Slurm job id. What the run wrote counts; Slurm is asked where
-    the run is a job of Slurm's that has not ended, every 30 s at most.
+    RUN is a run's name, the path of its folder, or a Slurm job id. The run's own files take precedence. Slurm is
+    queried only for a job that has not ended, at most every 30 s.
     """
     import json
     import time
@@ -42,4 +42,4 @@ def command(run: str, folder: str, watch: bool, as_json: bool) -> None:
             if not as_json:
                 click.echo(status_text(status))
             return
-        time.sleep(WATCH_EVERY_S)  # between two looks at files that others write
+        time.sleep(WATCH_EVERY_S)  # between two reads of files that other processes write

@@ -13,8 +13,8 @@ from launch.cli import options
 def command(run: str, folder: str) -> None:
     """Ask RUN to write a checkpoint and end at the next step boundary.
 
-    RUN is a run's name, the path of its folder, or a Slurm job id. Writes the file `stop` into the newest attempt;
-    the job answers when its current step is done. A job that waits in Slurm's queue is cancelled.
+    RUN is a run's name, the path of its folder, or a Slurm job id. Writes the file `stop` into the newest attempt. The
+    job reacts when its current step is done. A job that is still in Slurm's queue is cancelled.
     """
     from launch.runtime.stop_run import stop_run
 

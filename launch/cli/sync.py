@@ -20,15 +20,15 @@ def command() -> None:
 @command.command(short_help="Draw the routes of the weights in a plan.")
 @options.config_and_overrides
 @options.device
-@click.option("--route", type=click.Choice(["direct", "chain", "tree"]), help="Draw this route only, not all three.")
-@click.option("--all", "every_line", is_flag=True, help="Draw every line of a route, however many.")
+@click.option("--route", type=click.Choice(["direct", "chain", "tree"]), help="Draw only this route, not all three.")
+@click.option("--all", "every_line", is_flag=True, help="Draw every line of a route, however many there are.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(config: str, overrides: tuple[str, ...], device: options.Device, route: Kind | None, every_line: bool,
          as_json: bool) -> None:
-    """Draw the routes that the weights may take from trainer to engines in the plan of CONFIG.
+    """Draw the routes that the weights may take from the trainers to the engines in the plan of CONFIG.
 
     Prints the three routes side by side, which one is chosen and why, then each as trees of nodes: how many bytes a
-    node gets from the one above it, and when the last of them arrive. Everything printed is predicted.
+    node receives from its parent, and when the last of them arrive. Everything printed is predicted.
     """
     import json
 
@@ -39,11 +39,11 @@ def plan(config: str, overrides: tuple[str, ...], device: options.Device, route:
 
     prepared = prepare(config, overrides, device)
     if not isinstance(prepared, Predicted):
-        raise UserError(f"nothing is predicted: {prepared.plan.no_forecast}", where=config,
+        raise UserError(f"this plan has no forecast: {prepared.plan.no_forecast}", where=config,
                         fix="correct this, or plan for a cluster: cluster=configs/clusters/h100x8.yaml")
     found, seating = prepared.found, prepared.seating if isinstance(prepared, OnCluster) else None
     if found.sync is None:
-        raise UserError(f"in the {found.mode} mode the weights stay on their GPUs: there is no route to draw",
+        raise UserError(f"in {found.mode} mode the weights stay on their GPUs, so there is no route to draw",
                         where=prepared.loaded.where("placement.mode"), fix="plan with placement.mode=disaggregated")
     coefficients = found.problem.coefficients.sync
     names = sync_routes.Names(seating.training_nodes if seating else (), seating.rollout_nodes if seating else (),
@@ -61,27 +61,27 @@ def plan(config: str, overrides: tuple[str, ...], device: options.Device, route:
 @options.config_and_overrides
 @options.device
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True,
-              help="Syncs to measure, after one that warms up; the median is printed.")
+              help="Syncs to measure after one warm-up; the median is printed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--on", type=click.Choice(["local", "slurm"]), default="local", show_default=True,
-              help="Where to run: this machine, or the nodes of the allocation around it (salloc, sbatch).")
+              help="Where to run: on this machine, or on the nodes of the current allocation (salloc, sbatch).")
 @click.option("--write", metavar="FILE", type=click.Path(exists=True, dir_okay=False),
-              help="Also put what was found into `coefficients:` of this cluster file.")
+              help="Also write the results into `coefficients:` of this cluster file.")
 def bench(config: str, overrides: tuple[str, ...], device: str, repeats: int, as_json: bool, on: str,
           write: str | None) -> int:
     """Measure the weight sync of CONFIG's plan on this machine or on an allocation's nodes, and compare it with the
     prediction.
 
-    The plan's ranks and workers run as plain processes with weights of the right shapes: the real sender, receiver,
-    lanes, digests and protocol, without a trainer and without an engine. Prints lanes, packing, digests and phases, and
-    for each edge the predicted and measured seconds with the residual. gloo on CPUs; NCCL on GPUs, which has not been
-    run yet.
+    The plan's ranks and workers run as plain processes with weights of the right shapes. They use the real sender,
+    receiver, lanes, digests and protocol, without a trainer or an engine. Prints lanes, packing, digests and phases,
+    and for each edge the predicted and measured seconds with the residual. Uses gloo on CPUs and NCCL on GPUs; NCCL has
+    not been run yet.
     """
     import sys
 
     from launch.processes import run
 
-    # A process of its own: it needs torch and vLLM, and launch must not import them.
+    # A separate process, because it needs torch and vLLM and launch must not import them.
     arguments = [sys.executable, "-m", "megatron_rl.sync_bench", config, *overrides, "--device", device, "--repeats",
                  str(repeats), "--on", on, *(["--json"] if as_json else []), *(["--write", write] if write else [])]
     return run(arguments).returncode

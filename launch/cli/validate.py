@@ -19,11 +19,11 @@ from launch.cli import options
 @click.option("--no-leave-out", is_flag=True, hidden=True)
 def command(config: str | None, overrides: tuple[str, ...], device: options.Device, as_json: bool, kind: str | None,
             no_leave_out: bool) -> int:
-    """Say whether CONFIG is valid: its keys and values, that they agree, and that a plan fits.
+    """Check whether CONFIG is valid: its keys and values, that they are consistent, and that a plan fits.
 
-    Prints what was checked. A warning is no error: a file that a run needs and that is not here, what this version
-    plans and does not run, what the plan warns of. Needs no GPU and no weights; where model.path names a folder, its
-    config.json. Exit code 0 if it is valid, 2 if it is not, 3 if no plan fits.
+    Prints what was checked. Warnings are not errors: a missing file that a run needs, a feature that this version plans
+    but does not run, a warning of the plan. Needs no GPU and no weights, only config.json if model.path is a folder.
+    The exit code is 0 if CONFIG is valid, 2 if it is not, 3 if no plan fits.
     """
     import json
 
@@ -33,8 +33,8 @@ def command(config: str | None, overrides: tuple[str, ...], device: options.Devi
     if config is None or Path(config).is_dir() or kind or no_leave_out:
         words = [*([config] if config else []), *overrides, *(["--kind", kind] if kind else []),
                  *(["--no-leave-out"] if no_leave_out else []), *(["--json"] if as_json else [])]
-        raise click.UsageError("validate takes a configuration: megatron-rl validate configs/70b/grpo.yaml; measured "
-                               f"points are compared by {shlex.join(['megatron-rl', 'plan', 'accuracy', *words])}")
+        raise click.UsageError("validate takes a configuration: megatron-rl validate configs/70b/grpo.yaml. To compare "
+                               f"measured points, use {shlex.join(['megatron-rl', 'plan', 'accuracy', *words])}")
     try:
         found = validity.validate(config, overrides, device)
     except UserError as error:

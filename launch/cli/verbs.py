@@ -1,4 +1,4 @@
-"""A command with verbs below it: `plan CONFIG` runs the command itself, `plan explain CONFIG` the verb."""
+"""A command with subcommands: `plan CONFIG` runs the command itself, `plan explain CONFIG` the subcommand."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import click
 
 
 class CommandWithVerbs(click.Group):
-    """What follows its name is a verb, if the first word is one, and else CONFIG and other arguments of its own.
+    """If the first word is a verb, the verb runs. Otherwise the command itself parses all words, CONFIG first.
 
-    A file with the name of a verb is reached by its path: `plan ./diff`.
+    To name a file that is called like a verb, give its path: `plan ./diff`.
     """
 
     allow_extra_args = False

@@ -70,7 +70,7 @@ def test_auto_is_what_the_planner_chooses(cli, monkeypatch):
     code, out, _ = cli("config", "explain", "trainer.tp", config)
     assert code == 0 and f"value    {plan['training']['tp']} (chosen by the planner; auto: " in out
     code, out, _ = cli("config", "explain", "trainer.tp", config, "trainer.pp=3")      # no such plan
-    assert code == 0 and "value    auto (" in out and "auto stays open, for there is no plan" in out
+    assert code == 0 and "value    auto (" in out and "auto is not resolved, because there is no plan" in out
 
 
 @pytest.mark.parametrize("words, parts", [

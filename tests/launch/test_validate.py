@@ -81,4 +81,4 @@ def test_the_old_spelling_is_answered_with_plan_accuracy(cli, monkeypatch, old, 
     monkeypatch.chdir(ROOT)
     code, out, err = cli("validate", *old)
     assert code == ExitCode.USER_ERROR and out == ""
-    assert err.rstrip().endswith(f"measured points are compared by megatron-rl plan accuracy{new}")
+    assert err.rstrip().endswith(f"To compare measured points, use megatron-rl plan accuracy{new}")

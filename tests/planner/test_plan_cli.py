@@ -211,7 +211,7 @@ def test_a_verb_refuses_in_one_message(plan, words, parts):
 def test_an_old_spelling_is_answered_with_the_new_command(plan, old, new):
     code, out, err = plan(*old)
     assert code == ExitCode.USER_ERROR and not out
-    assert err.rstrip().endswith(f"is a command of its own now: megatron-rl plan {' '.join(new)}")
+    assert err.rstrip().endswith(f"is now a command: megatron-rl plan {' '.join(new)}")
 
 
 def test_a_configuration_with_the_name_of_a_verb(plan, tmp_path, monkeypatch):
@@ -263,12 +263,12 @@ CLUSTER = {"nodes": {"count": 2}, "gpus": {"kind": "H100-SXM-80GB", "per_node": 
 @pytest.mark.parametrize("section, key, value, part", [
     ("nodes", "count", 0, ">= 1"), ("nodes", "count", -2, ">= 1"), ("nodes", "names", "", "empty"),
     ("nodes", "names", "node[3-1]", "node[3-1]"), ("nodes", "names", ["a", "a"], "more than once"),
-    ("nodes", "names", ["a", "b", "c"], "holds 3"),
+    ("nodes", "names", ["a", "b", "c"], "lists 3"),
     ("gpus", "kind", "H1000", "H100"), ("gpus", "kind", ["H100-SXM-80GB", "A100-SXM-80GB"], "one kind"),
     ("gpus", "per_node", 0, ">= 1"), ("gpus", "memory_gb", -80, "> 0"),
     ("network", "rails", 3, "rails"), ("network", "nics_per_node", 3, "does not divide"),
     ("network", "nic_gbit_per_s", 0, "> 0"), ("network", "nvlink_nodes", 3, "does not divide"),
-    ("network", "switches", [{"name": "a", "nodes": 5}], "asks for 5"),
+    ("network", "switches", [{"name": "a", "nodes": 5}], "has 5 nodes"),
     ("network", "switches", [{"name": "a", "nodes": ["elsewhere"]}], "elsewhere"),
     ("network", "switches", [{"name": "a", "switches": "a", "nodes": 2}], "a"),
     ("host", "memory_gb", 0, "> 0")])

@@ -109,9 +109,10 @@ def test_what_is_refused_before_slurm_is_asked(slurm: SlurmCluster, tmp_path, wo
 
 
 @pytest.mark.parametrize("words, what", [
-    (("--partition", "x"), "--partition is for jobs of Slurm"), (("--dry-run",), "--dry-run is for jobs of Slurm"),
+    (("--partition", "x"), "--partition applies to Slurm jobs only"),
+    (("--dry-run",), "--dry-run applies to Slurm jobs only"),
     (("run.rehearse=true", "cluster=local"), "run.rehearse = true is for jobs of Slurm"),
-    (("--on", "slurm", "--device", "cpu"), "--device chooses on this machine")])
+    (("--on", "slurm", "--device", "cpu"), "--device applies to this machine only")])
 def test_what_is_of_slurm_only_is_refused_elsewhere(capsys, words, what):
     assert main(["launch", CONFIG, *words]) == ExitCode.USER_ERROR
     out, err = capsys.readouterr()
