@@ -1,4 +1,4 @@
-"""Writes measured coefficients into a cluster file. Only their own text changes: comments and layout stay."""
+"""Writes measured coefficients into a cluster file. Comments and layout of the file are kept."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from launch.files.shared import write_atomically
 
 
 def with_coefficients(path: str | os.PathLike[str], values: Mapping[str, float], run: str) -> ClusterSpec:
-    """Replace or add coefficients in a cluster file; those that `values` does not name stay.
+    """Replace or add coefficients in a cluster file. Coefficients that `values` does not name are kept.
 
     Args:
         path: the cluster file.
-        values: by key, as in the book: `coefficients.training.efficiency`, or without the first word.
-        run: named as the source of each value.
+        values: by key, as in the book: `coefficients.training.efficiency`, or without the first part.
+        run: recorded as the source of each value.
 
     Returns:
         The cluster as the new file describes it.
 
     Raises:
         UserError: the file does not load, a key is unknown, a value is out of range, or the layout leaves no place for
-            the section; the file is then as it was.
+            the section. The file is then unchanged.
     """
     file = os.fspath(path)
     old = read_text(file)
@@ -39,7 +39,7 @@ def with_coefficients(path: str | os.PathLike[str], values: Mapping[str, float],
     measured = {key.removeprefix(PREFIX): value for key, value in values.items()}
     for fault in faults({**before.coefficients, **{PREFIX + key: value for key, value in measured.items()}}):
         raise UserError(fault.what, where=run,
-                        fix="calibrate with runs that have finished several steps, planned with this cluster file")
+                        fix="calibrate with runs that finished several steps and were planned with this cluster file")
     new = edited(old, measured, run)
     try:
         after = parse_cluster(new, file)
@@ -47,8 +47,8 @@ def with_coefficients(path: str | os.PathLike[str], values: Mapping[str, float],
         after = None
     wanted = {**before.coefficients, **{PREFIX + key: float(_number(value)) for key, value in measured.items()}}
     if after is None or after.coefficients != wanted:
-        raise UserError("the calibrated coefficients find no place in this file", where=file,
-                        fix="end the file with a section of its own, `coefficients:` at the start of a line")
+        raise UserError("the calibrated coefficients cannot be inserted into this file", where=file,
+                        fix="add a section `coefficients:` at the end of the file, starting in the first column")
     _write(Path(file), new)
     return after
 
@@ -72,7 +72,7 @@ def edited(text: str, values: Mapping[str, float], run: str) -> str:
     if entries and section.flow_style:
         kept = [text[key.start_mark.index:node.end_mark.index] for key, node in section.value]
         lines = ["", *(f"  {entry}" for entry in (*kept, *entries.values()))]
-        if edits:   # both at once: first the values in place, then the rest on what comes out
+        if edits:   # replace the existing values first, then add the others to the result
             return edited(_apply(text, edits), {key: values[key] for key in entries}, run)
         edits.append((section.start_mark.index, section.end_mark.index, newline.join(lines)))
     elif entries:
@@ -89,7 +89,7 @@ def _section(text: str) -> yaml.MappingNode | None:
 
 
 def _end(node: yaml.Node) -> int:
-    """Where the last character of a node stands. A block mapping's own mark lies behind the comments that follow."""
+    """Position after the last character of a node. A block mapping's own end mark lies after trailing comments."""
     if isinstance(node, yaml.MappingNode) and not node.flow_style and node.value:
         return _end(node.value[-1][1])
     return node.end_mark.index
@@ -110,7 +110,7 @@ def _quoted(text: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """All or nothing, with the file's own mode; through a link."""
+    """Write the file atomically. Keeps its mode and follows a symbolic link."""
     path = path.resolve()
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -118,4 +118,4 @@ def _write(path: Path, text: str) -> None:
         path.chmod(mode)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}", where=str(path),
-                        fix="make the file and its folder writable, or copy it to where they are") from error
+                        fix="make the file and its folder writable, or copy it to a writable folder") from error

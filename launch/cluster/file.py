@@ -1,4 +1,4 @@
-"""Reads a cluster file (`configs/clusters/*.yaml`) into a `ClusterSpec` that knows the line of every figure."""
+"""Reads a cluster file (`configs/clusters/*.yaml`) into a `ClusterSpec` that records the line of every figure."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def load_cluster(path: str | os.PathLike[str]) -> ClusterSpec:
     """Read and check a cluster file.
 
     Raises:
-        UserError: no such file, broken YAML, unknown keys (with the nearest valid one), figures that are zero or
-            negative or that contradict each other; all at once, each with its line.
+        UserError: the file is missing, is not valid YAML, has unknown keys (with the nearest valid one), or has
+            figures that are zero, negative or contradictory. Reports all problems at once, each with its line.
     """
     file = os.fspath(path)
     return parse_cluster(read_text(file), file)
@@ -38,7 +38,7 @@ def parse_cluster(text: str, file: str) -> ClusterSpec:
 
 
 class _Builder:
-    """From the typed content to a `ClusterSpec`; collects what is wrong on the way."""
+    """Builds a `ClusterSpec` from the typed content, and collects all problems."""
 
     def __init__(self, content: schema.ClusterFile, document: yaml_file.Document, file: str,
                  problems: Problems) -> None:
@@ -56,7 +56,7 @@ class _Builder:
         switches = self._switches(nodes)
         coefficients = self._coefficients()
         self.problems.raise_if_any()
-        assert gpu is not None      # else there is a problem
+        assert gpu is not None      # otherwise a problem was raised above
         spec = ClusterSpec(
             name=content.name or Path(self.file).stem, nodes=nodes, gpus_per_node=content.gpus.per_node, gpu=gpu,
             nics_per_node=network.nics_per_node, nic_bandwidth=network.nic_gbit_per_s * GBIT, rails=network.rails,
@@ -78,7 +78,7 @@ class _Builder:
         given, where = self.content.nodes, self.where("nodes")
         if given.names is None:
             if given.count is None:
-                self.problems.add("the cluster has no nodes", where=where, fix="add nodes.count, or nodes.names")
+                self.problems.add("the cluster has no nodes", where=where, fix="add nodes.count or nodes.names")
                 return ()
             width = max(3, len(str(given.count)))
             return tuple(f"node{number:0{width}d}" for number in range(1, given.count + 1))
@@ -87,11 +87,11 @@ class _Builder:
             self.problems.add("nodes.names is empty", where=self.where("nodes", "names"),
                               fix='list the nodes: names: "node[001-032]"')
         elif given.count is not None and given.count != len(names):
-            self.problems.add(f"nodes.count = {given.count}, but nodes.names holds {len(names)}", where=where,
-                              fix="correct one of them, or leave count out")
+            self.problems.add(f"nodes.count = {given.count}, but nodes.names lists {len(names)} nodes", where=where,
+                              fix="correct one of them, or remove nodes.count")
         repeated = [name for name, times in Counter(names).items() if times > 1]
         if repeated:
-            self.problems.add(f"nodes.names holds {', '.join(repeated[:6])} more than once",
+            self.problems.add(f"nodes.names lists {', '.join(repeated[:6])} more than once",
                               where=self.where("nodes", "names"), fix="name each node once")
         return names
 
@@ -124,15 +124,15 @@ class _Builder:
         per_node, network = self.content.gpus.per_node, self.content.network
         nics, rails, domain = network.nics_per_node, network.rails, network.nvlink_nodes
         if rails not in (1, nics):
-            what = ("more rails than NICs" if rails > nics else
-                    "each NIC of a node hangs on a rail of its own, or all on one")
+            what = ("there are more rails than NICs" if rails > nics else
+                    "each NIC of a node has its own rail, or all NICs share one")
             self.problems.add(f"network.rails = {rails} with network.nics_per_node = {nics}: {what}",
                               where=self.where("network", "rails"),
-                              fix=f"rails: {nics} for a rail-optimised fabric, rails: 1 for any other")
+                              fix=f"use rails: {nics} for a rail-optimised fabric, rails: 1 for any other")
         if per_node % nics and nics % per_node:
             self.problems.add(f"network.nics_per_node = {nics} does not divide gpus.per_node = {per_node}: some GPUs "
-                              "would have more of a NIC than others", where=self.where("network", "nics_per_node"),
-                              fix="count the NICs that serve GPUs alone; leave out the one for storage and login")
+                              "would get more of a NIC than others", where=self.where("network", "nics_per_node"),
+                              fix="count only the NICs that serve GPUs, not the one for storage and login")
         if nodes and len(nodes) % domain:
             self.problems.add(f"network.nvlink_nodes = {domain} does not divide the {len(nodes)} nodes",
                               where=self.where("network", "nvlink_nodes"),
@@ -151,9 +151,9 @@ class _Builder:
             if isinstance(entry.nodes, int):
                 names = tuple(free[at:at + entry.nodes])
                 if len(names) < entry.nodes:
-                    self.problems.add(f"switch {entry.name} asks for {entry.nodes} nodes and {len(names)} are left",
+                    self.problems.add(f"switch {entry.name} has {entry.nodes} nodes, but only {len(names)} are left",
                                       where=self.where("network", "switches", index, "nodes"),
-                                      fix="let the counts of all leaf switches add up to the number of nodes")
+                                      fix="make the counts of all leaf switches add up to the number of nodes")
                     return ()
                 at += entry.nodes
             below = () if entry.switches is None else self._expand(
@@ -179,12 +179,12 @@ class _Builder:
 
 
 def read_text(file: str) -> str:
-    """The text of a cluster file, line ends as they are. Raises UserError."""
+    """The text of a cluster file, with its line ends unchanged. Raises UserError."""
     return typed_file.read_text(file, KIND, EXAMPLE)
 
 
 def _mixed_kinds(key: str, error: dict) -> tuple[str, str] | None:
     if error["type"] != "extra_forbidden" and key in ("gpus", "gpus.kind") and isinstance(error["input"], list):
-        return ("a cluster file describes nodes of one kind of GPU: a partition of mixed kinds would run at the pace "
-                "of the slowest", "write one file for each kind and plan for each")
+        return ("a cluster file describes nodes with one kind of GPU; mixed kinds would run at the pace of the "
+                "slowest", "write one file for each kind and plan for each")
     return None

@@ -1,8 +1,8 @@
 """The table of GPUs: dense rates from NVIDIA's datasheets, memory as CUDA reports it.
 
-Datasheets print tensor rates with 2:4 sparsity; the figures here are the dense ones, half of that. `usable_bytes`
-is the "total capacity" that a CUDA process sees (`cudaMemGetInfo`, torch's out-of-memory message). It lies 0.3 to
-3 GB below NVML's total and varies by some hundred MB with the driver: a low value of those seen is in the table.
+Datasheets print tensor rates with 2:4 sparsity. The figures here are the dense rates, which are half of that.
+`usable_bytes` is the "total capacity" that a CUDA process sees (`cudaMemGetInfo`, torch's out-of-memory message). It is
+0.3 to 3 GB below NVML's total and varies by some hundred MB with the driver. The table holds a low observed value.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ KNOWN: tuple[Gpu, ...] = (
         usable_bytes=int(178.35 * GIB), hbm_bandwidth=8.0e12, nvlink_bandwidth=900e9, power_w=1000,
         sustained=0.78,
         source="NVIDIA DGX B200 datasheet (1.44 TB, 64 TB/s, 36 PFLOP/s dense FP8 for eight)"),
-    # A core, not a socket: a local run puts one rank on a core. Rough on purpose; a run of the machine replaces it.
+    # One core, not one socket: a local run puts one rank on each core. A rough value; calibration replaces it.
     Gpu(name="CPU-core", bf16_flops=460e9, fp8_flops=460e9, fp32_flops=95e9, hbm_bytes=8 * 10**9,
         usable_bytes=8 * 10**9, hbm_bandwidth=8e9, nvlink_bandwidth=2e9, device="cpu",
         sustained=1.0,
@@ -62,24 +62,24 @@ KNOWN: tuple[Gpu, ...] = (
                "about 16 GB/s; `megatron-rl plan calibrate RUN` measures yours"),
 )
 
-# A family's plain name means its most common card.
+# The plain name of a family means its most common card.
 _COMMON = {"a100": "A100-SXM-80GB", "h100": "H100-SXM-80GB", "h20": "H20-96GB", "h200": "H200-SXM-141GB",
            "h800": "H800-SXM-80GB", "a800": "A800-SXM-80GB", "b200": "B200-SXM-180GB", "cpu": "CPU-core"}
 _NOISE = {"nvidia", "tesla", "hgx", "dgx", "gpu", "tensor", "core", "sxm", "sxm4", "sxm5", "sxm6", "hbm3", "hbm3e"}
-"""Words that say nothing, or what is true of every row. Any other word (PCIe, NVL, GH200) is another card."""
+"""Words that do not distinguish rows. Any other word (PCIe, NVL, GH200) names a different card."""
 
 
 def find(name: str, where: str | None = None, *, memory_bytes: int | None = None) -> Gpu:
-    """The GPU that a name means: a row of the table (`H100-SXM-80GB`), a short name (`h100`), a product name of NVML
-    (`NVIDIA H100 80GB HBM3`), a gres type of Slurm (`nvidia_a100-sxm4-40gb`).
+    """The GPU that a name means: a row of the table (`H100-SXM-80GB`), a short name (`h100`), a product name from NVML
+    (`NVIDIA H100 80GB HBM3`), or a gres type from Slurm (`nvidia_a100-sxm4-40gb`).
 
     Args:
-        name: the name. Of alternatives (`A100/A800-80GB`) the first counts.
-        where: for the message: the file and key that hold it.
-        memory_bytes: total memory as the driver reports it, where known: decides between rows that the name fits.
+        name: the name. If it lists alternatives (`A100/A800-80GB`), the first counts.
+        where: the file and key that hold the name, for the message.
+        memory_bytes: total memory as the driver reports it, if known. Selects among rows that match the name.
 
     Raises:
-        UserError: a card that is not in the table (PCIe and NVL cards have other rates); names the nearest and all.
+        UserError: the card is not in the table (PCIe and NVL cards have other rates). Lists the nearest and all rows.
     """
     words = [word for word in re.split(r"[^a-z0-9]+", name.partition("/")[0].lower()) if word]
     families = {word for word in words if word in _COMMON}
@@ -99,7 +99,7 @@ def find(name: str, where: str | None = None, *, memory_bytes: int | None = None
 
 
 def nearest(name: str) -> str:
-    """The name of the row that is spelled most like a word of `name`."""
+    """The name of the row whose spelling is nearest to a word of `name`."""
     words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word and word not in _NOISE]
     likeness = {row: max((difflib.SequenceMatcher(None, word, family).ratio() for word in words), default=0.0)
                 for family, row in _COMMON.items()}

@@ -1,6 +1,6 @@
-"""Slurm's host lists: `node[001-003,7],gpu[1-2]-ib[0-1]`. Pure, so that a login node without Slurm reads them too.
+"""Slurm's host lists: `node[001-003,7],gpu[1-2]-ib[0-1]`. Pure, so that a login node without Slurm can read them too.
 
-`scontrol show hostnames` is no judge: it prints nothing, or half a name, and exits 0 for a list it cannot read.
+`scontrol show hostnames` cannot validate a list: for one it cannot read, it prints nothing or half a name and exits 0.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Iterable, Iterator
 from launch.errors import UserError
 
 LIMIT = 100_000
-"""More names than this are a slip of the pen, not a cluster."""
+"""A list with more names than this is a typing error, not a cluster."""
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _LAST_NUMBER = re.compile(r"(.*?)(\d*)(\D*)")
 _RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
 
 
 def expand(text: str, where: str | None = None) -> tuple[str, ...]:
-    """All names of a host list, in its order. A number keeps the width of its range's low end, as in Slurm.
+    """All names of a host list, in its order. Numbers keep the width of the low end of their range, as in Slurm.
 
     Raises:
-        UserError: an unclosed or empty bracket, a range that runs backwards, an empty name, a name that no host has.
+        UserError: the list has an unclosed or empty bracket, a reversed range, an empty name or an invalid host name.
     """
     names: list[str] = []
     for part in _split(text, where):
-        pieces = re.split(r"\[([^\[\]]*)\]", part)          # plain text, inside of a bracket, plain text, ...
+        pieces = re.split(r"\[([^\[\]]*)\]", part)          # alternates: plain text, content of a bracket
         if any(mark in piece for piece in pieces[0::2] for mark in "[]"):
-            raise _broken(text, f"{part!r} has a bracket without its partner", where)
+            raise _broken(text, f"{part!r} has an unmatched bracket", where)
         choices: list[list[str]] = []
         total = 1
         for index, piece in enumerate(pieces):
@@ -44,7 +44,7 @@ def expand(text: str, where: str | None = None) -> tuple[str, ...]:
 
 
 def compress(names: Iterable[str]) -> str:
-    """The shortest list of this parser's that `expand` turns back into these names: each once, numbers in order.
+    """A short host list that `expand` turns back into these names: each name once, numbers in order.
     Only the last number of a name becomes a range."""
     runs: dict[tuple[str, str], list[tuple[str, str]]] = {}            # (before, after the number) -> (low, high)
     parts = [_LAST_NUMBER.fullmatch(name) for name in set(names)]
@@ -64,7 +64,7 @@ def compress(names: Iterable[str]) -> str:
 
 
 def _split(text: str, where: str | None) -> Iterator[str]:
-    """Parts between the commas that stand outside brackets."""
+    """Parts between the commas that are outside brackets."""
     depth, start = 0, 0
     for at, letter in enumerate(text):
         depth += (letter == "[") - (letter == "]")
@@ -83,10 +83,10 @@ def _numbers(inside: str, text: str, where: str | None) -> list[str]:
     for part in inside.split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None or not part.isascii():
-            raise _broken(text, f"[{inside}] holds {part!r}, which is neither a number nor a range", where)
+            raise _broken(text, f"[{inside}] contains {part!r}, which is neither a number nor a range", where)
         low, high = match[1], match[2] or match[1]
         if int(high) < int(low):
-            raise _broken(text, f"the range {part} runs backwards", where)
+            raise _broken(text, f"the range {part} is reversed", where)
         if int(high) - int(low) >= LIMIT - len(numbers):
             raise _broken(text, f"it names more than {LIMIT} nodes", where)
         numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
@@ -96,4 +96,4 @@ def _numbers(inside: str, text: str, where: str | None) -> list[str]:
 def _broken(text: str, why: str, where: str | None) -> UserError:
     shown = text if len(text) <= 80 else text[:77] + "..."
     return UserError(f"{shown!r} is not a list of nodes: {why}", where=where,
-                     fix="write names as Slurm does: node[001-032], or a-01,a-02")
+                     fix="use Slurm's syntax: node[001-032], or a-01,a-02")

@@ -1,4 +1,4 @@
-"""Which of this machine's network interfaces and addresses a job on several nodes uses."""
+"""Selects the network interface and address of this machine that a job on several nodes uses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import psutil
 from launch.errors import UserError
 
 LOOPBACK_OF_A_NODE = "127.0.0.2"
-"""For a machine without a network. Not 127.0.0.1: Ray takes that for a mistake and puts the host's address in its
-place."""
+"""For a machine without a network. Not 127.0.0.1, because Ray replaces that with the host's address."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +23,11 @@ class JobAddress:
 
 
 def job_address(wanted: str | None = None) -> JobAddress:
-    """The interface named `wanted`; else the one of the default route; else the first that is up and not loopback;
-    else loopback, where all nodes are simulated on this machine.
+    """The interface named `wanted`; else that of the default route; else the first that is up and not loopback; else
+    loopback, which works only if all nodes are simulated on this machine.
 
     Raises:
-        UserError: there is no interface `wanted`, or it has no IPv4 address or is down.
+        UserError: the interface `wanted` does not exist, has no IPv4 address or is down.
     """
     addresses = {name: next((each.address for each in found if each.family == socket.AF_INET), "")
                  for name, found in psutil.net_if_addrs().items()}
@@ -37,7 +36,7 @@ def job_address(wanted: str | None = None) -> JobAddress:
 
 
 def choose(addresses: Mapping[str, str], up: set[str], routes: Sequence[str], wanted: str | None) -> JobAddress:
-    """`job_address` of a machine that is described: interface -> IPv4 address ("" for none). Pure."""
+    """`job_address` for a described machine: interface -> IPv4 address ("" for none). Pure."""
     usable = {name: address for name, address in addresses.items()
               if address and name in up and not address.startswith("127.")}
     if wanted is not None:
@@ -54,7 +53,7 @@ def choose(addresses: Mapping[str, str], up: set[str], routes: Sequence[str], wa
 
 
 def _default_routes() -> list[str]:
-    """Interfaces of the kernel's default routes, the preferred first."""
+    """Interfaces of the kernel's default routes, preferred first."""
     table = Path("/proc/net/route")
     rows = [line.split() for line in table.read_text(encoding="ascii").splitlines()[1:]] if table.exists() else []
     return [row[0] for row in sorted(rows, key=lambda row: int(row[6])) if row[1] == "00000000"]

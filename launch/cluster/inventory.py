@@ -1,4 +1,4 @@
-"""What a node itself says: its GPUs through NVML, its InfiniBand and RoCE ports through sysfs. No torch, no CUDA."""
+"""The hardware of this node: GPUs from NVML, InfiniBand and RoCE ports from sysfs. Needs neither torch nor CUDA."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from launch.cluster.spec import ClusterSpec
 from launch.errors import UserError
 
 ASSUMED = "assumed"
-"""How the source of a figure begins that nothing was read for."""
+"""Prefix of the source of a figure that was not read from anywhere."""
 TOLERANCE = 0.02
-"""Drivers differ by some hundred MB of 80 GB in what they keep for themselves."""
+"""The memory that drivers reserve differs by some hundred MB of 80 GB."""
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What one node has."""
+    """The hardware of one node."""
 
     gpu_names: tuple[str, ...]
-    """Product names, one a GPU, in PCI bus order."""
+    """Product names, one per GPU, in PCI bus order."""
     gpu_bytes: tuple[int, ...]
-    """What a process can use of each: total less what the driver reserves."""
+    """Bytes of each GPU that a process can use: total minus the driver's reserve."""
     ports: tuple[tuple[str, float], ...] = ()
-    """(device, Gbit/s) of each active InfiniBand or RoCE port. May hold those of the storage network."""
+    """(device, Gbit/s) of each active InfiniBand or RoCE port. May include ports of the storage network."""
 
 
 def read(nvml: Any = None, sysfs: Path = SYSFS) -> NodeFacts | None:
-    """The facts of this machine; None where there is no NVIDIA driver (a login node).
+    """The hardware of this machine; None without an NVIDIA driver (a login node).
 
     Args:
-        nvml, sysfs: whom to ask, see `nvml.cards` and `rdma.nics`.
+        nvml, sysfs: the sources, see `nvml.cards` and `rdma.nics`.
 
     Raises:
-        UserError: there is a driver, and it does not answer.
+        UserError: the driver is installed but does not answer.
     """
     found = cards(nvml)
     if not found:
@@ -49,21 +49,21 @@ def read(nvml: Any = None, sysfs: Path = SYSFS) -> NodeFacts | None:
 
 
 def join(spec: ClusterSpec, facts: NodeFacts, node: str, described_by: str) -> ClusterSpec:
-    """The cluster, with the memory that this node's driver reports and, where the network is only assumed, the ports
-    that this node has.
+    """The cluster with the GPU memory that this node's driver reports and, if the network is only assumed, the ports
+    of this node.
 
     Args:
-        described_by: who described the cluster: `configs/clusters/x.yaml`, or `Slurm`.
+        described_by: source of the cluster description: `configs/clusters/x.yaml`, or `Slurm`.
 
     Raises:
-        UserError: the node has other GPUs, or another number of them, than the description says.
+        UserError: the node's GPUs differ from the description in kind, memory or number.
     """
     here = f"NVML on {node}"
     problems: list[tuple[str, str]] = []
     if len(set(facts.gpu_names)) > 1:
         counted = ", ".join(f"{count} x {name}" for name, count in Counter(facts.gpu_names).items())
         raise UserError(f"{node} mixes kinds of GPUs: {counted}", where=here,
-                        fix="plan for nodes of one kind; leave this node out")
+                        fix="plan for nodes with one kind of GPU, and exclude this node")
     kind = gpus.find(facts.gpu_names[0], here, memory_bytes=min(facts.gpu_bytes))
     usable = min(facts.gpu_bytes)
     if kind.name != spec.gpu.name:
@@ -77,16 +77,16 @@ def join(spec: ClusterSpec, facts: NodeFacts, node: str, described_by: str) -> C
         keys = ", ".join(key for _, key in problems)
         raise UserError(f"{described_by} and {node} disagree: on {node} " + "; ".join(what for what, _ in problems),
                         where=f"{described_by} ({keys}) against {here}",
-                        fix=f"correct {described_by}; inside a job allocate the whole node (--exclusive), or NVML "
-                            "sees only a part of it")
+                        fix=f"correct {described_by}; inside a job, allocate the whole node (--exclusive), because "
+                            "NVML sees only the allocated GPUs")
     joined = replace(spec, gpu=replace(spec.gpu, usable_bytes=usable),
-                     sources={**spec.sources, "gpu.usable_bytes": f"{here}: total less what the driver reserves"})
+                     sources={**spec.sources, "gpu.usable_bytes": f"{here}: total minus the driver's reserve"})
     return _with_ports(joined, facts.ports, node)
 
 
 def _with_ports(spec: ClusterSpec, found: tuple[tuple[str, float], ...], node: str) -> ClusterSpec:
-    """The fastest ports are those of the compute network, if they share out evenly among the GPUs; whether each has a
-    rail of its own no node can see, so that stays assumed."""
+    """The fastest ports belong to the compute network if they divide evenly among the GPUs. A node cannot see whether
+    each port has its own rail, so that stays assumed."""
     fastest = max((speed for _, speed in found), default=0.0)
     count = sum(speed == fastest for _, speed in found)
     even = count and (spec.gpus_per_node % count == 0 or count % spec.gpus_per_node == 0)

@@ -1,4 +1,4 @@
-"""Which coefficients there are, for a cluster file that replaces some of them, and what they may be."""
+"""The coefficients that a cluster file may replace, and their allowed values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PREFIX = "coefficients."
 
 
 class Known(NamedTuple):
-    """What a cluster file may say of a coefficient."""
+    """A coefficient that a cluster file may set."""
 
     shipped: float
     unit: str
@@ -25,7 +25,7 @@ class Known(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """What is wrong with a coefficient."""
+    """A problem with a coefficient."""
 
     key: str
     what: str
@@ -34,7 +34,7 @@ class Fault(NamedTuple):
 
 @cache
 def known_coefficients() -> Mapping[str, Known]:
-    """By key (`coefficients.<model>.<name>`), every coefficient of the planner's models."""
+    """Every coefficient of the planner's models, by key (`coefficients.<model>.<name>`)."""
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)
     found: dict[str, Known] = {}
@@ -47,7 +47,7 @@ def known_coefficients() -> Mapping[str, Known]:
 
 
 def faults(values: Mapping[str, float]) -> Iterator[Fault]:
-    """What is wrong with these coefficients, by key, those that they leave out being the shipped ones."""
+    """Problems of these coefficients, given by key. Missing coefficients have their shipped values."""
     if not values:
         return
     known = known_coefficients()
@@ -60,13 +60,13 @@ def faults(values: Mapping[str, float]) -> Iterator[Fault]:
             sound = False
             unit = f" {known[key].unit}" if known[key].unit else ""
             yield Fault(key, f"{key} = {value:g}{unit} is out of range: {known[key].allowed}{unit}",
-                        f"write what was measured, or remove the entry: {known[key].shipped:g} is shipped")
+                        f"use the measured value, or remove the entry to get the default {known[key].shipped:g}")
     if sound:
         yield from _disorders(values, known)
 
 
 def _disorders(values: Mapping[str, float], known: Mapping[str, Known]) -> Iterator[Fault]:
-    """Coefficients that do not lie between the ends of their own uncertainty."""
+    """Coefficients outside their own uncertainty range."""
     for key in known:
         low_key, high_key = (key + end for end in ENDS)
         if low_key not in known:
@@ -76,7 +76,7 @@ def _disorders(values: Mapping[str, float], known: Mapping[str, Known]) -> Itera
             given = next(each for each in (key, low_key, high_key) if each in values)
             name = key.rpartition(".")[2]
             yield Fault(given, f"{key} = {value:g} is not between {name}_low = {low:g} and {name}_high = {high:g}",
-                        f"give all three, {name}, {name}_low and {name}_high: what is left out has the shipped value")
+                        f"set all three: {name}, {name}_low and {name}_high; a missing one has its default")
 
 
 def _nearest(key: str, known: Mapping[str, Known]) -> str:

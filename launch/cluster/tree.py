@@ -1,5 +1,5 @@
-"""The switch tree: is it one, what remains of it for some of the nodes, distances in it, and its leaves as groups of
-nodes, in an order that does not depend on how the nodes were listed. Pure."""
+"""The switch tree: its validation, its restriction to some nodes, distances, and its leaves as groups of nodes, in an
+order that does not depend on the order of the node list. Pure."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from launch.cluster.spec import Switch
 _DOT = re.compile(r"\.(?![^\[]*\])")
 """A dot outside brackets: `spine[1-2].leaf1.h100-001` has three parts."""
 FLAT = "node"
-"""The pattern of a Slurm without a topology plug-in."""
+"""The address pattern of a Slurm without a topology plug-in."""
 
 
 def natural(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Sort key of a node's name: n2 before n10, and two names are equal only if they are the same."""
+    """Sort key of a node name: n2 sorts before n10. Different names have different keys."""
     parts = re.split(r"([0-9]+)", name)
     key = tuple((1, int(part)) if part.isdecimal() and part.isascii() else (0, part) for part in parts)
     return (*key, (0, name))
 
 
 def natural_order(names: Iterable[str]) -> list[str]:
-    """Names by number where they have one."""
+    """Names in natural order: by number if they contain one."""
     return sorted(names, key=natural)
 
 
@@ -33,13 +33,13 @@ class Topology:
     """The leaves of a switch tree over some nodes."""
 
     leaves: tuple[tuple[str, ...], ...]
-    """Nodes of each leaf switch, both in tree order: neighbours in this list are near in the tree."""
+    """Nodes of each leaf switch. Both are in tree order: neighbours in this list are near in the tree."""
     paths: tuple[tuple[str, ...], ...]
-    """Of each leaf: the switches above it, from the top down, itself last."""
+    """For each leaf, the switches above it from the top down, and the leaf last."""
 
     @property
     def single(self) -> bool:
-        """All nodes are one hop from each other: any choice of nodes is as good as any other."""
+        """Whether all nodes are one hop apart, so that every choice of nodes is equally good."""
         return len(self.leaves) <= 1
 
     def leaf_of(self) -> dict[str, int]:
@@ -47,7 +47,7 @@ class Topology:
         return {node: index for index, nodes in enumerate(self.leaves) for node in nodes}
 
     def distance(self, a: int, b: int) -> int:
-        """Switches between nodes of leaves `a` and `b`: 1 under one leaf, 3 under one spine, ..."""
+        """Number of switches between nodes of leaves `a` and `b`: 1 in one leaf, 3 under one spine, ..."""
         if a == b:
             return 1
         common = 0
@@ -62,8 +62,8 @@ def topology(switches: Sequence[Switch], nodes: Iterable[str]) -> Topology:
     """The leaves that connect `nodes`.
 
     Args:
-        switches: a sound tree, or (); a switch under several others (two spines over one leaf) counts under one.
-        nodes: any order. Nodes that no switch of the tree connects form a leaf of their own.
+        switches: a valid tree, or (). A switch under several others (two spines over one leaf) counts under one.
+        nodes: in any order. Nodes that no switch of the tree connects form a separate leaf.
     """
     wanted = set(nodes)
     by_name = {switch.name: switch for switch in switches}
@@ -91,9 +91,9 @@ def topology(switches: Sequence[Switch], nodes: Iterable[str]) -> Topology:
 
 
 def faults(switches: Sequence[Switch], nodes: Sequence[str]) -> list[tuple[str, str, str]]:
-    """What is wrong with a switch tree over `nodes`, as (switch or "", what, remedy); [] for a sound one, or none.
+    """Problems of a switch tree over `nodes`, as (switch or "", what, remedy); [] if it is valid or empty.
 
-    A switch may hang under several others (two spines over the same leaves); a node hangs on one leaf.
+    A switch may be under several others (two spines over the same leaves). A node is under exactly one leaf.
     """
     if not switches:
         return []
@@ -101,7 +101,7 @@ def faults(switches: Sequence[Switch], nodes: Sequence[str]) -> list[tuple[str, 
     by_name = {switch.name: switch for switch in switches}
     for name, times in Counter(switch.name for switch in switches).items():
         if times > 1:
-            found.append((name, f"switch {name} is given {times} times", "give each switch a name of its own"))
+            found.append((name, f"switch {name} is defined {times} times", "give each switch a unique name"))
     known = set(nodes)
     for switch in switches:
         if bool(switch.nodes) == bool(switch.switches):
@@ -109,19 +109,19 @@ def faults(switches: Sequence[Switch], nodes: Sequence[str]) -> list[tuple[str, 
                           else "nothing"), "give it nodes (a leaf switch) or switches"))
         for below in switch.switches:
             if below not in by_name:
-                found.append((switch.name, f"switch {switch.name} connects {below!r}, which is no switch here",
-                              f"one of {_few(sorted(by_name))}"))
+                found.append((switch.name, f"switch {switch.name} connects {below!r}, which is not a switch",
+                              f"use one of {_few(sorted(by_name))}"))
         for node in switch.nodes:
             if node not in known:
-                found.append((switch.name, f"switch {switch.name} connects {node!r}, which is no node of the cluster",
-                              f"one of {_few(nodes)}"))
+                found.append((switch.name, f"switch {switch.name} connects {node!r}, which is not a node",
+                              f"use one of {_few(nodes)}"))
     homes: dict[str, list[str]] = {}
     for switch in switches:
         for node, times in Counter(switch.nodes).items():
             homes.setdefault(node, []).extend([switch.name] * times)
     for node, names in homes.items():
         if len(names) > 1:
-            found.append((names[1], f"node {node} hangs on {' and '.join(names)}", "leave it under one leaf switch"))
+            found.append((names[1], f"node {node} is under {' and '.join(names)}", "keep it under one leaf switch"))
     homeless = [node for node in nodes if node not in homes]
     if homeless:
         found.append(("", f"no switch connects {_few(homeless)}", "add each to the nodes of its leaf switch"))
@@ -129,7 +129,7 @@ def faults(switches: Sequence[Switch], nodes: Sequence[str]) -> list[tuple[str, 
 
 
 def _shape(by_name: dict[str, Switch]) -> list[tuple[str, str, str]]:
-    """Circles, and parts that no switch joins."""
+    """Cycles and disconnected parts."""
     below = {child for switch in by_name.values() for child in switch.switches}
     tops = [name for name in by_name if name not in below]
     left = {name: set(switch.switches) for name, switch in by_name.items()}
@@ -140,7 +140,7 @@ def _shape(by_name: dict[str, Switch]) -> list[tuple[str, str, str]]:
             children.difference_update(ready)
     if left:
         name = sorted(left)[0]
-        return [(name, f"switch {name} lies below itself, through {_few(sorted(left))}", "remove one of the links")]
+        return [(name, f"switch {name} is below itself, through {_few(sorted(left))}", "remove one of the links")]
     group = {name: name for name in by_name}
 
     def root(name: str) -> str:
@@ -161,7 +161,7 @@ def _shape(by_name: dict[str, Switch]) -> list[tuple[str, str, str]]:
 
 
 def restrict(switches: Sequence[Switch], nodes: Collection[str]) -> tuple[Switch, ...]:
-    """The tree over some of the nodes: others left out, then switches that connect nothing any more."""
+    """The tree over some of the nodes, without the other nodes and without switches that then connect nothing."""
     kept = {switch.name: Switch(switch.name, switch.switches, tuple(node for node in switch.nodes if node in nodes))
             for switch in switches}
     while empty := [switch.name for switch in kept.values() if not switch.nodes and not switch.switches]:
@@ -177,12 +177,12 @@ def _few(names: Sequence[str]) -> str:
 
 
 def path_of(address: str, pattern: str) -> tuple[str, ...]:
-    """Switches above a node, from the top; () where Slurm knows no topology or says something else than a tree. A block
-    (topology/block) is what a leaf switch is: the nodes nearest to each other.
+    """Switches above a node, from the top; () if Slurm has no topology or one that is not a tree. A block
+    (topology/block) is treated as a leaf switch: it holds the nodes nearest to each other.
 
     Args:
-        address: `core.spine1.leaf1.h100-001`; a part may be a host list, where several switches serve the same below.
-        pattern: `switch.switch.switch.node`, `block.node`.
+        address: `core.spine1.leaf1.h100-001`. A part is a host list if several switches serve the same lower level.
+        pattern: `switch.switch.switch.node` or `block.node`.
     """
     parts, kinds = _DOT.split(address), pattern.split(".")
     if len(parts) != len(kinds) or kinds[-1:] != ["node"] or set(kinds[:-1]) - {"switch", "block"}:
@@ -191,7 +191,7 @@ def path_of(address: str, pattern: str) -> tuple[str, ...]:
 
 
 def switches_of(paths: Mapping[str, tuple[str, ...]]) -> tuple[Switch, ...]:
-    """The tree over nodes with these paths; () if any node has none: half a tree would mislead."""
+    """The tree over nodes with these paths; () if any node has none, because a partial tree would mislead."""
     if not paths or not all(paths.values()):
         return ()
     below: dict[str, dict[str, None]] = {}

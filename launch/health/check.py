@@ -20,17 +20,17 @@ RANK: dict[Severity, int] = {"ok": 0, "warning": 1, "critical": 2}
 
 @dataclass(frozen=True)
 class Check:
-    """What one check found on one node. Everything in it is JSON."""
+    """The result of one check on one node. All fields are JSON values."""
 
     name: str
     """`<subject>.<what>`, such as `gpu.ecc`; the subject is a column of the table."""
     severity: Severity
     value: Any = None
-    """What was measured; some are compared across nodes (`launch.health.compare`)."""
+    """The measured value. Some values are compared across nodes (`launch.health.compare`)."""
     evidence: str = ""
-    """One line for people: what was seen and what was expected."""
+    """One readable line: the observed and the expected value."""
     remedy: str = ""
-    """What to do about it; empty when all is well."""
+    """What to do; empty if the check passes."""
 
     @property
     def subject(self) -> str:
@@ -50,7 +50,7 @@ def critical(name: str, value: Any, evidence: str, remedy: str) -> Check:
 
 
 def worst(checks: Iterable[Check]) -> Severity:
-    """The highest severity among them; `ok` of none."""
+    """The highest severity among the checks; `ok` if there are none."""
     return max((check.severity for check in checks), key=RANK.__getitem__, default="ok")
 
 
@@ -77,7 +77,7 @@ def checks_from_json(rows: Sequence[dict[str, Any]]) -> list[Check]:
 
 
 def write_report(folder: Path, node: str, checks: Iterable[Check]) -> Path:
-    """Write `folder/preflight.json` aside and rename it. `folder` is the node's, on the shared file system."""
+    """Write `folder/preflight.json` atomically. `folder` is the node's folder on the shared file system."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / REPORT
     write_atomically(file, json.dumps(NodeReport(node, tuple(checks)).to_json(), indent=1, allow_nan=False))
@@ -85,7 +85,7 @@ def write_report(folder: Path, node: str, checks: Iterable[Check]) -> Path:
 
 
 def read_report(folder: Path) -> NodeReport | None:
-    """The report in a node's folder; None while it is not there."""
+    """The report in a node's folder; None while it does not exist."""
     document = read_shared(folder / REPORT)
     if document is None:
         return None

@@ -1,4 +1,4 @@
-"""What `megatron-rl preflight` does: here, or on all nodes of an allocation by one step."""
+"""Implements `megatron-rl preflight`: on this machine, or on all nodes of an allocation with one job step."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class Request:
 
 
 def run(request: Request, say: Say = lambda line: None) -> Verdict:
-    """Check and judge.
+    """Run the checks and return the verdict.
 
     Raises:
-        UserError: the step over the allocation's nodes could not be started, or a file that was named is broken.
+        UserError: the step on the allocation's nodes could not be started, or a given file is invalid.
     """
     job, prepared = check_login(request.config, request.overrides, request.device) if request.config else ([], None)
     if request.tier == "login":
@@ -89,7 +89,7 @@ def run(request: Request, say: Say = lambda line: None) -> Verdict:
 
 
 def agent(folder: str) -> None:
-    """One node's part of the step: greet, check, measure the network if that is wanted, leave at the end."""
+    """One node's part of the step: write the hello, run the checks, measure the network if requested, and exit."""
     attempt, node = Attempt(Path(folder)), _node()
     files = NodeFiles(attempt, node)
     files.folder.mkdir(parents=True, exist_ok=True)
@@ -109,21 +109,21 @@ def agent(folder: str) -> None:
 
 
 def document(request: Request, verdict: Verdict) -> dict[str, Any]:
-    """For `--json`."""
+    """The document for `--json`."""
     return {"schema_version": SCHEMA_VERSION, "tier": request.tier, "verdict": verdict.to_json(),
             "exclude": hostlist.compress(verdict.excluded),
             "nodes": {node: checks_to_json(checks) for node, checks in verdict.findings.items()}}
 
 
 def allocation() -> tuple[str, ...]:
-    """Nodes of the Slurm job that this process is in; () outside of one."""
+    """Nodes of the Slurm job that this process is in; () outside a job."""
     text = envvars.get("SLURM_JOB_NODELIST") if envvars.get("SLURM_JOB_ID") else None
     return hostlist.expand(text, "SLURM_JOB_NODELIST") if text else ()
 
 
 def _over(nodes: Sequence[str], folder: Path, expected: Expected, profile: Profile, with_network: bool,
           cluster: ClusterSpec | None, say: Say, read: Sequence[Path]) -> dict[str, list[Check]]:
-    """All nodes, by one step of the allocation. In a container they see the folders `read`, too."""
+    """Check all nodes with one step of the allocation. Containers also mount the folders in `read`."""
     expected.write(folder)
     command, environment = slurm_step.step([sys.executable, "-m", "launch", "preflight", "--agent", str(folder)],
                                            nodes=nodes, cpus=int(envvars.get("SLURM_CPUS_ON_NODE", "1")),
@@ -132,7 +132,7 @@ def _over(nodes: Sequence[str], folder: Path, expected: Expected, profile: Profi
 
     def check() -> None:
         if step.returncode is not None:
-            raise UserError(f"srun ended with status {step.returncode} before all nodes had reported: "
+            raise UserError(f"srun ended with status {step.returncode} before all nodes reported: "
                             f"{_last_line(step.log)}", where=str(step.log), fix="see the log",
                             exit_code=ExitCode.SLURM)
 
@@ -150,7 +150,7 @@ def _over(nodes: Sequence[str], folder: Path, expected: Expected, profile: Profi
 
 
 def _members(folder: Path, node: str, interface: str) -> None:
-    """Start this node's processes of the network's task and wait for them."""
+    """Start this node's processes of the network task and wait for them."""
     children, task = network_run.start(folder, node, interface), network.Task.read(folder)
     deadline = time.monotonic() + (task.timeout_s if task else 0.0)
     for child in children:
@@ -159,7 +159,7 @@ def _members(folder: Path, node: str, interface: str) -> None:
 
 
 def _network_here(node: str, device: str, folder: Path, say: Say) -> list[Check]:
-    """The members of this machine alone: its GPUs, or two processes on the CPU."""
+    """Measure this machine alone: its GPUs, or two CPU processes."""
     gpus = [gpu.index for gpu in machine_of(node).gpus().gpus] if device == "gpu" else []
     ports = allocate(address="127.0.0.1")
     try:
@@ -178,7 +178,7 @@ def _node() -> str:
 
 
 def _device(request: Request, node: str) -> envvars.Device:
-    """What this machine would compute on. A broken driver is found where GPUs are asked for: by Slurm, --device."""
+    """The device of this machine. A broken driver is an error only if GPUs are requested by Slurm or --device."""
     if request.device != "auto":
         return request.device
     asked = envvars.get("SLURM_GPUS_ON_NODE") or envvars.get("SLURM_JOB_GPUS")
@@ -195,7 +195,7 @@ def _profile(prepared: Prepared | None) -> Profile:
 
 
 def _folder(prepared: Prepared | None) -> Path:
-    """Where the nodes meet, and what was found stays: `<run.dir>/.preflight/<job>-<time>`."""
+    """Folder for the exchange between the nodes and for the results: `<run.dir>/.preflight/<job>-<time>`."""
     root = Path(prepared.config.run.dir if prepared else "runs") / ".preflight"
     folder = root / f"{envvars.get('SLURM_JOB_ID') or _node()}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     folder.mkdir(parents=True)
@@ -203,7 +203,7 @@ def _folder(prepared: Prepared | None) -> Path:
 
 
 def _size(prepared: Prepared | None, on_cluster: bool, given: int) -> tuple[int, int]:
-    """(nodes that the plan uses, spares); without a plan for a cluster, all that are there."""
+    """(nodes that the plan uses, spares). Without a plan for a cluster, all given nodes."""
     if not isinstance(prepared, OnCluster) or not on_cluster or given == 1:
         return given, 0
     return prepared.needed, prepared.spares

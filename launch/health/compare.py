@@ -1,7 +1,7 @@
-"""Comparisons across the nodes of a job: what must be equal everywhere, and who is an outlier.
+"""Compares the nodes of a job: values that must be equal on all nodes, and outliers.
 
-A node on its own cannot know that it is the odd one: every comparison yields further checks for the nodes that differ
-from the majority. Without a majority nobody is the odd one, and the disagreement is the job's.
+A single node cannot know that it differs from the others. Each comparison adds checks to the nodes that differ from the
+majority. Without a majority, the disagreement is a finding of the job, not of a node.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Nodes = Mapping[str, Sequence[Check]]
 
 @dataclass(frozen=True)
 class Equal:
-    """A check's value, or each entry of it if it is a mapping, must be the same on all nodes."""
+    """The value of a check, or each entry if it is a mapping, must be the same on all nodes."""
 
     name: str
     severity: Severity
@@ -29,7 +29,7 @@ class Equal:
 
 @dataclass(frozen=True)
 class Outlier:
-    """A check's number may not lie beyond `factor` times the median, nor matter below `floor`."""
+    """The value of a check is an outlier above `factor` times the median. Values below `floor` are ignored."""
 
     name: str
     factor: float
@@ -39,15 +39,15 @@ class Outlier:
 
 
 EQUAL: tuple[Equal, ...] = (
-    Equal("gpu.model", "critical", "leave the odd nodes out, or use another partition or --constraint"),
-    Equal("gpu.driver", "warning", "have the driver updated; such a node is used last"),
-    Equal("gpu.power_limit", "warning", "reset the power limit (`nvidia-smi -pl`); such a node is slower"),
-    Equal("gpu.max_clock", "warning", "reset the clocks (`nvidia-smi -rgc`); such a node is slower"),
-    Equal("cpu.affinity", "warning", "give every node the same cores: srun --cpus-per-task"),
-    Equal("lib.versions", "critical", "install the same environment on every node, best on a shared file system"),
-    Equal("env.communication", "critical", "set it equally on all nodes, or nowhere: NCCL hangs or fails where it "
-                                           "differs"),
-    Equal("model.fingerprint", "critical", "copy the model folder again: this node holds another one"),
+    Equal("gpu.model", "critical", "exclude the differing nodes, or use another partition or --constraint"),
+    Equal("gpu.driver", "warning", "ask for a driver update; the node is used last"),
+    Equal("gpu.power_limit", "warning", "reset the power limit (`nvidia-smi -pl`); the node is slower"),
+    Equal("gpu.max_clock", "warning", "reset the clocks (`nvidia-smi -rgc`); the node is slower"),
+    Equal("cpu.affinity", "warning", "give every node the same number of cores: srun --cpus-per-task"),
+    Equal("lib.versions", "critical", "install the same environment on every node, preferably on a shared file system"),
+    Equal("env.communication", "critical", "set it to the same value on all nodes, or unset it: NCCL hangs or fails "
+                                           "if it differs"),
+    Equal("model.fingerprint", "critical", "copy the model folder again: this node has a different one"),
 )
 OUTLIERS: tuple[Outlier, ...] = (
     Outlier("fs.round_trip", 10.0, 2.0, "s", "check the node's mount of the shared file system and its network"),
@@ -55,7 +55,7 @@ OUTLIERS: tuple[Outlier, ...] = (
 
 
 def disagreements(nodes: Nodes) -> tuple[dict[str, list[Check]], list[Check]]:
-    """(further checks by node, checks of the whole job where no majority exists)."""
+    """(additional checks by node, checks of the whole job for values without a majority)."""
     of_node: dict[str, list[Check]] = {}
     of_job: list[Check] = []
     for rule in EQUAL:
@@ -83,13 +83,13 @@ def disagreements(nodes: Nodes) -> tuple[dict[str, list[Check]], list[Check]]:
 
 
 def values_of(nodes: Nodes, name: str) -> dict[str, Any]:
-    """node -> value of a check, where it has one."""
+    """Node -> value of a check, for nodes that have one."""
     return {node: check.value for node, checks in nodes.items() for check in checks
             if check.name == name and check.value is not None}
 
 
 def _parts(values: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Entry of a mapping -> node -> value as JSON; one entry "" for plain values. An absent entry is a value too."""
+    """Entry of a mapping -> node -> value as JSON; the entry "" for plain values. A missing entry counts as a value."""
     if not any(isinstance(value, dict) for value in values.values()):
         return {"": {node: json.dumps(value, sort_keys=True) for node, value in values.items()}}
     keys = sorted({key for value in values.values() for key in value})
@@ -109,7 +109,7 @@ def _outliers(rule: Outlier, values: Mapping[str, float], into: dict[str, list[C
 
 
 def _loopback(nodes: Nodes, into: dict[str, list[Check]]) -> None:
-    """An address that only its own host can reach, in a job of several hosts."""
+    """Adds a check for each address that only its own host can reach, if the job has several hosts."""
     hosts = values_of(nodes, "net.host")
     if len(set(hosts.values())) < 2:
         return
@@ -118,7 +118,7 @@ def _loopback(nodes: Nodes, into: dict[str, list[Check]]) -> None:
             into.setdefault(node, []).append(Check(
                 "net.loopback", "critical", value, f"communication would use {value['name']} ({value['address']}), "
                 "which other hosts cannot reach",
-                "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the job's network in the site profile"))
+                "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the job's interface in the site profile"))
 
 
 def _short(text: str) -> str:

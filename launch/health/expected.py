@@ -1,4 +1,4 @@
-"""What a job expects of each of its nodes. The leader writes it, supervisors check their node against it."""
+"""What a job expects of each node. The leader writes it, and the supervisors check their nodes against it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIB = 1024 ** 3
 
 @dataclass(frozen=True)
 class Expected:
-    """Figures of one node. What is None or 0 is not expected, and so not judged."""
+    """Expected figures of one node. None or 0 means that the figure is not checked."""
 
     device: envvars.Device = "gpu"
     gpus: int = 0
@@ -28,25 +28,25 @@ class Expected:
     nics: int = 0
     nic_gbit_per_s: float = 0.0
     nic_names: tuple[str, ...] = ()
-    """NICs of the rails that the site profile names; () where they are found."""
+    """NICs of the rails, from the site profile; () if they are detected."""
     nvlink: bool = False
-    """The GPUs of a node are joined by NVLink."""
+    """Whether NVLink connects the GPUs of a node."""
     cpus: int = 0
     """Cores that the supervisor's processes may use."""
     model: str | None = None
-    """Model folder that every node reads; None if none is read."""
+    """Model folder that every node reads; None if the job reads none."""
     model_weights: bool = True
-    """The weights are read too, not only the configuration and the tokenizer."""
+    """Whether the weights are read, not only the configuration and the tokenizer."""
     libraries: tuple[str, ...] = ()
     """Distributions that the workload imports."""
     scratch: str | None = None
-    """Folder for Ray's session and spilled objects; None: that of TMPDIR, else /tmp."""
+    """Folder for Ray's session and spilled objects; None: TMPDIR, else /tmp."""
     scratch_bytes: int = 10 * GIB
     shm_bytes: int = 2 * GIB
     port_base: int | None = None
-    """First port of the block that the job takes on every node; None: the first free one."""
+    """First port of the block that the job uses on every node; None: the first free block."""
     environment: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Partition -> variables that the launcher sets for its processes, those of communication only."""
+    """Partition -> communication variables that the launcher sets for its processes."""
 
     def write(self, attempt_folder: Path) -> None:
         write_atomically(attempt_folder / FILE, json.dumps(asdict(self), indent=1))
@@ -62,10 +62,10 @@ def expected_of(config: RunConfig, cluster: ClusterSpec | None, device: envvars.
     """What `config` expects of a node of `cluster`.
 
     Args:
-        cluster: None where only this machine is known: GPUs, NICs and NVLink are then not judged.
-        profile: of the site: NICs that it names for NCCL, the folder on each node's own disk.
-        computes: the workload loads the model (training). A rehearsal needs neither libraries nor weights.
-        cpus: cores that Slurm was asked for on each node; 0: not judged.
+        cluster: None if only this machine is known. GPUs, NICs and NVLink are then not checked.
+        profile: the site profile, for the NICs that NCCL uses and the folder on each node's local disk.
+        computes: whether the workload loads the model (training). A rehearsal needs neither libraries nor weights.
+        cpus: cores requested from Slurm on each node; 0: not checked.
     """
     variables = {role: {name: value for name, value in envvars.environment(role, device, config, job="").items()
                         if name.startswith("NCCL_") and name != "NCCL_SOCKET_IFNAME"}

@@ -1,4 +1,4 @@
-"""The leader's side of the preflight: answer the canaries, collect every node's report, name who is missing."""
+"""The leader's side of the preflight: answers the canaries, collects all reports, and names the missing nodes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TIMEOUT_S = 180.0
 def gather_reports(attempt: Path, nodes: Sequence[str], timeout_s: float = TIMEOUT_S,
                    say: Callable[[str], None] = lambda line: None,
                    check: Callable[[], None] = lambda: None) -> dict[str, list[Check]]:
-    """The checks of every node, in the order of `nodes`. A node without a report in time gets one critical check.
+    """The checks of every node, in the order of `nodes`. A node that does not report in time gets one critical check.
 
     Args:
-        attempt: the attempt's folder; reports are `nodes/<node>/preflight.json` in it.
-        say: gets a line every half minute that names who is missing.
-        check: called between two looks; what it raises ends the wait.
+        attempt: the attempt's folder, which contains the reports as `nodes/<node>/preflight.json`.
+        say: receives a line with the missing nodes every half minute.
+        check: called at every poll. An exception that it raises ends the wait.
     """
     found: dict[str, list[Check]] = {}
     answers, began = canary.Answers(attempt), time.monotonic()
@@ -40,4 +40,4 @@ def gather_reports(attempt: Path, nodes: Sequence[str], timeout_s: float = TIMEO
 
 def _missing(node: str, waited_s: float) -> Check:
     return critical("report.missing", None, f"no preflight report within {waited_s:.0f} s",
-                    f"see the supervisor's log of {node}: it did not start, or a file system hangs there")
+                    f"see the log of {node}'s supervisor: it did not start, or a file system hangs there")

@@ -1,9 +1,8 @@
-"""The ledger of bad nodes: who was seen failing, with what evidence, and for how long that keeps a node out.
+"""The ledger of bad nodes: observed failures, their evidence, and how long they exclude a node.
 
-A node is kept out by one entry that names its evidence, or by two entries of different jobs without any. Three things
-keep a black hole or a broken check from eating the cluster: entries expire, a reason given for more than half of the
-cluster's nodes counts against the reason and not against the nodes, and never more than a share of the nodes is kept
-out, the worst first.
+A node is excluded by one entry with evidence, or by entries of two different jobs without evidence. Three rules keep a
+broken check from excluding the whole cluster: entries expire; a reason that affects more than half of the cluster's
+nodes is ignored; and at most a fixed share of the nodes is excluded, worst first.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ FILE = "ledger.json"
 """In the run's folder, `runs/<name>/`."""
 EXPIRY_S = 24 * 3600.0
 MAX_SHARE = 0.25
-"""Most of the cluster's nodes that are kept out automatically, rounded down; always one."""
+"""Maximum share of the cluster's nodes that is excluded automatically, rounded down, but at least one node."""
 SAME_REASON_SHARE = 0.5
 MAX_WITHOUT_SIZE = 4
-"""The cap where the number of nodes is not known."""
+"""The cap if the number of nodes is unknown."""
 LOCK_S = 30.0
-"""How long a change waits for the lock. Another job holds it for milliseconds."""
+"""How long a change waits for the lock, in seconds. Other jobs hold it for milliseconds."""
 Seen = tuple[str, str, str | Path]
-"""A node that was seen failing, the reason, the evidence."""
+"""(failing node, reason, evidence)."""
 
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """A node was seen failing."""
+    """One observed failure of a node."""
 
     node: str
     reason: str
-    """What failed; begins with the check's name where a check found it: `gpu.ecc: 4 uncorrected errors`."""
+    """What failed. Starts with the name of the check, if a check found it: `gpu.ecc: 4 uncorrected errors`."""
     evidence: str
-    """Path of the file that shows it; empty where there is only suspicion."""
+    """Path of the file with the evidence; empty for a mere suspicion."""
     job: str
     time: float
     expires: float
@@ -55,13 +54,13 @@ class LedgerEntry:
 
 
 class Ledger:
-    """A JSON file that several jobs may share: every change reads, adds and renames under a lock.
+    """A JSON file that several jobs may share. Every change reads, adds and renames under a lock.
 
     Args:
         path: the file; it need not exist.
-        cluster_nodes: nodes of the partition, or of the allocation where that is all one knows; the cap is a share of
-            them.
-        max_share, expiry_s: see the module.
+        cluster_nodes: number of nodes in the partition, or in the allocation if the partition is unknown. The cap is a
+            share of it.
+        max_share, expiry_s: see the module docstring.
         lock_s: see `LOCK_S`.
     """
 
@@ -72,14 +71,14 @@ class Ledger:
 
     @property
     def cap(self) -> int:
-        """Most nodes that `excluded` names."""
+        """Maximum number of nodes that `excluded` returns."""
         if self.cluster_nodes is None:
             return MAX_WITHOUT_SIZE
         return max(1, math.floor(self.cluster_nodes * self.max_share))
 
     def add(self, node: str, reason: str, evidence: str | Path = "", job: str = "", *,
             now: float | None = None) -> LedgerEntry:
-        """Record a failure and return its entry. The same node, reason and job count once, and the newest counts.
+        """Record a failure and return its entry. The newest entry replaces one with the same node, reason and job.
 
         Raises:
             UserError: the lock did not become free in time, or the file is not a ledger of this version.
@@ -89,7 +88,7 @@ class Ledger:
         return entry
 
     def record(self, found: Iterable[Seen], job: str, say: Callable[[str], None]) -> None:
-        """`add` of all these at once. What keeps the ledger from being written is said, and ends no run."""
+        """Add several entries at once. A ledger that cannot be written is reported and does not end the run."""
         found = list(found)
         if not found:
             return
@@ -97,14 +96,14 @@ class Ledger:
             self._add(found, job, time.time())
         except (UserError, OSError) as error:
             nodes = listed(list(dict.fromkeys(node for node, _, _ in found)))
-            say(f"warning: {nodes} could not be written into the ledger of bad nodes, and the run goes on: {error}")
+            say(f"warning: {nodes} could not be added to the ledger of bad nodes, and the run continues: {error}")
 
     def readable(self, say: Callable[[str], None]) -> Ledger | None:
-        """This ledger; None where it cannot be read, which is said, and ends no run."""
+        """This ledger; None if it cannot be read, which is reported and does not end the run."""
         try:
             self.entries()
         except (UserError, OSError) as error:
-            say(f"warning: going on without the ledger of bad nodes: {error}")
+            say(f"warning: continuing without the ledger of bad nodes: {error}")
             return None
         return self
 
@@ -116,7 +115,7 @@ class Ledger:
             OSError: the file cannot be read.
         """
         try:
-            text = read_shared(self.path, str)      # not parsed in there: who edits it by hand hears of it at once
+            text = read_shared(self.path, str)      # parsed below, so that an editing mistake is reported at once
             if text is None:
                 return []
             document = json.loads(text)
@@ -124,22 +123,22 @@ class Ledger:
             found = [LedgerEntry(**row) for row in document["entries"]] if version == SCHEMA_VERSION else []
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"the ledger of bad nodes is not readable: {error}", where=str(self.path.absolute()),
-                            fix="remove or rename the file: nodes are then judged afresh") from error
+                            fix="remove or rename the file; a new ledger is then started") from error
         if version != SCHEMA_VERSION:
             raise UserError(f"the ledger of bad nodes has schema version {version}, this program reads "
                             f"{SCHEMA_VERSION}", where=str(self.path.absolute()), fix="remove or rename the file")
         return [entry for entry in sorted(found, key=lambda each: each.time) if now is None or entry.expires > now]
 
     def excluded(self, now: float | None = None) -> tuple[str, ...]:
-        """Nodes to keep out at `now`, worst first (most entries, then newest), never more than `cap`."""
+        """Nodes to exclude at `now`, worst first (most entries, then newest), at most `cap`."""
         return tuple(node for node, _ in self._bad(now)[:self.cap])
 
     def over_cap(self, now: float | None = None) -> tuple[str, ...]:
-        """Nodes that would be kept out if there were no cap: to be told, and used last."""
+        """Nodes that would be excluded without the cap. They are reported and used last."""
         return tuple(node for node, _ in self._bad(now)[self.cap:])
 
     def suspected(self, now: float | None = None) -> tuple[str, ...]:
-        """Nodes with an entry that are not kept out by it."""
+        """Nodes with an entry that does not exclude them."""
         at = time.time() if now is None else now
         out = set(self.excluded(at))
         return tuple(dict.fromkeys(entry.node for entry in self.entries(at) if entry.node not in out))
@@ -166,7 +165,8 @@ class Ledger:
         return sorted(bad, key=lambda each: (-len(each[1]), -each[1][-1].time, each[0]))
 
     def _add(self, found: Sequence[Seen], job: str, at: float) -> list[LedgerEntry]:
-        """Two jobs do not lose each other's entries. The lock is a file of its own: the ledger itself is replaced."""
+        """Add entries under a lock, so that jobs do not lose each other's entries. The lock is a separate file, because
+        the ledger itself is replaced."""
         new = [LedgerEntry(node, reason, str(evidence), job, at, at + self.expiry_s)
                for node, reason, evidence in found]
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The login tier of the preflight: what can be known before anything is submitted. No GPU, a few seconds."""
+"""The login tier of the preflight: checks that run before submission. Needs no GPU and takes a few seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 def check_login(config: str, overrides: Sequence[str] = (), device: Literal["auto", "cpu", "gpu"] = "auto",
                 ) -> tuple[list[Check], Prepared | None]:
-    """(findings, the plan if there is one). Nothing is left behind."""
+    """(findings, the plan if there is one). Leaves no files behind."""
     checks: list[Check] = []
 
     def attempt(name: str, act: Callable[[], Result], evidence: Callable[[Result], str]) -> Result | None:
@@ -43,7 +43,7 @@ def check_login(config: str, overrides: Sequence[str] = (), device: Literal["aut
     prepared = attempt("plan.feasible", lambda: prepare(config, overrides, device), _plan_text)
     if trains(loaded.config):
         attempt("paths.model", lambda: _model(loaded), lambda folder: f"{folder} is complete")
-        attempt("paths.data", lambda: check_data_files(loaded), lambda _: "the data files are there")
+        attempt("paths.data", lambda: check_data_files(loaded), lambda _: "the data files exist")
     checks += [_run_dir(Path(loaded.config.run.dir)), _stack()]
     return checks, prepared
 
@@ -51,7 +51,7 @@ def check_login(config: str, overrides: Sequence[str] = (), device: Literal["aut
 def _plan_text(prepared: Prepared) -> str:
     training = prepared.plan.training.world_size
     rollout = sum(engine.tp for engine in prepared.plan.rollout.engines)
-    return f"plan {prepared.plan.fingerprint()}: {training} training ranks, {rollout} of rollout"
+    return f"plan {prepared.plan.fingerprint()}: {training} training ranks, {rollout} rollout ranks"
 
 
 def _model(loaded: LoadedConfig) -> Path:
@@ -61,7 +61,7 @@ def _model(loaded: LoadedConfig) -> Path:
 
 
 def _run_dir(folder: Path) -> Check:
-    """Writes, syncs and removes a small file where the runs lie, or in the nearest folder above that is there."""
+    """Writes, syncs and removes a small file in the runs' folder, or in the nearest existing folder above it."""
     where = folder.absolute()
     while not where.exists():
         where = where.parent
@@ -75,7 +75,7 @@ def _run_dir(folder: Path) -> Check:
         probe.unlink()
     except OSError as error:
         return critical("paths.run_dir", None, f"cannot write {where}: {error.strerror}",
-                        "set run.dir to a folder that you may write, on a file system that all nodes share")
+                        "set run.dir to a writable folder on a file system that all nodes share")
     seconds = time.perf_counter() - began
     told = f"{where}: a synced write takes {seconds * 1e3:.0f} ms"
     if seconds > SLOW_WRITE_S:
@@ -84,7 +84,7 @@ def _run_dir(folder: Path) -> Check:
 
 
 def _stack() -> Check:
-    """What is installed for this Python: a login node needs the launcher only."""
+    """Libraries installed for this Python. A login node needs only the launcher."""
     found = {name: version for name in versions.TOLD if (version := versions.version_of(name))}
     told = ", ".join(f"{name} {version}" for name, version in found.items())
     python = envvars.get("VIRTUAL_ENV") or "the system's Python"

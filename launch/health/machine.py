@@ -1,4 +1,4 @@
-"""What is asked about a node's hardware: the machine itself, or a simulated one (`launch.health.simulated`)."""
+"""The interface to a node's hardware: the real machine, or a simulated one (`launch.health.simulated`)."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Machine(Protocol):
     def nics(self) -> list[Nic]: ...
 
     def pci_path(self, bus_id: str | None) -> PciPath:
-        """Where a GPU hangs, by its `GpuState.bus_id`; () if that is not known."""
+        """PCI path of a GPU, from its `GpuState.bus_id`; () if unknown."""
 
     def limit(self, name: str) -> Limit:
-        """`nofile`, `memlock` or `nproc` of this process."""
+        """The limit `nofile`, `memlock` or `nproc` of this process."""
 
     def cpus(self) -> int:
         """Cores that this process may run on."""
@@ -57,7 +57,7 @@ class RealMachine:
     def pci_path(self, bus_id: str | None) -> PciPath:
         if not bus_id:
             return ()
-        domain, _, rest = bus_id.lower().partition(":")     # NVML writes eight digits of the domain, the kernel four
+        domain, _, rest = bus_id.lower().partition(":")     # domain: 8 digits in NVML, 4 in the kernel
         return rdma.pci_path(self.pci / f"{int(domain, 16):04x}:{rest}")
 
     def limit(self, name: str) -> Limit:

@@ -1,8 +1,8 @@
-"""The network tier (`--tier fabric`): an all-reduce over all members and the bandwidth of every pair of nodes, against
-the plan's.
+"""The network tier (`--tier fabric`): an all-reduce over all members, and the bandwidth of every pair of nodes compared
+with the plan.
 
-The measurement needs torch and is a program of its own (`megatron_rl.network_check`), one process a member, started by
-the node's supervisor; here are its task, its result, and the judgement.
+The measurement needs torch and is a separate program (`megatron_rl.network_check`): one process per member, started by
+the node's supervisor. This module holds its task, its result and the judgement.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ FOLDER, TASK, RESULT = "fabric", "task.json", "result.json"
 SCHEMA_VERSION = 1
 MIB = 1024 ** 2
 SICK_SHARE, SLOW_SHARE = 0.5, 0.75
-"""Of the expected bandwidth: below the first a node is left out, below the second it is used last. Point to point,
-nccl-tests reaches 90 to 95 % of a NIC's line rate."""
+"""Fractions of the expected bandwidth. Below the first a node is excluded, below the second it is used last.
+Point-to-point, nccl-tests reaches 90 to 95 % of a NIC's line rate."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Member:
 
 @dataclass(frozen=True)
 class Task:
-    """What is measured. Members of one node stand together, as many on each node, in the order of their rails."""
+    """The measurement to make. Members of a node are consecutive, equally many on each node, and in rail order."""
 
     members: tuple[Member, ...]
     backend: Literal["gloo", "nccl"]
     port: int
-    """Of the store, on the first member's node."""
+    """Port of the store, on the first member's node."""
     nics: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Node -> NICs for NCCL by name, see `launch.health.rails.for_nccl`."""
     allreduce_bytes: int = 256 * MIB
@@ -70,25 +70,25 @@ class Task:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two nodes exchanging data both ways, all their members at once, each with its opposite number (its rail)."""
+    """Two nodes that exchange data in both directions. All members take part, each with its peer on the same rail."""
 
     nodes: tuple[str, str]
     bytes_per_s: float
-    """Of one member in one direction: the slowest of the pair's."""
+    """Rate of the pair's slowest member in one direction."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What the members measured."""
+    """The result of the measurement."""
 
     allreduce_bytes: int
     allreduce_s: float
-    """Best of the repeats, of the slowest member."""
+    """Seconds of the slowest member, best of the repeats."""
     pairs: tuple[Pair, ...] = ()
     wrong: dict[str, str] = field(default_factory=dict)
-    """Node -> what arrived damaged."""
+    """Node -> data that arrived corrupted."""
     errors: dict[str, str] = field(default_factory=dict)
-    """Node -> why it could not take part; nothing was measured then."""
+    """Node -> why it could not take part. If not empty, nothing was measured."""
     members: int = 0
 
     @property
@@ -113,12 +113,12 @@ class Result:
 
 
 def command(attempt_folder: Path, rank: int) -> list[str]:
-    """What a supervisor starts for member `rank`, with `variables` set before Python starts."""
+    """The command of member `rank`. The supervisor sets `variables` before Python starts."""
     return [sys.executable, "-m", "megatron_rl.network_check", str(attempt_folder), str(rank)]
 
 
 def variables(task: Task, member: Member, interface: str, mark: str) -> dict[str, str]:
-    """What the member's process is started with, beside what it inherits: what a training rank would be."""
+    """Variables of the member's process in addition to the inherited ones: the same as for a training rank."""
     gpus = () if member.gpu is None else (member.gpu,)
     return {**envvars.environment("trainer", "gpu" if gpus else "cpu", None, job=mark,
                                   gpus=gpus, interface=interface, address=member.address,
@@ -127,8 +127,8 @@ def variables(task: Task, member: Member, interface: str, mark: str) -> dict[str
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Every pair of `count` once, in rounds in which nobody is in two pairs: the circle method of round-robin
-    tournaments. An odd one rests."""
+    """Every pair of `count` once, in rounds of disjoint pairs, by the circle method of round-robin tournaments. With an
+    odd count, one rests in each round."""
     seats = list(range(count)) + ([-1] if count % 2 else [])
     found = []
     for _ in range(len(seats) - 1):
@@ -140,27 +140,27 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def expected_bytes_per_s(cluster: ClusterSpec) -> float:
-    """Line rate that one GPU has to the network: its share of the node's NICs."""
+    """Network line rate of one GPU in bytes/s: its share of the node's NICs."""
     return cluster.nic_bandwidth * cluster.nics_per_node / cluster.gpus_per_node
 
 
 def judge_network(result: Result, nodes: Sequence[str], expected: float | None = None) -> dict[str, list[Check]]:
-    """Checks by node, to be judged with the others.
+    """Checks by node, to be judged with the other checks.
 
-    A node is as fast as its best pair: where that is slow, the node is; where only some of its pairs are, the path
-    between those two is told and nobody is blamed.
+    A node is as fast as its best pair. If its best pair is slow, the node is slow. If only some of its pairs are slow,
+    the path between the two nodes is reported and neither is blamed.
 
     Args:
-        nodes: all that took part.
-        expected: bytes/s of a member in one direction, by the plan's cluster. None: the median of the nodes is the
-            measure, and a slow node is a warning.
+        nodes: all nodes that took part.
+        expected: bytes/s of a member in one direction, from the plan's cluster. None: nodes are compared with their
+            median, and a slow node is a warning.
     """
     checks: dict[str, list[Check]] = {node: [] for node in nodes}
     for node, error in result.errors.items():
-        checks[node].append(critical("fabric.joined", None, error, "see the logs in fabric/; NCCL_DEBUG=INFO tells "
-                                     "which device and interface NCCL takes"))
+        checks[node].append(critical("fabric.joined", None, error, "see the logs in fabric/; NCCL_DEBUG=INFO shows "
+                                     "which device and interface NCCL uses"))
     for node, damage in result.wrong.items():
-        checks[node].append(critical("fabric.data", None, damage, "memory or a link damages data: drain the node"))
+        checks[node].append(critical("fabric.data", None, damage, "memory or a link corrupts data: drain the node"))
     if result.errors:
         return checks
     bus = result.bus_bytes_per_s
@@ -180,7 +180,7 @@ def judge_network(result: Result, nodes: Sequence[str], expected: float | None =
             first, second = pair.nodes
             checks[first].append(warning(
                 "fabric.path", pair.bytes_per_s, f"{_rate(pair.bytes_per_s)} to {second}, while both reach "
-                f"{_rate(own)} with others", "a link or a switch between the two: have the fabric's counters read"))
+                f"{_rate(own)} with others", "check the fabric's counters for a link or switch between the two"))
     return checks
 
 

@@ -1,5 +1,5 @@
-"""The network tier on the nodes of a step: when a job wants it, who measures, how a node takes part, and what the
-leader makes of it."""
+"""Runs the network tier on the nodes of a step: when a job needs it, which nodes measure, how a node takes part, and
+how the leader uses the result."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from launch.run.node_files import Hello
 from launch.slurm.profiles import Profile
 
 GRACE_S = 30.0
-"""Beyond the measurement's own deadline: processes start, files appear."""
+"""Seconds beyond the measurement's own deadline, for process start and file visibility."""
 LEAST_S, NODE_S = 180.0, 10.0
-"""Deadline of the measurement: torch is imported from a shared file system, and rounds of pairs grow with the nodes."""
+"""Deadline, minimum and per node: torch is imported from a shared file system, and rounds grow with the nodes."""
 SMALL = {"allreduce_bytes": 16 * network.MIB, "pair_bytes": 8 * network.MIB}
 """For gloo on CPUs."""
 COLLECTIVE = re.compile(r"(?i)nccl|gloo|collective|timed? ?out")
 
 
 def wanted(config: RunConfig, before: Sequence[PastAttempt]) -> str:
-    """Why it is measured; "" if it is not. A hang, or a collective that timed out, with no node to blame may be a link
-    that no node sees by itself."""
+    """Why the network is measured; "" if it is not. A hang or a timed-out collective without a node to blame may come
+    from a link fault that no single node can see."""
     if config.run.preflight == "fabric":
         return "run.preflight = fabric"
     last = before[-1] if before and trains(config) else None
     if last is None:
         return ""
-    # Of a crash, `nodes` says where the component ran that failed first: it waited for a bad link, it is no culprit.
+    # For a crash, `nodes` is where the first failing component ran. It may only have waited on a bad link.
     if last.status == "hang" and not last.nodes or last.status == "crash" and COLLECTIVE.search(last.message):
         return f"attempt {last.attempt} ended with a {last.status} and no node to blame"
     return ""
@@ -49,16 +49,16 @@ def wanted(config: RunConfig, before: Sequence[PastAttempt]) -> str:
 def with_network(attempt: Attempt, config: RunConfig, before: Sequence[PastAttempt], reports: Mapping[str, list[Check]],
                 hellos: Mapping[str, Hello], cluster: ClusterSpec, profile: Profile, say: Callable[[str], None],
                 check: Callable[[], None]) -> dict[str, list[Check]]:
-    """The reports, with the checks of the network of all nodes that are fit so far, where they are wanted."""
+    """The reports, extended by the network checks of all nodes that are fit so far, if the network is measured."""
     why = wanted(config, before)
     if not why:
         return dict(reports)
-    say(f"the network is measured: {why}")
+    say(f"measuring the network: {why}")
     found = measure(attempt.folder, reports, hellos, Expected.read(attempt.folder), cluster, profile, say,
                                 check)
     if config.run.preflight != "fabric" and found and all(worst(checks) == "critical" for checks in found.values()):
-        # Nobody asked for it, and it says nothing of one node or another: no reason to end a run.
-        say("the network could not be measured: going on without")
+        # The user did not request it, and it does not single out a node: not a reason to end the run.
+        say("the network could not be measured: continuing without it")
         found = {node: [replace(each, severity="warning") if each.severity == "critical" else each for each in checks]
                  for node, checks in found.items()}
     return {node: [*checks, *found.get(node, ())] for node, checks in reports.items()}
@@ -68,11 +68,11 @@ def with_network(attempt: Attempt, config: RunConfig, before: Sequence[PastAttem
 def measure(folder: Path, reports: Mapping[str, Sequence[Check]], hellos: Mapping[str, Hello], expected: Expected,
             cluster: ClusterSpec | None, profile: Profile, say: Callable[[str], None],
             check: Callable[[], None]) -> dict[str, list[Check]]:
-    """Have the nodes that are fit so far, whose agents wait for a task in `folder`, measure; their checks, {} where
-    fewer than two are fit. Simulated GPUs have no NCCL: one process a node then, by gloo.
+    """Measure the network on the nodes that are fit so far, whose agents wait for a task in `folder`. Returns their
+    checks, or {} if fewer than two are fit. With simulated GPUs there is no NCCL: one process per node uses gloo.
 
     Args:
-        reports: of all nodes, what was found until now.
+        reports: the findings of all nodes so far.
     """
     nodes = [node for node, checks in reports.items() if worst(checks) != "critical"]
     if len(nodes) < 2:
@@ -90,7 +90,7 @@ def measure(folder: Path, reports: Mapping[str, Sequence[Check]], hellos: Mappin
 
 def result(folder: Path, task: network.Task, nodes: Sequence[str], speed: float | None, say: Callable[[str], None],
            check: Callable[[], None] = lambda: None) -> dict[str, list[Check]]:
-    """Wait for the measurement; without a result in time every node's check says so."""
+    """Wait for the measurement. If no result arrives in time, every node gets a check that reports it."""
     say(f"network: {len(task.members)} processes on {len(nodes)} nodes, {task.backend}")
     try:
         wait_until(lambda: network.Result.read(folder) is not None, "the measurement of the network",
@@ -98,13 +98,13 @@ def result(folder: Path, task: network.Task, nodes: Sequence[str], speed: float 
     except UserError as error:
         return network.judge_network(network.Result(0, 0.0, errors=dict.fromkeys(nodes, error.what)), nodes)
     measured = network.Result.read(folder)
-    assert measured is not None         # it has just been seen
+    assert measured is not None         # the wait above has seen it
     return network.judge_network(measured, nodes, speed)
 
 
 def start(folder: Path, node: str, interface: str) -> list[processes.Child]:
-    """Start this node's members of the task that lies in `folder`, the attempt's, whose mark they carry: they are found
-    again, whatever becomes of their parent."""
+    """Start this node's members of the task in `folder`, the attempt's folder. They carry the attempt's mark, so that
+    they can be found even if their parent dies."""
     task, mark = network.Task.read(folder), Attempt(folder).mark
     assert task is not None
     search = ":".join(filter(None, [str(Path(__file__).parents[2]), envvars.get("PYTHONPATH")]))

@@ -1,4 +1,4 @@
-"""The node tier of the preflight: what a supervisor checks on its node before anything is started there."""
+"""The node tier of the preflight: the checks that a supervisor runs on its node before it starts anything."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from launch.health.simulated import machine_of
 
 @dataclass(frozen=True)
 class CheckContext:
-    """A node, and what is expected of it."""
+    """A node and the expectations it is checked against."""
 
     node: str
-    """Its name in Slurm (SLURMD_NODENAME), never the host's."""
+    """Its Slurm name (SLURMD_NODENAME), never the host name."""
     expected: Expected
     attempt: Path | None = None
-    """The attempt's folder, on the shared file system, where a leader answers the canary (`launch.health.gather`);
-    None: no leader, the canary and the clock are not checked."""
+    """The attempt's folder on the shared file system, where a leader answers the canary (`launch.health.gather`).
+    None: there is no leader, and the file system and clock are not checked."""
     environment: Mapping[str, str] = field(default_factory=envvars.inherited)
-    """What the processes of this node will inherit."""
+    """The environment that the processes of this node will inherit."""
     address: str | None = None
-    """The address under which the other nodes reach this one, where the supervisor has chosen it."""
+    """The address at which the other nodes reach this one, if the supervisor has chosen it."""
     mark: str | None = None
-    """`Attempt.mark`: GPU processes that carry it are the job's own."""
+    """`Attempt.mark`: GPU processes that carry it belong to the job."""
     machine: Machine | None = None
-    """What is asked about the hardware; None: the machine itself, or the simulated one that the environment names."""
+    """The hardware to check; None: this machine, or the simulated one set in the environment."""
     canary_timeout_s: float = canary.TIMEOUT_S
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A group of checks with what they need."""
+    """A group of checks with its inputs."""
 
     name: str
     run: Callable[[CheckContext, Machine], Sequence[Check]]
@@ -60,11 +60,11 @@ SUBJECTS: tuple[Subject, ...] = (
 
 
 def check_node(context: CheckContext) -> list[Check]:
-    """Run every check on this node, the ones that wait for the leader last. Takes a second or two; at most
-    `context.canary_timeout_s` more where the leader does not answer.
+    """Run every check on this node; those that wait for the leader run last. Takes a second or two, and at most
+    `context.canary_timeout_s` more if the leader does not answer.
 
-    A check that fails by itself, by an error nobody foresaw, is a warning with the error: a defect of a check must
-    not take nodes out of the job.
+    If a check itself fails with an unexpected exception, the result is a warning: a defective check must not remove
+    nodes from the job.
     """
     machine = context.machine or machine_of(context.node)
     checks: list[Check] = []
@@ -75,5 +75,5 @@ def check_node(context: CheckContext) -> list[Check]:
             last = traceback.extract_tb(error.__traceback__)[-1]
             checks.append(warning(f"{subject.name}.check_failed", None,
                                   f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})",
-                                  "the check itself failed, nothing is known: report this as a bug of megatron-rl"))
+                                  "the check itself failed and found nothing: report this as a bug in megatron-rl"))
     return checks

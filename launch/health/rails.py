@@ -1,7 +1,7 @@
-"""Which NIC of a node belongs to which rail: the GPUs of a rail and its NIC hang under one PCI switch.
+"""Assigns the NICs of a node to rails: the GPUs of a rail and its NIC are under one PCI switch.
 
-A DGX H100 has twelve RDMA devices: eight beside its eight GPUs, and four for storage and management. Their numbers say
-nothing of the GPU beside them; where they hang in the PCI tree does.
+A DGX H100 has twelve RDMA devices: eight next to its eight GPUs, and four for storage and management. Device numbers do
+not tell which GPU is nearest; the positions in the PCI tree do.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from launch.slurm.profiles import Profile
 
 def for_nccl(reports: Mapping[str, Sequence[Check]], nodes: Sequence[str], count: int, profile: Profile,
              say: Callable[[str], None] = lambda line: None) -> dict[str, tuple[str, ...]]:
-    """Node -> NICs for NCCL by name: the site's, else the `count` that the preflight found beside the GPUs. {} where
-    the user or the site names them to NCCL, or where one node's are not known."""
+    """Node -> names of the NICs for NCCL: from the site profile, else the `count` NICs that the preflight found next to
+    the GPUs. {} if the user or the site sets NCCL_IB_HCA, or if the NICs of any node are unknown."""
     if profile.interfaces.nccl:
         return {node: tuple(profile.interfaces.nccl) for node in nodes}
     if envvars.get("NCCL_IB_HCA") or "NCCL_IB_HCA" in profile.environment:
@@ -28,14 +28,14 @@ def for_nccl(reports: Mapping[str, Sequence[Check]], nodes: Sequence[str], count
              for node in nodes}
     unclear = [node for node, names in found.items() if len(names) != count]
     if unclear and count:
-        say(f"warning nic.rails: NCCL chooses among the NICs by itself, since those beside the GPUs of "
-            f"{listed(unclear)} are not known; name them in interfaces.nccl of the site profile")
+        say(f"warning nic.rails: NCCL chooses its own NICs, because the NICs next to the GPUs of "
+            f"{listed(unclear)} are unknown; list them in interfaces.nccl of the site profile")
     return {} if unclear else found
 
 
 def candidates(active: Sequence[Nic], count: int, gbit_per_s: float) -> list[Nic]:
-    """Active NICs that may be one of `count` rails: of the planned rate, and, where that leaves more, of the one link
-    layer that exactly so many of them have."""
+    """Active NICs that may serve one of `count` rails: those with the planned rate. If there are more than `count`,
+    those of the one link layer that exactly `count` of them have."""
     fast = [nic for nic in active if nic.gbit_per_s >= gbit_per_s]
     if len(fast) > count:
         layers = Counter(nic.link_layer for nic in fast)
@@ -46,18 +46,18 @@ def candidates(active: Sequence[Nic], count: int, gbit_per_s: float) -> list[Nic
 
 
 def rails_of(nics: Sequence[Nic], count: int, gpus: Sequence[PciPath]) -> tuple[tuple[str, ...], str]:
-    """(the NIC of each rail by name, "") or ((), why they cannot be told apart).
+    """(names of the NICs, one per rail, "") or ((), why they cannot be assigned).
 
     Args:
-        nics: candidates, no fewer than rails, in the order of their numbers.
-        count: rails of the plan; GPU `g` of `n` uses rail `g * count // n`.
-        gpus: where each GPU hangs, in the placement's order; () where that is not known.
+        nics: candidates, at least as many as rails, ordered by device number.
+        count: number of rails in the plan. GPU `g` of `n` uses rail `g * count // n`.
+        gpus: PCI path of each GPU, in the placement's order; () if unknown.
     """
     placed = bool(gpus) and all(gpus) and all(nic.pci for nic in nics)
     if not placed:
         if len(nics) == count:
             return tuple(nic.name for nic in nics), ""
-        return (), f"{len(nics)} candidates ({_names(nics)}), and where they hang in the PCI tree is not known"
+        return (), f"{len(nics)} candidates ({_names(nics)}) whose positions in the PCI tree are unknown"
     near = {(rail, number): sum(_common(gpu, nic.pci) for index, gpu in enumerate(gpus)
                                 if index * count // len(gpus) == rail)
             for rail in range(count) for number, nic in enumerate(nics)}
@@ -75,7 +75,7 @@ def rails_of(nics: Sequence[Nic], count: int, gpus: Sequence[PciPath]) -> tuple[
 
 
 def _common(one: PciPath, other: PciPath) -> int:
-    """Bridges and switches above both."""
+    """Number of bridges and switches above both."""
     shared = 0
     for here, there in zip(one, other, strict=False):
         if here != there:

@@ -1,6 +1,6 @@
-"""Simulated hardware, for rehearsals and tests on machines without GPUs: answers of a file, by node.
+"""Simulated hardware for rehearsals and tests on machines without GPUs. A file describes the hardware of each node.
 
-The file is JSON or YAML, named by MEGATRON_RL_SIMULATED_GPUS. All keys are optional:
+The file is JSON or YAML; MEGATRON_RL_SIMULATED_GPUS holds its path. All keys are optional:
 
     default:                            # every node
       driver: "570.124.06"
@@ -10,11 +10,11 @@ The file is JSON or YAML, named by MEGATRON_RL_SIMULATED_GPUS. All keys are opti
       nics: {count: 8, gbit_per_s: 400}
       limits: {memlock: null}           # null: unlimited
       cpus: 96
-    nodes:                              # what differs on some: the faults
+    nodes:                              # differences of single nodes: the faults
       node-03: {missing: [5], driver: "550.54.15", gpus: {2: {ecc_uncorrected: 4}}, nics: {down: [mlx5_3]}}
       node-04: {error: "Driver Not Loaded"}
 
-An unknown key is an error, so that a misspelt fault is not taken for health.
+An unknown key is an error, so that a misspelt fault does not pass as a healthy node.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DEFAULT_GPU = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 85_520_809_984,
 
 @dataclass(frozen=True)
 class SimulatedMachine:
-    """Answers of the file for one node: the default with the node's own keys over it."""
+    """The hardware of one node in the file: the default, overridden by the node's own keys."""
 
     node: str
     answers: Mapping[str, Any]
@@ -53,7 +53,7 @@ class SimulatedMachine:
         missing, own = self.answers.get("missing", ()), self.answers.get("gpus", {})
         found = tuple(self._gpu(index, {**_DEFAULT_GPU, **self.answers.get("gpu", {}), **own.get(index, {})})
                       for index in range(self.answers.get("count", 8)) if index not in missing)
-        # NVML numbers what it sees without gaps.
+        # NVML numbers the visible GPUs without gaps.
         return GpuReport(self.answers.get("driver", "570.124.06"), self.answers.get("cuda", "12.8"),
                          tuple(replace(gpu, index=at) for at, gpu in enumerate(found)))
 
@@ -66,7 +66,7 @@ class SimulatedMachine:
                 for name in names if name not in told.get("missing", ())]
 
     def pci_path(self, bus_id: str | None) -> PciPath:
-        return ()       # rails are by number
+        return ()       # rails are assigned by number
 
     def limit(self, name: str) -> Limit:
         limits = {"memlock": None, **self.answers.get("limits", {})}
@@ -87,13 +87,13 @@ def load(file: str | Path, node: str) -> SimulatedMachine:
     """The simulated machine of `node`.
 
     Raises:
-        UserError: the file is missing or broken, or holds a key that means nothing.
+        UserError: the file is missing or invalid, or has an unknown key.
     """
     try:
         document = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"cannot read the simulated hardware: {error}", where=f"MEGATRON_RL_SIMULATED_GPUS={file}",
-                        fix="name a JSON or YAML file, or unset the variable") from error
+                        fix="set it to a JSON or YAML file, or unset the variable") from error
     _known(document, ("schema_version", "default", "nodes"), file, "the file")
     default, own = document.get("default") or {}, (document.get("nodes") or {}).get(node) or {}
     for name, answers in (("default", default), *(document.get("nodes") or {}).items()):
@@ -121,12 +121,12 @@ def _known(values: Any, keys: tuple[str, ...], file: str | Path, where: str) -> 
                         fix=f"give some of: {', '.join(keys)}")
     unknown = [key for key in values if key not in keys]
     if unknown:
-        raise UserError(f"{where} of the simulated hardware holds the unknown key {unknown[0]!r}", where=str(file),
+        raise UserError(f"{where} of the simulated hardware has the unknown key {unknown[0]!r}", where=str(file),
                         fix=f"known: {', '.join(keys)}")
 
 
 def machine_of(node: str) -> Machine:
-    """The simulated machine that MEGATRON_RL_SIMULATED_GPUS names for this node, else this machine.
+    """The simulated machine for this node if MEGATRON_RL_SIMULATED_GPUS is set, else this machine.
 
     Raises:
         UserError: the file of the simulation cannot be used.

@@ -1,5 +1,5 @@
-"""The preflight on a terminal: a table node x subject, the findings with evidence and remedy, the verdict, and the
-line to paste. At most 100 columns."""
+"""Prints the preflight on a terminal: a table of nodes and subjects, the findings with evidence and remedy, the verdict
+and the --exclude line to paste. Uses at most 100 columns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS: dict[Severity, tuple[str, str]] = {"ok": ("ok", "green"), "warning": ("wa
 
 
 def print_preflight(verdict: Verdict, console: Console | None = None) -> None:
-    """Print all of it. Nodes with nothing against them share a row."""
+    """Print the verdict and all findings. Nodes without findings share a row."""
     console = console or _terminal()
     width = min(WIDTH, console.width)
     if verdict.job:
@@ -60,7 +60,7 @@ def _matrix(verdict: Verdict) -> Table:
         table.add_row(names if len(names) <= NAMES_WIDTH else f"{len(nodes)} nodes", *[_text(cell) for cell in shown],
                       Text(place, "bold red" if place == "excluded" else ""))
     if len(ordered) > MAX_ROWS:
-        table.caption = f"{len(ordered) - MAX_ROWS} rows with less to tell are left out: see --json"
+        table.caption = f"{len(ordered) - MAX_ROWS} less severe rows omitted: see --json"
     return table
 
 
@@ -79,7 +79,7 @@ def _place(verdict: Verdict, node: str) -> str:
 
 
 def _findings(verdict: Verdict, width: int) -> list[Text]:
-    """Each finding once, with the nodes it was made on; the gravest first."""
+    """Each finding once, with the affected nodes, most severe first."""
     groups: dict[tuple[Severity, str, str, str], list[str]] = {}
     site = {check.name for check in verdict.site}
     for check in (*verdict.job, *verdict.site):

@@ -1,6 +1,6 @@
-"""From the findings of all nodes to a verdict: who takes part, who stays out and why, and whether the job may start.
+"""Turns the findings of all nodes into a verdict: the nodes to use and to exclude, and whether the job may start.
 
-Pure: the ledger is read by the caller's object and written by `record`, afterwards.
+Pure: the caller's ledger object is only read. `record` writes it afterwards.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from launch.health.compare import Nodes, disagreements
 from launch.health.ledger import Ledger
 
 BROKEN_SHARE = 0.5
-"""A check that is critical at more than this share of at least three nodes (or at both of two) says something about
-the site, the configuration or the check itself, not about the nodes."""
+"""A check that is critical on more than this share of at least three nodes (or on both of two) points to the site, the
+configuration or the check itself, not to the nodes."""
 
 IN_USE = ("gpu.processes", "gpu.memory")
-"""What processes of another job make critical. Memory in use without a process is a node's fault."""
+"""Checks that processes of another job make critical. Memory in use without a process is a fault of the node."""
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Why a node stays out."""
+    """Why a node is excluded."""
 
     node: str
     checks: tuple[Check, ...]
@@ -40,26 +40,26 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the preflight says of a job's nodes."""
+    """The preflight's verdict on the nodes of a job."""
 
     needed: int
     spares: int
-    """As asked for."""
+    """As requested."""
     accepted: tuple[str, ...]
-    """Usable nodes in the order given, those for spares included."""
+    """Usable nodes in the given order, including spares."""
     avoid: tuple[str, ...]
-    """Of those the ones to use last, worst first: `launch.planner.seats.cluster.place(avoid=...)`."""
+    """Accepted nodes to use last, worst first: `launch.planner.seats.cluster.place(avoid=...)`."""
     excluded: dict[str, Exclusion] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    """Lines for people."""
+    """Readable lines."""
     critical: tuple[str, ...] = ()
     """Why the job may not start as planned; () if it may."""
     site: tuple[Check, ...] = ()
-    """Checks that failed (nearly) everywhere: no node was excluded for them."""
+    """Checks that failed on (nearly) all nodes. No node was excluded for them."""
     job: tuple[Check, ...] = ()
-    """Findings of no single node: the login tier's, and disagreements without a majority."""
+    """Findings that belong to no single node: those of the login tier, and disagreements without a majority."""
     findings: dict[str, list[Check]] = field(default_factory=dict)
-    """All checks of each node, comparisons included."""
+    """All checks of each node, including comparisons."""
 
     @property
     def ok(self) -> bool:
@@ -67,12 +67,12 @@ class Verdict:
 
     @property
     def short(self) -> int:
-        """Nodes missing to the plan's size: with `run.replan` a smaller plan may do."""
+        """Number of nodes that the plan lacks. With `run.replan` a smaller plan may be used."""
         return max(0, self.needed - len(self.accepted))
 
     @property
     def only_short(self) -> bool:
-        """The number of nodes is all that stands in the way."""
+        """Whether the number of nodes is the only obstacle."""
         return self.short > 0 and len(self.critical) == 1
 
     @property
@@ -94,10 +94,10 @@ def judge(nodes: Nodes, needed: int, spares: int = 0, ledger: Ledger | None = No
     Args:
         nodes: node -> its checks, in the allocation's order.
         needed: nodes that the plan uses.
-        spares: nodes asked for beyond these.
-        ledger: what earlier jobs saw; None: nothing.
-        job: findings of no single node (`launch.health.login`).
-        skip: names of checks (`gpu.ecc`) or subjects (`gpu`) that count as warnings at most.
+        spares: nodes requested beyond these.
+        ledger: failures that earlier jobs recorded; None: none.
+        job: findings that belong to no single node (`launch.health.login`).
+        skip: names of checks (`gpu.ecc`) or subjects (`gpu`) that are at most warnings.
     """
     at = time.time() if now is None else now
     of_node, of_job = disagreements(nodes)
@@ -119,7 +119,7 @@ def judge(nodes: Nodes, needed: int, spares: int = 0, ledger: Ledger | None = No
     stops = [f"{check.name}: {check.evidence}" for check in of_job if check.severity == "critical"]
     stops += [check.evidence for check in site]
     if len(accepted) < needed:
-        stops.append(f"{needed} nodes are needed and {len(accepted)} of {len(findings)} are fit")
+        stops.append(f"{needed} nodes are needed, but only {len(accepted)} of {len(findings)} are fit")
     elif len(accepted) < needed + spares:
         notes.append(f"{len(accepted) - needed} of {spares} spare nodes are left")
     notes += [f"{node}: {check.name}: {check.evidence}" for node in accepted
@@ -130,12 +130,12 @@ def judge(nodes: Nodes, needed: int, spares: int = 0, ledger: Ledger | None = No
 
 def record(verdict: Verdict, ledger: Ledger, evidence: Mapping[str, str | Path], job: str,
            say: Callable[[str], None] = print) -> None:
-    """Write the nodes that this preflight excluded, with their critical checks, into the ledger; but not what another
-    job's processes do there, which are gone when they end.
+    """Write the nodes that this preflight excluded into the ledger, with their critical checks. Findings caused by
+    another job's processes are left out, because they disappear when that job ends.
 
     Args:
-        evidence: node -> the file that shows it, such as its preflight.json.
-        say: is told if the ledger cannot be written.
+        evidence: node -> file with the evidence, such as its preflight.json.
+        say: receives a warning if the ledger cannot be written.
     """
     found = []
     for node, exclusion in verdict.excluded.items():
@@ -155,7 +155,7 @@ def _softened(check: Check, skip: Collection[str]) -> Check:
 
 
 def _site_wide(findings: Nodes) -> set[str]:
-    """Names of the checks that are critical at too many nodes to be the nodes' fault."""
+    """Names of checks that are critical on too many nodes to be a fault of the nodes."""
     if len(findings) < 2:
         return set()
     counts = Counter(name for checks in findings.values()
@@ -173,15 +173,15 @@ def _site_checks(findings: Nodes, names: Collection[str]) -> list[Check]:
         node, example = failing[0]
         count = len({each for each, _ in failing})
         found.append(Check(name, "critical", example.value,
-                           f"{name} fails on {count} of {len(findings)} nodes: that is the site, the configuration "
-                           f"or the check, not the nodes, and none is excluded for it ({node}: {example.evidence})",
-                           f"{example.remedy}; if the check is wrong, leave it out: run.skip_checks=[{name}]"))
+                           f"{name} fails on {count} of {len(findings)} nodes: the cause is the site, the "
+                           f"configuration or the check, so no node is excluded ({node}: {example.evidence})",
+                           f"{example.remedy}; if the check is wrong, skip it: run.skip_checks=[{name}]"))
     return found
 
 
 def _from_ledger(usable: Sequence[str], needed: int, ledger: Ledger | None, now: float,
                  notes: list[str]) -> dict[str, Exclusion]:
-    """Usable nodes that the ledger keeps out, as long as enough remain: worst first."""
+    """Usable nodes that the ledger excludes, worst first, as long as enough nodes remain."""
     out: dict[str, Exclusion] = {}
     if ledger is None:
         return out
@@ -190,30 +190,30 @@ def _from_ledger(usable: Sequence[str], needed: int, ledger: Ledger | None, now:
             continue
         entries = ledger.reasons(node, now)
         if len(usable) - len(out) <= needed:
-            notes.append(f"{node} is in the ledger ({entries[0].reason}) and used all the same: too few nodes remain "
+            notes.append(f"{node} is in the ledger ({entries[0].reason}) but is used, because too few nodes remain "
                          "without it")
             continue
         checks = tuple(Check("ledger", "critical", {"job": entry.job, "evidence": entry.evidence,
                                                     "expires": entry.expires},
                              f"{entry.reason} (job {entry.job or 'unknown'}, {entry.evidence or 'no evidence file'})",
-                             f"repaired? remove its entries from {ledger.path}") for entry in entries)
+                             f"if the node is repaired, remove its entries from {ledger.path}") for entry in entries)
         out[node] = Exclusion(node, checks, from_ledger=True)
     for node in ledger.over_cap(now):
         if node in usable:
-            notes.append(f"{node} is in the ledger and not excluded: at most {ledger.cap} nodes are excluded "
+            notes.append(f"{node} is in the ledger but not excluded: at most {ledger.cap} nodes are excluded "
                          "automatically")
     return out
 
 
 def own_findings(node: str, findings: Nodes) -> list[Check]:
-    """A node's findings without the warnings that every node has: those tell nothing of this one."""
+    """A node's findings without those that every node has, which are not specific to it."""
     everywhere = set.intersection(*({check.name for check in checks if check.severity != "ok"}
                                     for checks in findings.values())) if len(findings) > 1 else set()
     return [check for check in findings[node] if check.severity != "ok" and check.name not in everywhere]
 
 
 def _worst_first(accepted: Sequence[str], findings: Nodes, suspected: Collection[str]) -> tuple[str, ...]:
-    """Accepted nodes with something against them: those in the ledger first, then by the number of warnings."""
+    """Accepted nodes with findings: nodes in the ledger first, then by the number of findings."""
     badness = {node: (int(node in suspected), len(own_findings(node, findings))) for node in accepted}
     flawed = [node for node in accepted if badness[node] > (0, 0)]
     return tuple(sorted(flawed, key=badness.__getitem__, reverse=True))

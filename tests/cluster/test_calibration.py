@@ -82,7 +82,7 @@ def test_lines_of_other_sections_do_not_move():
     (HEAD, {"rl.train_efficiency": 0.1}, "0.1 is not between train_efficiency_low = 0.71"),
     (HEAD + "...\n", {A: 0.5}, "c.yaml"),
     ("{nodes: {count: 2}, gpus: {kind: h100, per_node: 8}, host: {memory_gb: 1}, "
-     "network: {nics_per_node: 8, nic_gbit_per_s: 1, rails: 1}}\n", {A: 0.5}, "find no place"),
+     "network: {nics_per_node: 8, nic_gbit_per_s: 1, rails: 1}}\n", {A: 0.5}, "cannot be inserted"),
     ("nodes: 3\n", {A: 0.5}, "nodes = 3")])
 def test_a_refusal_leaves_the_file_as_it_was(tmp_path, text, values, words):
     path = tmp_path / "c.yaml"

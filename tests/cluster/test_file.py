@@ -87,7 +87,7 @@ def test_nodes_by_count_alone_get_names():
 
 
 @pytest.mark.parametrize(("old", "new", "words"), [
-    ("count: 4", "count: 5", ["c.yaml:1", "nodes.count = 5, but nodes.names holds 4"]),
+    ("count: 4", "count: 5", ["c.yaml:1", "nodes.count = 5, but nodes.names lists 4"]),
     ("count: 4", "count: 0", ["c.yaml:2, nodes.count", "nodes.count = 0", "integer >= 1"]),
     ("count: 4", "count: 1e30", ["nodes.count = 1e+30", "integer"]),
     ('names: "n[1-4]"', "names: []", ["nodes.names is empty"]),
@@ -118,10 +118,10 @@ def test_nodes_by_count_alone_get_names():
     ("host:\n", "coefficients:\n  training.gemm_bf16: {value: 0.5}\nhost:\n",
      ["coefficients.training.gemm_bf16.source is missing"]),
     ("host:\n", "coefficients:\n  training.gemm_bf16: {value: -0.5, source: x}\nhost:\n",
-     ["c.yaml:12, coefficients.training.gemm_bf16", "-0.5 is out of range: 0.001 to 1", "0.877 is shipped"]),
+     ["c.yaml:12, coefficients.training.gemm_bf16", "-0.5 is out of range: 0.001 to 1", "the default 0.877"]),
     ("host:\n", "coefficients:\n  training.gemm_bf16: {value: 85, source: x}\nhost:\n", ["85 is out of range"]),
     ("host:\n", "coefficients:\n  rl.train_efficiency: {value: 0.4, source: x}\nhost:\n",
-     ["c.yaml:12", "0.4 is not between train_efficiency_low = 0.71", "give all three"])])
+     ["c.yaml:12", "0.4 is not between train_efficiency_low = 0.71", "set all three"])])
 def test_one_fault_in_a_file_is_told_with_its_line_and_remedy(old, new, words):
     text = refusal(changed(old, new))
     assert all(word in text for word in words), text
@@ -129,17 +129,17 @@ def test_one_fault_in_a_file_is_told_with_its_line_and_remedy(old, new, words):
 
 
 @pytest.mark.parametrize(("tree", "words"), [
-    (TREE.replace("name: b", "name: a"), ["switch a is given 2 times", "c.yaml:13"]),
-    (TREE.replace("n[3-4]", "n[2-4]"), ["node n2 hangs on a and b", "c.yaml:13"]),
+    (TREE.replace("name: b", "name: a"), ["switch a is defined 2 times", "c.yaml:13"]),
+    (TREE.replace("n[3-4]", "n[2-4]"), ["node n2 is under a and b", "c.yaml:13"]),
     (TREE.replace("n[3-4]", "n4"), ["no switch connects n3"]),
-    (TREE.replace("n[3-4]", "n[3-5]"), ["connects 'n5', which is no node"]),
-    (TREE.replace("a,b", "a,x"), ["connects 'x', which is no switch"]),
+    (TREE.replace("n[3-4]", "n[3-5]"), ["connects 'n5', which is not a node"]),
+    (TREE.replace("a,b", "a,x"), ["connects 'x', which is not a switch"]),
     (TREE.replace('switches: "a,b"', 'switches: "a"'), ["nothing connects"]),
     (TREE.replace('    - {name: top, switches: "a,b"}\n', ""), ["nothing connects a, b"]),
-    (TREE.replace('switches: "a,b"', 'switches: "a,b,top"'), ["switch top lies below itself"]),
+    (TREE.replace('switches: "a,b"', 'switches: "a,b,top"'), ["switch top is below itself"]),
     (TREE.replace('switches: "a,b"', 'switches: "a,b", nodes: n1'), ["connects both nodes and switches"]),
     (TREE.replace(', switches: "a,b"', ""), ["switch top connects nothing"]),
-    (TREE.replace('"n[1-2]"', "3"), ["switch a asks for 3 nodes and 2 are left"]),
+    (TREE.replace('"n[1-2]"', "3"), ["switch a has 3 nodes, but only 2 are left"]),
     (TREE.replace('"n[1-2]"', "1"), ["no switch connects n2"]),
     (TREE.replace('"n[1-2]"', "-1"), ["network.switches.0.nodes = -1"]),
     (TREE.replace('"n[1-2]"', '"n[1-"'), ["network.switches.0.nodes", "not closed"])])

@@ -112,11 +112,11 @@ class TestScratch:
         wanting = scratch.check(Expected(scratch=str(tmp_path), scratch_bytes=2 ** 60, shm_bytes=1), {})
         assert named(wanting, "disk.scratch").severity == "warning" and "GiB free" in wanting[0].evidence
         absent = named(scratch.check(Expected(scratch="/tmp/not/there"), {"TMPDIR": "/tmp"}), "disk.scratch")
-        assert absent.severity == "critical" and "/tmp/not/there is not there" in absent.evidence
+        assert absent.severity == "critical" and "/tmp/not/there does not exist" in absent.evidence
 
     def test_a_tmpdir_that_is_not_there_is_not_replaced_without_a_word(self):
         found = named(scratch.check(Expected(), {"TMPDIR": "/tmp/not/there"}), "disk.scratch")
-        assert found.severity == "critical" and "/tmp/not/there is not there" in found.evidence
+        assert found.severity == "critical" and "/tmp/not/there does not exist" in found.evidence
 
     def test_a_path_in_which_no_socket_fits(self, tmp_path):
         folder = tmp_path / ("x" * 60)

@@ -158,7 +158,7 @@ def test_a_lock_that_is_not_given_up_ends_no_run(tmp_path, holder):
                      for node in ("n1", "n2", "n3", "n4")}, 2, ledger=ledger.readable(said.append))
     record(verdict, ledger, {}, "7", said.append)
     line, = said
-    assert line.startswith("warning: n1, n2 could not be written into the ledger of bad nodes, and the run goes on: ")
+    assert line.startswith("warning: n1, n2 could not be added to the ledger of bad nodes, and the run continues: ")
     assert f"pid {holder.pid} on " in line and ".ledger.json.lock" in line and not ledger.entries()
 
     holder.end(grace_s=0.0)             # those who gave up must not have it now
@@ -171,4 +171,4 @@ def test_a_ledger_that_cannot_be_read_ends_no_run(tmp_path):
     (tmp_path / "ledger.json").write_text("{", encoding="utf-8")
     said: list[str] = []
     assert Ledger(tmp_path / "ledger.json").readable(said.append) is None
-    assert "going on without the ledger of bad nodes" in said[0] and "remove or rename the file" in said[0]
+    assert "continuing without the ledger of bad nodes" in said[0] and "remove or rename the file" in said[0]

@@ -32,7 +32,7 @@ def test_a_slow_node_and_a_slow_path_are_named(tmp_path):
     assert slow.remedy.startswith("check the node's cables")
     path = named(verdict.findings["a"], "fabric.path")
     assert path.value < 2 * SLOW and " to c, while both reach " in path.evidence
-    assert path.remedy.startswith("a link or a switch between the two")
+    assert path.remedy.startswith("check the fabric's counters")
     assert [each for each in NODES if any(check.severity != "ok" for check in verdict.findings[each])] == ["a", "d"]
 
 

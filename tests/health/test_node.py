@@ -23,12 +23,12 @@ from tests.health.conftest import ENVIRONMENT, H100X8, bad, named
 
 GIB = 1024 ** 3
 FAULTS = [
-    ({"missing": [5]}, "gpu.count", "critical", "7 GPUs, and CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 names others"),
-    ({"gpus": {2: {"ecc_uncorrected": 4}}}, "gpu.ecc", "critical", "GPU 2 (GPU-n1-2) had 4 uncorrected"),
-    ({"gpus": {0: {"remap_pending": True}}}, "gpu.rows", "critical", "waits to remap"),
+    ({"missing": [5]}, "gpu.count", "critical", "7 GPUs, but CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 names others"),
+    ({"gpus": {2: {"ecc_uncorrected": 4}}}, "gpu.ecc", "critical", "GPU 2 (GPU-n1-2) has had 4 uncorrected"),
+    ({"gpus": {0: {"remap_pending": True}}}, "gpu.rows", "critical", "row remapping pending"),
     ({"gpus": {0: {"remap_failed": True}}}, "gpu.rows", "critical", "no spare memory rows"),
     ({"gpus": {3: {"used_bytes": 12 * GIB}}}, "gpu.memory", "critical", "12.0 of 80 GiB in use"),
-    ({"gpus": {3: {"processes": [2 ** 22 + 1]}}}, "gpu.processes", "critical", "computes on GPU 3"),
+    ({"gpus": {3: {"processes": [2 ** 22 + 1]}}}, "gpu.processes", "critical", "running on GPU 3"),
     ({"gpus": {1: {"throttle": ["HW thermal slowdown"], "temperature_c": 91}}}, "gpu.throttle", "critical",
      "at 91 C"),
     ({"gpus": {1: {"throttle": ["SW thermal slowdown"]}}}, "gpu.throttle", "warning", "SW thermal"),
@@ -36,7 +36,7 @@ FAULTS = [
     ({"gpu": {"nvlinks": 0, "nvlinks_up": 0}}, "gpu.nvlink", "critical", "no NVLink"),
     ({"gpus": {4: {"pcie_width": 8}}}, "gpu.pcie", "warning", "8 of 16 PCIe lanes"),
     ({"gpus": {7: {"error": "GPU is lost"}}}, "gpu.lost", "critical", "GPU is lost"),
-    ({"gpu": {"name": "NVIDIA A100-SXM4-80GB"}}, "gpu.model", "critical", "made for H100-SXM-80GB"),
+    ({"gpu": {"name": "NVIDIA A100-SXM4-80GB"}}, "gpu.model", "critical", "the plan is for H100-SXM-80GB"),
     ({"gpu": {"name": "NVIDIA H100 PCIe"}}, "gpu.model", "critical", "H100 PCIe"),
     ({"gpus": {5: {"name": "NVIDIA H200"}}}, "gpu.model", "critical", "several kinds"),
     ({"error": "Driver Not Loaded"}, "gpu.driver", "critical", "does not answer: Driver Not Loaded"),
@@ -48,7 +48,7 @@ FAULTS = [
     ({"limits": {"nofile": 20000}}, "limit.nofile", "warning", "20,000 open files"),
     ({"limits": {"nproc": 1024}}, "limit.nproc", "critical", "1,024 processes"),
     ({"cpus": 1}, "cpu.affinity", "critical", "1 cores for 8 GPUs"),
-    ({"cpus": 48}, "cpu.affinity", "warning", "asked for 96"),
+    ({"cpus": 48}, "cpu.affinity", "warning", "requested 96"),
 ]
 
 

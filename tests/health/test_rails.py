@@ -77,7 +77,7 @@ def test_numbers_say_nothing_of_the_gpu(tmp_path):
     numbers = list(DGX_NICS.values())
     random.Random(0).shuffle(numbers)
     found = named(nics.check(dgx(tmp_path, numbers=numbers), H100, {}), "nic.rails")
-    assert found.value == [f"mlx5_{number}" for number in numbers] and "beside the GPUs" in found.evidence
+    assert found.value == [f"mlx5_{number}" for number in numbers] and "next to the GPUs" in found.evidence
 
 
 def test_two_gpus_of_one_switch_share_a_rail(tmp_path):
@@ -114,7 +114,7 @@ def test_the_names_of_the_site_profile_are_taken_and_must_be_there(tmp_path):
     assert named(nics.check(machine, site, {}), "nic.rails").value == list(reversed(DGX_RAILS))
     wrong = nics.check(machine, replace(H100, nic_names=("mlx5_0", "mlx5_77")), {})
     found = named(wrong, "nic.nccl_ib_hca")
-    assert found.severity == "critical" and "names mlx5_77, which is not here" in found.evidence
+    assert found.severity == "critical" and "names mlx5_77, which does not exist" in found.evidence
 
 
 def test_who_names_nics_to_nccl_himself_is_left_alone(tmp_path):

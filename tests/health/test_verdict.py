@@ -42,7 +42,7 @@ def test_a_bad_node_goes_and_the_spare_takes_its_place(fleet, fault):
 def test_too_few_remain(fleet, fault):
     verdict = judge(fleet(4, {"n2": fault}), 4)
     assert not verdict.ok and verdict.exit_code is ExitCode.PREFLIGHT and verdict.short == 1 and verdict.only_short
-    assert verdict.critical == ("4 nodes are needed and 3 of 4 are fit",)
+    assert verdict.critical == ("4 nodes are needed, but only 3 of 4 are fit",)
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)

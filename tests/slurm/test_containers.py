@@ -126,4 +126,4 @@ def test_a_scratch_folder_that_is_not_there_stops_the_job_and_is_named(slurm, tm
     """Slurm makes a TMPDIR whose parent is there; else it puts /tmp in its place and says so nowhere but in its log."""
     (tmp_path / "site.yaml").write_text(f"scratch: {scratch}/not/there\n")
     found = rehearse(slurm, tmp_path, SCRIPT_7B, f"run.profile={tmp_path / 'site.yaml'}", ends="FAILED")
-    assert found.state["ExitCode"] == "5:0" and f"{scratch}/not/there is not there" in found.output
+    assert found.state["ExitCode"] == "5:0" and f"{scratch}/not/there does not exist" in found.output

@@ -120,9 +120,9 @@ def test_gpus_without_a_type():
 
 
 @pytest.mark.parametrize(("tree", "words"), [
-    (TREE[:2], "nothing connects leaf1, leaf2"), ((TREE[0], TREE[2]), "is no switch here"),
+    (TREE[:2], "nothing connects leaf1, leaf2"), ((TREE[0], TREE[2]), "is not a switch"),
     ((Switch("leaf1", (), ("h1",)),), "no switch connects h2"),
-    ((*TREE, Switch("leaf3", (), ("h1",))), "node h1 hangs on leaf1 and leaf3")])
+    ((*TREE, Switch("leaf3", (), ("h1",))), "node h1 is under leaf1 and leaf3")])
 def test_a_topology_that_does_not_fit(tree, words):
     with pytest.raises(UserError) as error:
         assemble(survey(nodes(*h100s())), tree)

@@ -26,5 +26,5 @@ def test_the_nodes_that_are_fit_measure_before_the_job_starts(slurm, tmp_path):
     assert [member.node for member in members] == ["h100-001", "h100-003", "h100-004"]
     result = network.Result.read(folder)
     assert len(result.pairs) == 3 and not result.errors and not result.wrong
-    assert "the network is measured: run.preflight = fabric" in run.text()
+    assert "measuring the network: run.preflight = fabric" in run.text()
     assert json.loads((folder / "verdict.json").read_text())["accepted"] == ["h100-001", "h100-003", "h100-004"]

@@ -36,7 +36,7 @@ def test_all_nodes_by_one_step(slurm, tmp_path):
     for node in names:                                  # each node asked the leader over the shared file system
         assert names[node]["fs.canary"] == "ok" and names[node]["clock.skew"] == "ok"
     assert found["verdict"]["avoid"] == ["h100-003"]
-    assert found["verdict"]["critical"] == ["4 nodes are needed and 3 of 4 are fit"]
+    assert found["verdict"]["critical"] == ["4 nodes are needed, but only 3 of 4 are fit"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")

@@ -1,4 +1,4 @@
-"""The shared file system and the clock, by the canary's question to the leader."""
+"""Checks the shared file system and the clock, with the canary's question to the leader."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SLOW_WRITE_S = 1.0
 SLOW_ROUND_TRIP_S = 10.0
 SKEW_WARNING_S = 1.0
 SKEW_CRITICAL_S = 5.0
-"""Which node went first is told by the times of their last beats (`node_files.vanished`), and logs of all ranks are
-ordered by time: the clocks must agree better than those beats lie apart."""
+"""The times of the last heartbeats decide which node failed first (`node_files.vanished`), and logs of all ranks are
+ordered by time. Clocks must therefore differ by less than the heartbeats do."""
 
 
 def check(attempt: Path | None, node: str, timeout_s: float) -> list[Check]:
-    """None without a leader to answer."""
+    """The checks; [] if there is no leader to answer."""
     if attempt is None:
         return []
     try:
@@ -26,7 +26,7 @@ def check(attempt: Path | None, node: str, timeout_s: float) -> list[Check]:
                          "mount the file system of run.dir on this node, writable for you")]
     if measured is None:
         return [critical("fs.canary", None, f"the leader's answer did not appear within {timeout_s:g} s in {attempt}",
-                         "run.dir must lie on a file system that all nodes of the job share")]
+                         "put run.dir on a file system that all nodes of the job share")]
     return [_canary(measured), ok("fs.round_trip", round(measured.round_trip_s, 4), ""), skew(measured)]
 
 
@@ -40,7 +40,7 @@ def _canary(measured: canary.Canary) -> Check:
 
 
 def skew(measured: canary.Canary) -> Check:
-    """Judged is what the offset is at least, given its error."""
+    """Judges the smallest offset that the measurement error allows."""
     least = max(0.0, abs(measured.offset_s) - measured.error_s)
     told = f"{measured.offset_s:+.2f} s to the leader's clock (within {measured.error_s:.2f} s)"
     if least > SKEW_WARNING_S:

@@ -8,15 +8,15 @@ from launch.health.machine import Machine
 
 
 def check(machine: Machine, expected: Expected) -> list[Check]:
-    """From Slurm 22.05 on a step does not inherit --cpus-per-task: without -c it may get one core."""
+    """Since Slurm 22.05 a step does not inherit --cpus-per-task. Without -c it may get one core."""
     cores = machine.cpus()
     needed = max(1, expected.gpus if expected.device == "gpu" else 1)
     told = f"{cores} cores"
-    remedy = ("start the step with srun --cpus-per-task, and ask for the cores with sbatch --cpus-per-task or "
+    remedy = ("start the step with srun --cpus-per-task, and request the cores with sbatch --cpus-per-task or "
               "--exclusive")
     if cores < needed:
-        return [critical("cpu.affinity", cores, f"{told} for {needed} GPUs: input and launch of kernels would starve",
+        return [critical("cpu.affinity", cores, f"{told} for {needed} GPUs: data loading and kernels would starve",
                          remedy)]
     if cores < expected.cpus:
-        return [warning("cpu.affinity", cores, f"{told}, the job asked for {expected.cpus}", remedy)]
+        return [warning("cpu.affinity", cores, f"{told}, the job requested {expected.cpus}", remedy)]
     return [ok("cpu.affinity", cores, told)]

@@ -1,4 +1,4 @@
-"""Variables of communication: equal on both partitions and, across nodes, everywhere (`launch.health.compare`)."""
+"""Checks that communication variables are equal on both partitions and on all nodes (`launch.health.compare`)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from launch.health.expected import Expected
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "CUDA_DEVICE_ORDER")
 PER_NODE = frozenset({"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_DEBUG_FILE",
                       "UCX_NET_DEVICES"})
-"""May differ with the node's hardware; their own checks judge them."""
+"""These may differ with the node's hardware. Other checks judge them."""
 
 
 def check(expected: Expected, environment: Mapping[str, str]) -> list[Check]:
-    """What this node's processes inherit and what the launcher sets over it, by partition."""
+    """Variables that this node's processes inherit, overridden by those that the launcher sets for each partition."""
     inherited = envvars.masked({name: value for name, value in environment.items()
                                 if name.startswith(PREFIXES) and name not in PER_NODE})
     effective = {partition: {**inherited, **own} for partition, own in expected.environment.items()}
@@ -27,12 +27,12 @@ def check(expected: Expected, environment: Mapping[str, str]) -> list[Check]:
 
 
 def _partitions(training: Mapping[str, str], rollout: Mapping[str, str]) -> Check:
-    """Weights travel over communicators with members in both partitions: NCCL_* must agree."""
+    """NCCL_* must agree, because the weight sync's communicators have members in both partitions."""
     differ = {name: [training.get(name), rollout.get(name)] for name in sorted({*training, *rollout})
               if name.startswith("NCCL_") and training.get(name) != rollout.get(name)}
     if differ:
         name, (here, there) = next(iter(differ.items()))
         return critical("env.partitions", differ, f"{name} is {here or 'not set'} for training and "
                         f"{there or 'not set'} for rollout: the weight sync's communicators would hang",
-                        "set it for both or for neither")
+                        "set it for both partitions or for neither")
     return ok("env.partitions", {}, "NCCL_* equal on both partitions")

@@ -1,4 +1,4 @@
-"""The interface over which gloo and NCCL's bootstrap talk: it exists, is one, and has an address."""
+"""Checks that the interface for gloo and NCCL's bootstrap exists, is unambiguous and has an address."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def check(machine: Machine, environment: Mapping[str, str], address: str | None) -> list[Check]:
-    """Names against the system's list. Whether a loopback address will do is decided across nodes
-    (`launch.health.compare`): nodes of one host may use it."""
+    """Compares the names with the interfaces of the system. Loopback addresses are judged across nodes
+    (`launch.health.compare`), because nodes of one host may use them."""
     addresses = {name: [each.address.partition("%")[0] for each in found
                         if each.family in (socket.AF_INET, socket.AF_INET6)]
                  for name, found in psutil.net_if_addrs().items()}
@@ -34,7 +34,7 @@ def check(machine: Machine, environment: Mapping[str, str], address: str | None)
 
 
 def nccl_selects(name: str, value: str) -> bool:
-    """Whether NCCL_SOCKET_IFNAME selects the interface: prefixes, `=` exact names, `^` all but prefixes."""
+    """Whether NCCL_SOCKET_IFNAME selects the interface: prefixes, `=` exact names, `^` all except prefixes."""
     if value.startswith("^="):
         return name not in value[2:].split(",")
     if value.startswith("^"):
@@ -49,14 +49,14 @@ def _named(check: str, variable: str, value: str, matching: list[str], addresses
     have = ", ".join(name for name in addresses if addresses[name])
     if not with_address:
         what = "has no address" if matching else "is not an interface of this node"
-        note = " (gloo takes one exact name, no prefix)" if check == "net.gloo" and not matching else ""
-        return critical(check, value, f"{variable}={value} {what}{note}; with an address: {have}",
-                        "correct it in the site profile, or leave it unset there to have it chosen by node")
+        note = " (gloo takes one exact name, not a prefix)" if check == "net.gloo" and not matching else ""
+        return critical(check, value, f"{variable}={value} {what}{note}; interfaces with an address: {have}",
+                        "correct it in the site profile, or unset it there so that each node chooses its own")
     return ok(check, value, f"{variable}={value} is {', '.join(with_address)}")
 
 
 def _address(address: str | None, gloo: str | None, addresses: Mapping[str, list[str]]) -> Check:
-    """Under which address the other nodes would reach this one."""
+    """The address at which other nodes would reach this one."""
     name = next((name for name, found in addresses.items() if address in found), None)
     if address is None and gloo is not None:
         name, address = gloo, addresses[gloo][0] if addresses[gloo] else ""
@@ -64,11 +64,11 @@ def _address(address: str | None, gloo: str | None, addresses: Mapping[str, list
     value = {"name": name, "address": address, "loopback": loopback}
     if name is None:
         return critical("net.interface", value, f"no interface of this node has the address {address}",
-                        "the host name resolves to an old address: correct DNS or /etc/hosts, or name the interface "
+                        "the host name resolves to a stale address: correct DNS or /etc/hosts, or set the interface "
                         "in the site profile")
     return ok("net.interface", value, f"{name}, {address or 'no address'}")
 
 
 def _host() -> str:
-    """Tells hosts apart: simulated nodes share one."""
+    """Identifies the host: simulated nodes share one."""
     return BOOT_ID.read_text(encoding="ascii").strip() if BOOT_ID.exists() else socket.gethostname()

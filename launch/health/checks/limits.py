@@ -1,4 +1,4 @@
-"""Resource limits. Slurm passes the limits of the shell that submitted on to the job (see `--propagate`)."""
+"""Checks resource limits. Slurm passes the limits of the submitting shell on to the job (see `--propagate`)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from launch.health.machine import Limit, Machine
 
 WANTED_FILES = 65536
 FEW_FILES = 4096
-"""Ray opens sockets by the hundred, vLLM and Megatron files: below this they fail."""
+"""Ray opens hundreds of sockets, vLLM and Megatron many files. Below this limit they fail."""
 WANTED_MEMLOCK = 8 * GIB
 FEW_PROCESSES = 4096
 
 
 def raise_open_files() -> None:
-    """Lift this process's soft limit of open files towards the hard one; its children inherit it."""
+    """Raise this process's soft limit of open files towards the hard limit. Children inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -24,7 +24,7 @@ def raise_open_files() -> None:
 
 
 def check(machine: Machine, expected: Expected) -> list[Check]:
-    """Raises the soft limit of open files as far as it may be raised, then judges."""
+    """Raises the soft limit of open files as far as allowed, then checks all limits."""
     raise_open_files()
     return [_files(machine.limit("nofile")), _memlock(machine.limit("memlock"), expected),
             _processes(machine.limit("nproc"))]
@@ -41,7 +41,7 @@ def _files(limit: Limit) -> Check:
 
 
 def _memlock(limit: Limit, expected: Expected) -> Check:
-    """RDMA registers memory, which locks it: with a small limit NCCL fails when it opens InfiniBand."""
+    """RDMA locks the memory that it registers. With a small limit NCCL fails when it opens InfiniBand."""
     told = f"{_text(limit.soft)} bytes of locked memory"
     if expected.nics and limit.soft is not None and limit.soft < WANTED_MEMLOCK:
         return critical("limit.memlock", limit.soft, f"{told}; RDMA needs unlimited",

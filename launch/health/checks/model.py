@@ -1,4 +1,4 @@
-"""The model's files: there, complete, and the same on all nodes."""
+"""Checks that the model's files exist, are complete and are the same on all nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launch.model.folder import check_model_folder
 
 
 def check(expected: Expected) -> list[Check]:
-    """Reads headers only. The fingerprint is compared across nodes: copies on local disks go stale."""
+    """Reads headers only. The fingerprint is compared across nodes, because copies on local disks become stale."""
     if expected.model is None:
         return []
     folder = Path(expected.model)

@@ -1,4 +1,4 @@
-"""Network cards for RDMA: all there, active, at full rate, and those that NCCL is told to use exist."""
+"""Checks that the RDMA devices are complete, active and at full rate, and that NCCL's configured devices exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launch.health.rails import candidates, rails_of
 
 
 def check(machine: Machine, expected: Expected, environment: Mapping[str, str]) -> list[Check]:
-    """All checks of the NICs; none where the plan needs none and nothing names one."""
+    """All NIC checks; [] if the plan needs no NICs and none are configured."""
     by_site = "=" + ",".join(expected.nic_names) if expected.nic_names else ""
     wanted = environment.get("NCCL_IB_HCA", "") or by_site
     if not expected.nics and not wanted:
@@ -22,15 +22,15 @@ def check(machine: Machine, expected: Expected, environment: Mapping[str, str]) 
     checks = [_hca(nics, named, wanted)] if wanted else []
     if expected.nics:
         active = [nic for nic in named if nic.state == "ACTIVE"]
-        checks += [ok("nic.active", [nic.name for nic in active], "in the order of their numbers"),
+        checks += [ok("nic.active", [nic.name for nic in active], "ordered by device number"),
                    _count(named, expected, wanted), _state(named, active, expected), _rate(active, expected),
                    *([] if wanted and wanted != by_site else _rails(machine, active, expected))]
     return checks
 
 
 def selected(name: str, value: str) -> bool:
-    """Whether a value of NCCL_IB_HCA selects the device `name`: prefixes, `=` exact names, `^` all but these; a port
-    may follow (`mlx5_0:1`)."""
+    """Whether a value of NCCL_IB_HCA selects the device `name`: prefixes, `=` exact names, `^` all except these. A name
+    may include a port (`mlx5_0:1`)."""
     negate, exact = value.startswith("^"), value.lstrip("^").startswith("=")
     names = [part.partition(":")[0].strip() for part in value.lstrip("^=").split(",") if part.strip()]
     hit = any(name == each if exact else name.startswith(each) for each in names)
@@ -44,10 +44,10 @@ def _hca(nics: Sequence[Nic], named: Sequence[Nic], value: str) -> Check:
     missing = [part for part in missing
                if not any(nic.name == part if exact else nic.name.startswith(part) for nic in nics)]
     if not named or (missing and not value.startswith("^")):
-        what = f"names {', '.join(missing)}, which is not here" if missing else "leaves no device"
+        what = f"names {', '.join(missing)}, which does not exist" if missing else "selects no device"
         return critical("nic.nccl_ib_hca", value, f"NCCL_IB_HCA={value} {what}; devices: {have}",
-                        "correct it in the site profile (interfaces.nccl, environment); NCCL would fall back to TCP "
-                        "without a word")
+                        "correct it in the site profile (interfaces.nccl, environment); NCCL would silently fall back "
+                        "to TCP")
     return ok("nic.nccl_ib_hca", value, f"NCCL_IB_HCA={value} selects {len(named)} devices")
 
 
@@ -55,7 +55,7 @@ def _count(nics: Sequence[Nic], expected: Expected, wanted: str) -> Check:
     told = f"{len(nics)} RDMA devices" + (f" in NCCL_IB_HCA={wanted}" if wanted else "")
     if len(nics) < expected.nics:
         return critical("nic.count", len(nics), f"{told}, the plan needs {expected.nics}",
-                        "see `ibstat` and dmesg on the node: a card is missing, or the container hides /sys or "
+                        "check `ibstat` and dmesg on the node: a card is missing, or the container hides /sys or "
                         "/dev/infiniband")
     return ok("nic.count", len(nics), told)
 
@@ -65,17 +65,17 @@ def _state(nics: Sequence[Nic], active: Sequence[Nic], expected: Expected) -> Ch
     value = {nic.name: nic.state for nic in down}
     if len(active) < expected.nics and down:
         return critical("nic.state", value, f"{down[0].name} is {down[0].state}; {len(active)} of {expected.nics} "
-                        "rails are up", "check cable and switch port; see `ibstat`")
-    if down:  # cards that the job does not need
+                        "rails are up", "check the cable and the switch port; see `ibstat`")
+    if down:  # the job does not need these cards
         return ok("nic.state", value, f"{len(active)} active; not used: {', '.join(value)}")
     return ok("nic.state", value, f"{len(active)} active")
 
 
 def _rails(machine: Machine, active: Sequence[Nic], expected: Expected) -> list[Check]:
-    """The NIC of each rail, for the placement: those that the site names, else those beside the GPUs. None where there
-    are too few: another check says so."""
+    """The NIC of each rail, for the placement: as set in the site profile, else the NICs next to the GPUs. [] if there
+    are too few, which another check reports."""
     if expected.nic_names:
-        return [ok("nic.rails", list(expected.nic_names), "by the site profile")]
+        return [ok("nic.rails", list(expected.nic_names), "from the site profile")]
     usable = candidates(active, expected.nics, expected.nic_gbit_per_s)
     if len(usable) < expected.nics:
         return []
@@ -83,9 +83,9 @@ def _rails(machine: Machine, active: Sequence[Nic], expected: Expected) -> list[
     gpus = [machine.pci_path(gpu.bus_id) for gpu in machine.gpus().gpus] if known else []
     names, why = rails_of(usable, expected.nics, gpus)
     if not names:
-        return [warning("nic.rails", [], f"the NICs of the {expected.nics} rails are not known: {why}", "name them in "
-                        "rail order in interfaces.nccl of the site profile; until then NCCL chooses by itself")]
-    return [ok("nic.rails", list(names), f"{', '.join(names)}: {'beside the GPUs' if gpus else 'by number'}")]
+        return [warning("nic.rails", [], f"the NICs of the {expected.nics} rails are unknown: {why}", "list them in "
+                        "rail order in interfaces.nccl of the site profile; until then NCCL chooses its own")]
+    return [ok("nic.rails", list(names), f"{', '.join(names)}: {'next to the GPUs' if gpus else 'by number'}")]
 
 
 def _rate(active: Sequence[Nic], expected: Expected) -> Check:
@@ -93,9 +93,9 @@ def _rate(active: Sequence[Nic], expected: Expected) -> Check:
     if rates and rates[-1] < expected.nic_gbit_per_s:
         slow = min((nic for nic in active if nic.gbit_per_s == rates[-1]), key=lambda nic: nic.name)
         return critical("nic.rate", rates[-1], f"{slow.name} runs at {slow.gbit_per_s:g} Gbit/s, the plan expects "
-                        f"{expected.nic_gbit_per_s:g}", "a link that trained down: check cable and transceiver; or "
-                        "plan with the real rate")
+                        f"{expected.nic_gbit_per_s:g}", "the link trained down: check the cable and the transceiver, "
+                        "or plan with the real rate")
     if rates and rates[0] > rates[-1]:
-        return warning("nic.rate", rates[-1], f"rails of unequal rate: {rates[-1]:g} to {rates[0]:g} Gbit/s",
-                       "name the equal ones in NCCL_IB_HCA")
+        return warning("nic.rate", rates[-1], f"the rails have different rates: {rates[-1]:g} to {rates[0]:g} Gbit/s",
+                       "list only NICs of equal rate in NCCL_IB_HCA")
     return ok("nic.rate", rates[-1] if rates else None, f"{rates[-1]:g} Gbit/s each" if rates else "no active device")

