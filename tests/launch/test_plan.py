@@ -177,7 +177,7 @@ def test_placement_on_gpus_uses_each_once(run_yaml, tiny_architecture):
 
 def test_more_ranks_than_lanes_are_refused(run_yaml, tiny_architecture):
     the_plan = plan_of(load_config(run_yaml, ["trainer.dp=64"]).config, tiny_architecture, "cpu")
-    with pytest.raises(UserError, match="128 training ranks on one machine"):
+    with pytest.raises(UserError, match="128 training ranks per machine"):
         place_local(the_plan, 1, Ports(20480))
 
 
