@@ -232,7 +232,7 @@ def least_seconds(shape: Architecture, training: TrainingLayout, rollout: Rollou
 class _EnoughSenders(RouteCost):
     """Trainers whose NICs set no limit."""
 
-    egress = 0.0        # type: ignore[assignment]
+    egress = 0.0
 
 
 def expected_seconds(moved: Traffic, kind: Kind, coefficients: SyncCoefficients = DEFAULT, *,

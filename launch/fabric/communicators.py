@@ -7,6 +7,7 @@ NCCL allocates a communicator's buffers beside torch's and vLLM's pools, for as 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from launch.coefficients.sync import SyncCoefficients
@@ -35,7 +36,7 @@ def communicators(route: Route, coefficients: SyncCoefficients) -> Communicators
     training = {edge.source for edge in route.edges if edge.parent == ROOT}
     rollout = counts.keys() - training
 
-    def most(of: dict[Place, float], places: set[Place]) -> int:
+    def most(of: Mapping[Place, float], places: set[Place]) -> int:
         return round(max((of[place] for place in places), default=0))
 
     return Communicators(most(counts, training), most(counts, rollout), most(taken, training), most(taken, rollout))

@@ -139,7 +139,7 @@ class Demand(NamedTuple):
 class Senders(NamedTuple):
     """Who sends a shard to receivers on one rail."""
 
-    count: int
+    number: int
     aligned: bool
     """On the receivers' rail; else every holder of the shard sends, across rails."""
 
@@ -232,7 +232,7 @@ def holders(training: TrainingLayout, shard: Shard, gpus_per_node: int, limit: i
     first, step = _first_and_step(shard, training.tp, training.ep, training.etp)
     ranks = range(shard.pp * stage_ranks + first, (shard.pp + 1) * stage_ranks, step)
     if seats:
-        places = tuple(seats[rank] for rank in ranks if seats[rank] is not None)
+        places = tuple(place for place in (seats[rank] for rank in ranks) if place is not None)
         return places[:limit] if limit else places
     return tuple(Place(*divmod(rank, gpus_per_node)) for rank in (ranks[:limit] if limit else ranks))
 
@@ -292,7 +292,7 @@ def node_kind(moved: tuple[Flow, ...], workers: tuple[tuple[Worker, int], ...], 
               nics: int, rails: int) -> NodeKind:
     """The nodes that hold `workers`: (engine rank, GPU of the node), twins in the order of their replicas."""
     pieces, twin_bytes = _pieces(moved, workers)
-    ingress, egress = [0] * nics, defaultdict(int)
+    ingress, egress = [0] * nics, defaultdict[tuple[Shard, int], int](int)
     for piece in pieces:
         ingress[piece.gpu * nics // gpus] += piece.bytes
         egress[piece.shard, piece.gpu * rails // gpus] += piece.bytes
@@ -313,7 +313,7 @@ def _pieces(moved: tuple[Flow, ...],
     groups: dict[tuple[Worker, int, bool], list[Flow]] = defaultdict(list)
     for flow in moved:
         groups[flow.worker, flow.shard.pp, flow.shard.routed].append(flow)
-    pieces, nvlink = [], defaultdict(int)
+    pieces, nvlink = [], defaultdict[int, int](int)
     for (worker, _, _), members in sorted(groups.items()):
         gpus, total, start = gpus_of[worker], sum(flow.bytes for flow in members), 0
         if not gpus:

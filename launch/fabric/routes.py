@@ -252,7 +252,8 @@ def _parents_first(parents: dict[int, int]) -> dict[int, int]:
     children: dict[int, list[int]] = defaultdict(list)
     for position in sorted(parents):
         children[parents[position]].append(position)
-    ordered, front = {}, [0]
+    ordered: dict[int, int] = {}
+    front = [0]
     while front:
         front = [child for position in front for child in children[position]]
         ordered.update((position, parents[position]) for position in front)

@@ -143,7 +143,7 @@ def _outline(route: Route, members: list[_Member]) -> tuple[tuple, list[int], fl
     large = max(route.edges[member.edge].bytes for member in members) / MINOR
     labels: dict[Port, int] = {}
     faster = route.fabric.nvlink_bandwidth / route.fabric.nic_bandwidth
-    structure, sizes, load = [], [], defaultdict(float)
+    structure, sizes, load = [], [], defaultdict[Port, float](float)
     for member in members:
         edge = route.edges[member.edge]
         for port in (member.out, member.into):
