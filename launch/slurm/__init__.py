@@ -1,1 +1,1 @@
-"""Slurm: the client, the batch script, submission, facts of a job."""
+"""Slurm: the client, the batch script, submission, and facts of a job."""

@@ -1,9 +1,9 @@
-"""The site's container around the command of a node, by Slurm's plug-in pyxis, by enroot or by apptainer. Pure but for
+"""Runs the command of a node in the site's container, with Slurm's plug-in pyxis, enroot or apptainer. Pure except for
 the working directory.
 
-What each hands on of the host's environment differs. pyxis: everything, but what the image sets wins unless it is
-named (`--container-env`). apptainer: everything but a few, and `APPTAINERENV_X` wins over the image's X. enroot: what
-is named (`--env`), and nothing else, not even Slurm's variables.
+They pass on different parts of the host's environment. pyxis passes everything, but the image's variables win unless
+they are listed (`--container-env`). apptainer passes almost everything, and `APPTAINERENV_X` overrides the image's X.
+enroot passes only the listed variables (`--env`), not even Slurm's.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ OF_THE_HOST = re.compile(r"LD_LIBRARY_PATH|LD_PRELOAD|LIBRARY_PATH|CPATH|(C|CPLU
                          r"CMAKE_PREFIX_PATH|MANPATH|INFOPATH|PYTHONHOME|VIRTUAL_ENV\w*|CONDA_\w*|_CE_\w*|"
                          r"LOADEDMODULES|_LMFILES_\w*|MODULE\w*|LMOD_\w*|_ModuleTable\w*|__LMOD\w*|BASH_\w*%*\S*|"
                          r"TMPDIR|TMP|TEMP")
-"""Software and folders of the host, of loaded modules above all: wrong inside an image."""
+"""Software and folders of the host, mainly of loaded modules, which are wrong inside an image."""
 OF_THE_IMAGE = re.compile(r"PATH|HOME|PWD|OLDPWD|SHELL|SHLVL|HOSTNAME|TERM|_|XDG_\w*|ENROOT_\w*|LANG|LC_\w*")
-"""What the image or enroot sets by itself. `srun` and the container's own program still need the host's."""
+"""Variables that the image or enroot sets itself. `srun` and the container runtime still need the host's values."""
 OF_A_TASK = ("SLURMD_NODENAME", "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID",
              "CUDA_VISIBLE_DEVICES", "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN")
-"""What Slurm sets for each task of a step, the last three where it has GPUs and a topology."""
+"""Variables that Slurm sets for each task of a step; the last three only with GPUs and a topology."""
 CHANGE_FOLDER = ("/bin/sh", "-c", 'cd "$1" && shift && exec "$@"', "sh")
 """enroot has no option for the working directory."""
 
 
 def without_the_host(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment for a container."""
+    """The environment for a container."""
     return {name: value for name, value in environment.items() if not OF_THE_HOST.fullmatch(name)}
 
 
@@ -38,7 +38,7 @@ def step_options(container: Container, mounted: Sequence[str], own: Iterable[str
     """Options of `srun`, for pyxis.
 
     Args:
-        own: variables that win over those of the image.
+        own: variables that override those of the image.
     """
     if container.kind != "pyxis":
         return []
@@ -47,16 +47,16 @@ def step_options(container: Container, mounted: Sequence[str], own: Iterable[str
 
 
 def step_variables(container: Container, own: Mapping[str, str]) -> dict[str, str]:
-    """Further variables for `srun`, for apptainer."""
+    """Additional variables for `srun`, for apptainer."""
     return {f"APPTAINERENV_{name}": value for name, value in own.items()} if container.kind == "apptainer" else {}
 
 
 def inside(container: Container, command: Sequence[str], mounted: Sequence[str],
            environment: Mapping[str, str]) -> list[str]:
-    """The command as it is run on a node: wrapped for enroot and apptainer, with the image's Python in a container.
+    """The command on a node: wrapped for enroot and apptainer, and with the image's Python in a container.
 
     Args:
-        environment: of `srun`, whose tasks inherit it.
+        environment: environment of `srun`, which its tasks inherit.
     """
     if container.kind == "none":
         return list(command)
@@ -71,7 +71,7 @@ def inside(container: Container, command: Sequence[str], mounted: Sequence[str],
 
 
 def mounts(profile: Profile, folders: Sequence[Path] = ()) -> list[str]:
-    """`HOST:CONTAINER` of every mount, each once, those of the job first; none that lies inside another one."""
+    """`HOST:CONTAINER` of every mount, without duplicates, those of the job first. Omits mounts inside another one."""
     own = sorted({folder.resolve() for folder in (*folders, Path(profile.scratch or "/tmp"))})
     outer = [folder for folder in own if not any(folder != other and folder.is_relative_to(other) for other in own)]
     return list(dict.fromkeys(each if ":" in each else f"{each}:{each}"
@@ -79,13 +79,13 @@ def mounts(profile: Profile, folders: Sequence[Path] = ()) -> list[str]:
 
 
 def folders_of(config: RunConfig) -> list[Path]:
-    """Folders that the processes of the nodes read: of the model and of the data."""
+    """Folders of the model and the data that the nodes' processes read."""
     files = [Path(name) for name in (config.data.train, config.data.eval) if name is not None]
     return [folder for folder in (Path(config.model.path), *(file.parent for file in files)) if folder.is_dir()]
 
 
 def _handed_on(environment: Mapping[str, str]) -> list[str]:
-    """Names, not values: a command line is for everybody to read. enroot keeps a variable in one line."""
+    """Names without values, because every user can read a command line. enroot supports only single-line values."""
     names = {name for name, value in environment.items() if re.fullmatch(r"[A-Za-z_]\w*", name) and "\n" not in value}
     given = {name for name in OF_A_TASK if name in environment or name not in OF_A_TASK[-3:]}
     return sorted(name for name in names | given if not OF_THE_IMAGE.fullmatch(name))

@@ -1,4 +1,4 @@
-"""What a job knows of itself: its environment, and one question to Slurm for what the environment does not say."""
+"""Facts of the current job, from its environment and one query to Slurm for the rest."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class JobFacts(BaseModel):
     job_id: str
     name: str
     nodes: tuple[str, ...]
-    """In Slurm's order, which is that of the tasks of a step."""
+    """In Slurm's order, which is the order of the tasks of a step."""
     first_node: str
-    """Where the batch script, and so the leader, runs."""
+    """Node on which the batch script, and therefore the leader, runs."""
     end_time: float | None
     """When the time limit ends the job, by this machine's clock (seconds since 1970); None without a limit."""
     controller_ahead_s: float = 0.0
-    """How far the controller's clock is ahead of this machine's, where that is more than it takes to ask."""
+    """Seconds by which the controller's clock is ahead of this machine's, if more than the duration of the query."""
     restart_count: int
-    """Requeues so far."""
+    """Number of requeues so far."""
     requeue: bool
-    """Whether Slurm may requeue it."""
+    """Whether Slurm may requeue the job."""
     partition: str
     account: str
     qos: str
@@ -40,9 +40,9 @@ class JobFacts(BaseModel):
     excluded: tuple[str, ...]
     """Nodes that the submission excluded."""
     cpus_per_node: int
-    """CPUs that the job has on a node (the fewest)."""
+    """CPUs of the job on the node with the fewest."""
     gpus_per_node: int | None
-    """GPUs that the job has on this node; None where Slurm does not say."""
+    """GPUs of the job on this node; None if Slurm does not report them."""
     time_limit: str
     submit_dir: str
     command: str
@@ -52,7 +52,7 @@ class JobFacts(BaseModel):
 
 
 def read(slurm: Slurm) -> JobFacts:
-    """Facts of the job that this process belongs to; one question to Slurm.
+    """Facts of the job that this process belongs to. Sends one query to Slurm.
 
     Raises:
         UserError: this process is not in a job, or the node list contradicts the number of nodes.
@@ -60,7 +60,7 @@ def read(slurm: Slurm) -> JobFacts:
     """
     job_id = envvars.get("SLURM_JOB_ID")
     if job_id is None:
-        raise UserError("this is not a job of Slurm's: SLURM_JOB_ID is not set", where="megatron-rl job",
+        raise UserError("this is not a Slurm job: SLURM_JOB_ID is not set", where="megatron-rl job",
                         fix="submit it: sbatch slurm/grpo_7b.sbatch, or megatron-rl launch CONFIG --on slurm")
     asked = time.time()
     record = slurm.show_job(job_id, local=True)
@@ -68,18 +68,18 @@ def read(slurm: Slurm) -> JobFacts:
 
 
 def combine(record: JobRecord, ahead_s: float = 0.0) -> JobFacts:
-    """The environment and the record together.
+    """Facts from the environment and the record.
 
     Args:
-        ahead_s: `records.ahead_s`.
+        ahead_s: see `records.ahead_s`.
     """
     text, count = envvars.get("SLURM_JOB_NODELIST"), envvars.get("SLURM_JOB_NUM_NODES")
     nodes = hostlist.expand(text, "SLURM_JOB_NODELIST") if text else record.nodes
     expected = int(count) if count and count.isdecimal() else record.node_count
     if len(nodes) != expected or len(set(nodes)) != len(nodes):
-        raise SlurmError(f"the job's node list {text or ','.join(record.nodes)!r} names {len(set(nodes))} nodes, and "
+        raise SlurmError(f"the job's node list {text or ','.join(record.nodes)!r} names {len(set(nodes))} nodes, but "
                          f"the job has {expected}", where="SLURM_JOB_NODELIST, SLURM_JOB_NUM_NODES",
-                         fix="these variables were changed between Slurm and here: remove what sets them")
+                         fix="these variables were changed after Slurm set them: remove the cause")
     gpus = envvars.get("SLURM_GPUS_ON_NODE")
     return JobFacts(
         job_id=record.job_id, name=record.name, nodes=nodes, first_node=envvars.get("SLURMD_NODENAME") or nodes[0],
@@ -94,5 +94,5 @@ def combine(record: JobRecord, ahead_s: float = 0.0) -> JobFacts:
 
 
 def _cpus(text: str) -> int:
-    """The fewest of `96(x31),48`."""
+    """The smallest number in `96(x31),48`."""
     return min(int(part.partition("(")[0]) for part in text.split(","))

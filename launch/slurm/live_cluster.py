@@ -1,7 +1,7 @@
-"""The live cluster, from Slurm: nodes and GPUs from `scontrol show node`, switches from `scontrol show topology`.
+"""Reads the live cluster from Slurm: nodes and GPUs from `scontrol show node`, switches from `scontrol show topology`.
 
-Slurm knows nothing of NICs and rails. They come from a cluster file (`base`), or are assumed: one NIC a GPU at the
-rate that machines of this kind are sold with, rail-optimised. `ClusterSpec.sources` says which.
+Slurm does not know NICs and rails. They come from a cluster file (`base`) or are assumed: one NIC per GPU at the usual
+rate of such machines, rail-optimised. `ClusterSpec.sources` records which.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from launch.slurm.client import Slurm
 from launch.slurm.show import SHOW_NODES, SHOW_TOPOLOGY, Node
 
 NIC_GBIT = {"A100-SXM-40GB": 200, "A100-SXM-80GB": 200}
-"""Of a DGX A100; every later machine of the table is sold with 400."""
+"""NIC rate of a DGX A100 in Gbit/s. Every later machine in the table has 400."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What Slurm offers: the nodes to plan for, and those left out with the reason."""
+    """The nodes to plan for, and the nodes left out with the reason."""
 
     nodes: tuple[Node, ...]
     left_out: tuple[tuple[str, str], ...]
@@ -42,17 +42,17 @@ def read_cluster(slurm: Slurm, *, partition: str | None = None, nodelist: str | 
     Args:
         partition: only its nodes.
         nodelist: only these nodes (`node[001-008]`).
-        gpu: only nodes with this kind of GPU; needed where kinds are mixed.
-        idle_only: only nodes that no job uses now; otherwise all that are up.
-        base: a cluster file's content, for what Slurm does not know.
+        gpu: only nodes with this kind of GPU; required if kinds are mixed.
+        idle_only: only nodes without a job; otherwise all nodes that are up.
+        base: content of a cluster file, for facts that Slurm does not know.
         base_file: its path, for messages.
-        facts, node: NVML's facts and Slurm's name of the node they are from. None: those of this machine, where it is
-            a node of the cluster with a driver.
+        facts, node: NVML's facts and the Slurm name of their node. None: those of this machine, if it is a node of the
+            cluster with a driver.
 
     Raises:
-        SlurmError: Slurm does not answer.
-        UserError: no node is left, kinds of GPUs are mixed, the topology cannot be read, or Slurm, the cluster file
-            and NVML contradict each other.
+        SlurmError: Slurm does not answer. UserError: no node is left, kinds of GPUs are mixed, the topology is invalid,
+        or Slurm, the cluster file and NVML
+            contradict each other.
     """
     found = survey(slurm.nodes(), partition=partition, nodelist=nodelist, idle_only=idle_only)
     spec = assemble(found, slurm.topology(), gpu=gpu, base=base, base_file=base_file)
@@ -68,7 +68,7 @@ def survey(nodes: Sequence[Node], *, partition: str | None = None, nodelist: str
     """Choose among Slurm's nodes.
 
     Raises:
-        UserError: unknown names, or nothing is left; says why nodes were left out.
+        UserError: a name is unknown, or no node is left; the message tells why nodes were left out.
     """
     chosen = list(nodes)
     if partition is not None:
@@ -105,7 +105,7 @@ def assemble(found: Survey, switches: Sequence[Switch], *, gpu: str | None = Non
     if misfits:
         raise UserError("Slurm's topology does not fit its nodes: " + "; ".join(what for _, what, _ in misfits[:3]),
                         where=SHOW_TOPOLOGY,
-                        fix="correct topology.conf; or plan for a part with --nodelist or --partition")
+                        fix="correct topology.conf, or plan for a part with --nodelist or --partition")
     memory = min(node.memory_bytes for node in nodes)
     sources = {f"gpu.{name}": kind.source for name in gpus.FIGURES}
     sources |= {"cluster.nodes": f"{SHOW_NODES}: {len(names)} nodes" +
@@ -116,14 +116,14 @@ def assemble(found: Survey, switches: Sequence[Switch], *, gpu: str | None = Non
         for what, ours, theirs in (("gpus.kind", kind.name, base.gpu.name),
                                    ("gpus.per_node", per_node, base.gpus_per_node)):
             if ours != theirs:
-                raise UserError(f"Slurm and {base_file} disagree: {what} is {ours} in Slurm and {theirs} in the file",
+                raise UserError(f"Slurm and {base_file} disagree: {what} is {ours} in Slurm but {theirs} in the file",
                                 where=f"{base_file}, {what}; {SHOW_NODES}, {names[0]}", fix="correct one of them")
         return replace(base, name="slurm", nodes=names, host_memory_bytes=memory, switches=tree,
                        sources={**base.sources, **{key: text for key, text in sources.items() if key[:4] != "gpu."}})
     gbit = NIC_GBIT.get(kind.name, 400)
     for key in ("nics_per_node", "nic_bandwidth", "rails"):
         sources[f"cluster.{key}"] = (f"{inventory.ASSUMED}: a {gbit} Gbit/s NIC on a rail of its own for each GPU; "
-                                     "Slurm does not know the network, a cluster file does (--cluster)")
+                                     "Slurm does not know the network; give a cluster file (--cluster)")
     return ClusterSpec(name="slurm", nodes=names, gpus_per_node=per_node, gpu=kind, nics_per_node=per_node,
                        nic_bandwidth=gbit * GBIT, rails=per_node, host_memory_bytes=memory, switches=tree,
                        sources=sources)
@@ -146,7 +146,7 @@ def _one_kind(found: Survey, wanted: str | None,
         if kind is None and not label:
             raise UserError(f"Slurm does not say which GPUs {node.name} has: Gres=gpu:{count} names no type",
                             where=where,
-                            fix="name it with --gpu, for instance --gpu h100; or give a cluster file with --cluster")
+                            fix="give it with --gpu, for example --gpu h100, or give a cluster file with --cluster")
         if kind is None or wish is not None and kind.name != wish.name:
             left_out.append((node.name, f"has {label}, not {wish.name if wish else 'a known kind'}"))
             continue
@@ -159,13 +159,13 @@ def _one_kind(found: Survey, wanted: str | None,
                           for (name, count), nodes in by_kind.items())
         raise UserError(f"Slurm offers several kinds of nodes, and a step runs at the pace of the slowest: {parts}",
                         where=SHOW_NODES,
-                        fix="plan for each kind by itself: choose with --partition, --nodelist or --gpu")
+                        fix="plan for each kind separately: choose with --partition, --nodelist or --gpu")
     (name, count), pairs = next(iter(by_kind.items()))
     return pairs[0][1], count, tuple(node for node, _ in pairs), left_out
 
 
 def _kind_of(label: str, where: str, wish: Gpu | None) -> Gpu | None:
-    """The kind that a gres type names. Where the user asked for one kind, others may be unknown to the table."""
+    """The kind that a gres type names. If the user requested one kind, the table need not contain the others."""
     try:
         return gpus.find(label, where)
     except UserError:
@@ -187,7 +187,7 @@ def _this_host() -> str:
 
 
 def _listed(left_out: Sequence[tuple[str, str]]) -> str:
-    """`cpu-001, cpu-002: no GPU; h100-003: DRAIN (bad GPU)`: by reason, so that a large cluster stays readable."""
+    """`cpu-001, cpu-002: no GPU; h100-003: DRAIN (bad GPU)`, grouped by reason to keep large clusters readable."""
     texts = []
     for why, count in Counter(why for _, why in left_out).items():
         names = [name for name, other in left_out if other == why]

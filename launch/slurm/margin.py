@@ -1,5 +1,5 @@
-"""How long before the end of its time limit a job must be told to stop: its last step ends, a checkpoint is written.
-By the plan, and by what the job has measured since. Pure."""
+"""How long before its time limit a job must stop, so that it can finish its last step and write a checkpoint.
+Computed from the plan and from the job's own measurements. Pure."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from launch.plan.plan import ForecastPlan
 from launch.slurm.profiles import Profile
 
 RESERVE_S = 60.0
-"""For the barrier, the outcome and the end of all processes; Slurm's own signal may come a minute off too."""
+"""Seconds for the barrier, the outcome and the end of all processes. Slurm's own signal may also be a minute off."""
 PORTABLE_S = 600
-"""Of a batch script that is written before there is a plan."""
+"""Margin of a batch script that is written without a plan, in seconds."""
 LONGEST_S = 65535
-"""sbatch --signal holds no more."""
+"""Maximum of sbatch --signal, in seconds."""
 
 
 @dataclass(frozen=True)
 class Needed:
-    """Seconds between the request to stop and the end."""
+    """Seconds needed between the stop request and the end."""
 
     step_s: float
-    """The slow end of the plan's range for a step."""
+    """Upper end of the plan's range for a step."""
     checkpoint_bytes: int
     rate: float
     """bytes/s at which a checkpoint is written."""
     disk_bytes: int = 0
-    """Written and read back by a version of the weights on disk (`weight_sync.disk`) that was begun with the step."""
+    """Bytes written and read back for a weight version on disk (`weight_sync.disk`) that began with the step."""
 
     @property
     def checkpoint_s(self) -> float:
@@ -46,7 +46,7 @@ class Needed:
 
     @property
     def text(self) -> str:
-        """The sum, in words."""
+        """The sum as text."""
         disk = f"{self.disk_s:.0f} s (a version to disk) + " if self.disk_bytes else ""
         return (f"{self.step_s:.0f} s (slowest step of the plan's range) + {disk}{self.checkpoint_s:.0f} s "
                 f"(checkpoint, {self.checkpoint_bytes / 1e9:.1f} GB at {self.rate / 1e9:.1f} GB/s) + {RESERVE_S:.0f} s "
@@ -54,7 +54,7 @@ class Needed:
 
 
 def needed(plan: ForecastPlan, profile: Profile) -> Needed:
-    """What this plan needs."""
+    """The margin that this plan needs."""
     forecast = plan.forecast
     numbers = {number.key: number.value for number in forecast.numbers}
     bandwidth = numbers["coefficients.reliability.checkpoint_bandwidth"] * forecast.split.training
@@ -68,11 +68,11 @@ def needed(plan: ForecastPlan, profile: Profile) -> Needed:
 
 
 def stop_margin(config: ResolvedConfig, plan: ForecastPlan, profile: Profile) -> int:
-    """Seconds before the end at which the job is told to stop: `run.stop_margin_s`; where that is auto, what the plan
-    needs in whole minutes, at least the profile's. A rehearsal needs the reserve only.
+    """Seconds before the end at which the job is asked to stop: `run.stop_margin_s`. If that is auto, the plan's need
+    in whole minutes, at least the profile's margin. A rehearsal needs only the reserve.
 
     Raises:
-        UserError: a margin that is too short for the plan, with the sum.
+        UserError: the margin is too short for the plan; the message contains the sum.
     """
     need = needed(plan, profile)
     asked = config.run.stop_margin_s
@@ -80,40 +80,40 @@ def stop_margin(config: ResolvedConfig, plan: ForecastPlan, profile: Profile) ->
         raise UserError(f"run.stop_margin_s = {asked:g} is too short: a stop needs {need.text}",
                         where="run.stop_margin_s", fix=f"use {math.ceil(need.total_s)} or more, or auto")
     if config.run.rehearse:
-        return math.ceil(RESERVE_S)     # it saves nothing
+        return math.ceil(RESERVE_S)     # a rehearsal saves nothing
     if asked == "auto":
         return min(LONGEST_S, max(math.ceil(need.total_s / 60) * 60, math.ceil(profile.stop_margin_s or 0)))
     return min(LONGEST_S, math.ceil(asked))
 
 
 def measured_s(steps_s: Sequence[float], checkpoints_s: Sequence[float]) -> float:
-    """What a job's own slowest step and checkpoint ask for; half as much again for a checkpoint, as all jobs of a
-    cluster may write at the same hour.
+    """The margin from a job's own slowest step and checkpoint. Checkpoints count 1.5 times, because other jobs of the
+    cluster may write at the same time.
 
     Args:
-        steps_s, checkpoints_s: seconds of each so far.
+        steps_s, checkpoints_s: seconds of each step and checkpoint so far.
     """
     return max(steps_s, default=0.0) + 1.5 * max(checkpoints_s, default=0.0) + RESERVE_S
 
 
 def explained(config: ResolvedConfig, plan: ForecastPlan, profile: Profile) -> str:
-    """The margin and what it is made of, for who submits."""
+    """The margin and its parts, for the user who submits."""
     seconds = stop_margin(config, plan, profile)
     why = "a rehearsal saves nothing" if config.run.rehearse else f"needed: {needed(plan, profile).text}"
     return f"{seconds} s before the end of the time limit; {why}"
 
 
 def check_time_left(left_s: float | None, limit: str, margin_s: float, need: Needed) -> None:
-    """A job must have time to work before it is told to stop.
+    """Check that a job has time to work before it is asked to stop.
 
     Args:
         left_s: seconds to the end of the time limit; None without one.
         limit: the time limit, as Slurm writes it.
 
     Raises:
-        UserError: the job would stop at once, with the sum that the margin is made of.
+        UserError: the job would stop at once; the message contains the parts of the margin.
     """
     if left_s is not None and left_s <= margin_s:
-        raise UserError(f"the time limit {limit} leaves {left_s:.0f} s, and the job is told to stop {margin_s:.0f} s "
-                        f"before its end: it would stop at once; a stop needs {need.text}",
-                        where="sbatch --time", fix="give more time: the margin, the start-up, and the steps to be made")
+        raise UserError(f"the time limit {limit} leaves {left_s:.0f} s, but the job stops {margin_s:.0f} s before "
+                        f"its end, so it would stop at once; a stop needs {need.text}",
+                        where="sbatch --time", fix="give time for the margin, the start-up and the steps")

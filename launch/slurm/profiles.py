@@ -1,5 +1,5 @@
-"""Site profiles, `slurm/profiles/*.yaml`: what differs between sites once a job has started, and which options of
-sbatch a site refuses. Account, partition, QOS and reservation are flags of the command."""
+"""Site profiles, `slurm/profiles/*.yaml`: differences between sites inside a job, and sbatch options that a site
+refuses. Account, partition, QOS and reservation are command-line flags."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Figure = Annotated[float, Gt(0), Le(1e9)]
 
 
 IN_THE_SCRIPT = ("modules", "modules_init", "python", "gpus", "gpu_type", "refuses", "segment", "sbatch")
-"""Keys of a profile that only the batch script can obey."""
+"""Keys of a profile that only affect the batch script."""
 
 
 def _one_line(text: str) -> str:
@@ -88,12 +88,12 @@ class Profile(Section):
     coefficient."""
 
     def stamp(self) -> str:
-        """Of what the batch script holds of this profile; "" of a profile that changes nothing in it."""
+        """Hash of this profile's keys in the batch script; "" if the profile changes nothing in it."""
         told = {name: getattr(self, name) for name in self._in_the_script()}
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16] if told else ""
 
     def too_late(self, stamp: str) -> tuple[str, ...]:
-        """Keys that have no effect in a job whose script was written with another profile, or none (its stamp)."""
+        """Keys without effect in a job whose script was written with another profile or none, which has this stamp."""
         return self._in_the_script() if stamp != self.stamp() else ()
 
     def _in_the_script(self) -> tuple[str, ...]:
@@ -104,8 +104,8 @@ def load_profile(path: str | os.PathLike[str] | None) -> Profile:
     """Read and check a site profile; None gives the defaults.
 
     Raises:
-        UserError: no such file, unknown keys (with the nearest valid one), values of the wrong type, a container
-            without an image.
+        UserError: the file is missing, a key is unknown (with the nearest valid one), a value has the wrong type, or a
+            container has no image.
     """
     if path is None:
         return Profile()
@@ -134,8 +134,8 @@ def parse_profile(text: str, file: str) -> Profile:
                      where=typed_file.line_of(document, file, ("modules_init",)), fix="remove it, or name modules")
     for name, value in profile.environment.items():
         if envvars.secret(name, value):
-            problems.add(f"environment.{name} holds a secret, and everything here is written into batch scripts and "
+            problems.add(f"environment.{name} holds a secret, but the profile is written into batch scripts and "
                          "records", where=typed_file.line_of(document, file, ("environment", name)),
-                         fix=f"remove it, and export {name} before you submit: sbatch hands your environment on")
+                         fix=f"remove it, and export {name} before you submit: sbatch passes your environment on")
     problems.raise_if_any()
     return profile

@@ -1,4 +1,4 @@
-"""What Slurm's commands print, as records. Pure."""
+"""Parses the output of Slurm's commands into records. Pure."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from launch.slurm.refusals import SlurmError
 
 WHOLE_LINE = frozenset({"Command", "WorkDir", "StdErr", "StdIn", "StdOut", "Comment", "AdminComment",
                         "SystemComment"})
-"""Fields of `scontrol show job` that have a line to themselves: their text may hold spaces and equals signs."""
+"""Fields of `scontrol show job` with a line of their own. Their text may contain spaces and equals signs."""
 QUEUE_FORMAT = "%i|%T|%r|%S|%L|%D|%N|%k|%j"
 ESTIMATE = re.compile(r"Job \d+ to start at (?P<start>\S+) using \d+ processors on nodes (?P<nodes>\S+)"
                       r"(?: in partition (?P<partition>\S+))?")
 
 CLOCK_TOLERATED_S = 5.0
-"""Slurm prints whole seconds, and takes some to answer."""
+"""Slurm prints whole seconds and takes some seconds to answer."""
 _RUN_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>\d+):(?P<seconds>\d+)")
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What `scontrol show job` says of one job. Times are seconds since 1970, None where Slurm says Unknown."""
+    """A job as printed by `scontrol show job`. Times are seconds since 1970, None if Slurm prints Unknown."""
 
     job_id: str
     name: str
@@ -37,13 +37,13 @@ class JobRecord:
     qos: str
     reservation: str
     nodes: tuple[str, ...]
-    """In Slurm's order, which is that of the tasks; () while it waits."""
+    """In Slurm's order, which is the order of the tasks; () while the job waits."""
     node_count: int
     excluded: tuple[str, ...]
     submitted: float | None
     started: float | None
     ends: float | None
-    """When the time limit ends it; of a finished job, when it ended."""
+    """When the time limit ends the job, or when a finished job ended."""
     time_limit: str
     requeue: bool
     restarts: int
@@ -51,11 +51,11 @@ class JobRecord:
     signal: int
     comment: str
     command: str
-    """Path of the batch script and its words, joined by blanks."""
+    """Path of the batch script and its arguments, joined by spaces."""
     work_dir: str
     stdout: str
     fields: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Everything, as printed."""
+    """All fields as printed."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class Queued:
     state: str
     reason: str
     starts: float | None
-    """Estimate for a job that waits."""
+    """Estimated start of a waiting job."""
     left: str
-    """Of the time limit, as Slurm writes it."""
+    """Time left until the time limit, as Slurm writes it."""
     node_count: int
     nodes: str
     comment: str
@@ -76,13 +76,13 @@ class Queued:
 
     @property
     def of_array(self) -> bool:
-        """`7_2`, or `7_[3-9]` for those of an array that wait."""
+        """Whether the id is that of an array: `7_2`, or `7_[3-9]` for waiting tasks."""
         return "_" in self.job_id
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What `sbatch --test-only` expects."""
+    """The estimate of `sbatch --test-only`."""
 
     text: str
     starts: float | None = None
@@ -92,7 +92,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Account:
-    """What `sacct` says of one job."""
+    """A job as printed by `sacct`."""
 
     job_id: str
     state: str
@@ -101,17 +101,17 @@ class Account:
 
 
 def job_records(text: str) -> tuple[JobRecord, ...]:
-    """Every job of `scontrol show job`'s output (an array, or a heterogeneous job, has several)."""
+    """Every job in the output of `scontrol show job` (an array or a heterogeneous job has several)."""
     return tuple(_record(block) for block in re.split(r"\n\s*\n", text.strip()) if "JobId=" in block)
 
 
 def ahead_s(record: JobRecord, asked: float, answered: float) -> float:
-    """How far the controller's clock is ahead of this machine's (negative: behind), 0.0 if that may be less than
-    `CLOCK_TOLERATED_S` or cannot be said.
+    """Seconds by which the controller's clock is ahead of this machine's (negative: behind); 0.0 if that may be less
+    than `CLOCK_TOLERATED_S` or is unknown.
 
     Args:
-        record: of a running job; the controller's time is that of its start and the time that it has run.
-        asked, answered: this machine's time around the question.
+        record: a running job. The controller's time is the job's start time plus its run time.
+        asked, answered: this machine's time before and after the query.
     """
     match = _RUN_TIME.fullmatch(record.fields.get("RunTime", ""))
     if match is None or record.started is None or record.state != "RUNNING":
@@ -123,7 +123,7 @@ def ahead_s(record: JobRecord, asked: float, answered: float) -> float:
 
 
 def estimate_of(text: str) -> Estimate:
-    """`Job 7 to start at ... using ... on nodes h100-[001-004] in partition batch`."""
+    """Parse `Job 7 to start at ... using ... on nodes h100-[001-004] in partition batch`."""
     match = ESTIMATE.search(text)
     if match is None:
         return Estimate(text)
@@ -131,11 +131,11 @@ def estimate_of(text: str) -> Estimate:
 
 
 def moment(text: str) -> float | None:
-    """A time of Slurm's as seconds since 1970; None for Unknown, N/A and (null)."""
+    """A time printed by Slurm as seconds since 1970; None for Unknown, N/A and (null)."""
     if text.isdecimal():
         return float(text)
     try:
-        return datetime.fromisoformat(text).timestamp()        # in this machine's zone, as Slurm prints it
+        return datetime.fromisoformat(text).timestamp()        # in this machine's time zone, as Slurm prints it
     except ValueError:
         return None
 
@@ -163,12 +163,12 @@ def _record(block: str) -> JobRecord:
 
 
 def _word(text: str) -> str:
-    """The first word: what follows on the line is a key with a colon in its name (`AllocNode:Sid`)."""
+    """The first word. The rest of the line is a key with a colon in its name (`AllocNode:Sid`)."""
     return text.split(" ")[0]
 
 
 def names_of(text: str) -> tuple[str, ...]:
-    """Of a field that holds a host list; () where it is empty."""
+    """The names in a field with a host list; () if it is empty."""
     return hostlist.expand(text, "`scontrol show job`") if text else ()
 
 

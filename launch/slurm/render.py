@@ -1,8 +1,8 @@
-"""The batch script of a job, for any configuration, plan and site profile. Pure.
+"""Renders the batch script of a job, for any configuration, plan and site profile. Pure.
 
-Directives, finding the root, and one `exec`: everything else happens in Python. A process that the batch shell
-becomes by `exec` receives the signal of `--signal=B:` itself, so the script needs no trap; it holds no arithmetic and
-no loop either.
+The script has directives, finds the root, and ends with one `exec`. Everything else happens in Python. The process that
+replaces the batch shell receives the signal of `--signal=B:` itself, so the script needs no trap. It has no arithmetic
+and no loops.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VENVS = (".venv-gpu/bin", ".venv/bin")
 
 @dataclass(frozen=True)
 class Flags:
-    """What the command line says of a submission; None leaves an option out."""
+    """Command-line options of a submission; None omits an option."""
 
     partition: str | None = None
     account: str | None = None
@@ -36,7 +36,7 @@ class Flags:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """As `megatron-rl launch` takes them."""
+        """The options as arguments of `megatron-rl launch`."""
         given = {field.name: getattr(self, field.name) for field in fields(self)
                  if getattr(self, field.name) not in (None, field.default)}
         return tuple(word for name, value in given.items() for word in (f"--{name}", value))
@@ -44,17 +44,17 @@ class Flags:
 
 @dataclass(frozen=True)
 class Places:
-    """Where a script finds things. The defaults are those of a script that is shipped: it is submitted from the root
-    of the repository, wherever that lies."""
+    """Paths in a script. The defaults are for the shipped scripts, which are submitted from the root of the repository,
+    wherever that is."""
 
     root: str | None = None
-    """Folder that holds the package `launch`; None: where sbatch was called, or MEGATRON_RL_ROOT."""
+    """Folder that contains the package `launch`; None: MEGATRON_RL_ROOT, else the folder where sbatch was called."""
     work_dir: str | None = None
-    """Where the job works, if not in the root."""
+    """Working directory of the job; None: the root."""
     python: str | None = None
-    """None: that of the repository's environment, else of PATH."""
+    """Python interpreter; None: from the repository's environment, else from PATH."""
     output: str = "%x-%j.log"
-    """sbatch makes no folder for it: where one is missing the job fails without a word."""
+    """Output file. sbatch does not create its folder; if the folder is missing, the job fails silently."""
 
 
 def render(config_path: str, words: Sequence[str], config: ResolvedConfig, plan: ForecastPlan, profile: Profile, *,
@@ -63,14 +63,14 @@ def render(config_path: str, words: Sequence[str], config: ResolvedConfig, plan:
     """The text of the batch script.
 
     Args:
-        config_path, words: the configuration and its overrides, as the job reads them again.
-        config, plan: what they resolve to.
+        config_path, words: the configuration and its overrides, which the job reads again.
+        config, plan: the resolved configuration and its plan.
         margin_s: seconds between the stop signal and the end of the time limit.
-        plan_hash: recorded in the job's comment, so that the job notices when it plans something else; None in a
-            script that takes any overrides.
+        plan_hash: recorded in the job's comment, so that the job notices if its plan differs; None in a script that
+            accepts any overrides.
 
     Raises:
-        UserError: a word holds a secret.
+        UserError: an override contains a secret.
     """
     _refuse_secrets(words)
     forecast = plan.forecast
@@ -87,24 +87,24 @@ def render(config_path: str, words: Sequence[str], config: ResolvedConfig, plan:
 
 
 def _refuse_secrets(words: Sequence[str]) -> None:
-    """A job's words are for everybody to read: `scontrol show job` prints them. Only arguments of reward functions have
-    names that are the user's own."""
+    """Refuse overrides with secrets, because `scontrol show job` shows a job's arguments to every user. Only arguments
+    of reward functions have names chosen by the user."""
     for word in words:
         key, _, value = word.partition("=")
         name = key.rpartition(".")[2]
         if "args" in key.split(".") and not value.isdecimal() and envvars.secret(name, value):
-            raise UserError(f"{key} holds a secret, and Slurm shows a job's words to everybody",
-                            where=f"override {key}", fix="export it before you submit, and let the function read it "
+            raise UserError(f"{key} holds a secret, but Slurm shows a job's arguments to every user",
+                            where=f"override {key}", fix="export it before you submit, and read it in the function "
                             "from its environment")
 
 
 def comment_of(plan_hash: str) -> str:
-    """What a job's comment says of its plan (no equals sign: `scontrol show job` separates its fields by them)."""
+    """The job's comment with the plan's hash. It has no equals sign, which separates fields of `scontrol show job`."""
     return f"megatron-rl:plan:{plan_hash}"
 
 
 def plan_hash_of(comment: str) -> str | None:
-    """The hash of the plan that was submitted, from the job's comment; None where it names none."""
+    """The hash of the submitted plan, from the job's comment; None if the comment has none."""
     match = COMMENT.search(comment)
     return match["hash"] if match else None
 
@@ -146,10 +146,10 @@ def _root(places: Places) -> list[str]:
 
 
 def _modules(profile: Profile) -> list[str]:
-    """Before `set -u`, under which many a site's module function fails."""
+    """Load the modules before `set -u`, because module functions of many sites fail under it."""
     if not profile.modules:
         return []
-    why = "these modules of the site profile cannot be loaded (no command named module here? set modules_init)"
+    why = "the modules of the site profile cannot be loaded (without a command named module, set modules_init)"
     absent = "modules_init of the site profile cannot be read on this node"
     first = shlex.quote(profile.modules_init) if profile.modules_init else None
     return [*([f"source {first} || {_give_up(absent)}"] if first else []),

@@ -1,4 +1,4 @@
-"""What `scontrol` prints, read into plain records. Pure: text in, records or a `UserError` out."""
+"""Parses the output of `scontrol` into records. Pure: text in, records or a `UserError` out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GPU = re.compile(r"gpu(?::(?P<type>[^:(),]+))??(?::(?P<count>\d{1,6}))?(?:\(.*\
 _UP = {"IDLE", "ALLOCATED", "MIXED"}
 _OUT = {"DRAIN", "DRAINED", "DRAINING", "DOWN", "FAIL", "FAILING", "ERROR", "UNKNOWN", "FUTURE", "MAINT",
         "MAINTENANCE", "NOT_RESPONDING", "NO_RESPOND", "INVALID_REG", "INVAL", "REBOOT_ISSUED", "REBOOT_REQUESTED"}
-"""Flags of a node that no job gets. A powered-down cloud node comes up when it is asked for, so it counts."""
+"""Flags of nodes that no job can get. Powered-down cloud nodes are usable, because they start on request."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class Node:
 
     name: str
     states: tuple[str, ...]
-    """The base state, then flags: ("IDLE", "DRAIN"); a node that does not answer has NOT_RESPONDING."""
+    """The base state, then flags: ("IDLE", "DRAIN"). A node that does not respond has NOT_RESPONDING."""
     gpus: tuple[tuple[str, int], ...]
-    """(type in the gres, "" without one; count) for each kind of GPU."""
+    """(gres type or "", count) for each kind of GPU."""
     memory_bytes: int
     partitions: tuple[str, ...]
     reason: str = ""
 
     @property
     def unfit(self) -> str:
-        """Why no job can get this node soon; empty for one that is up (a node that runs a job is)."""
+        """Why no job can get this node soon; "" for a node that is up, even if it runs a job."""
         bad = [state for state in self.states if state in _OUT]
         if not bad and self.states[:1] and self.states[0] in _UP:
             return ""
@@ -45,21 +45,21 @@ def nodes(text: str) -> tuple[Node, ...]:
     """Every node of `scontrol show node -o`, in Slurm's order.
 
     Raises:
-        UserError: a line that is no node's, or lacks what the planner needs.
+        UserError: a line is not a node, or lacks a field that the planner needs.
     """
     return tuple(_node(line, number) for number, line in enumerate(text.splitlines(), 1)
                  if line.strip() and "No nodes in the system" not in line)
 
 
 def topology(text: str, *, blocks: bool = False) -> tuple[Switch, ...]:
-    """The switches of `scontrol show topology`; () where Slurm has no topology (topology/flat).
+    """The switches of `scontrol show topology`; () if Slurm has no topology (topology/flat).
 
     Args:
-        blocks: take the blocks of topology/block for leaf switches under one: enough to know which nodes are near to
-            each other, too little to predict what the network carries.
+        blocks: treat the blocks of topology/block as leaf switches under one switch. This shows which nodes are near to
+            each other, but is not enough to predict network traffic.
 
     Raises:
-        UserError: topology/block without `blocks`, or text that is not Slurm's.
+        UserError: topology/block without `blocks`, or text that is not Slurm's output.
     """
     switches: list[Switch] = []
     leaves: list[str] = []
@@ -72,14 +72,14 @@ def topology(text: str, *, blocks: bool = False) -> tuple[Switch, ...]:
                 leaves.append(name)
             continue
         if "BlockName" in fields:
-            raise UserError("this Slurm describes its network in blocks (topology/block), which hold no switch tree",
+            raise UserError("this Slurm describes its network as blocks (topology/block), which have no switch tree",
                             where=where, fix="describe the cluster in a file and give it with --cluster")
         if not line.strip() or "No topology information" in line:
             continue
         if not fields.get("SwitchName"):
             raise UserError(f"not a line of Slurm's topology: {_short(line)}", where=where,
                             fix="check topology.conf, or describe the cluster in a file and give it with --cluster")
-        below = _names(fields.get("Switches"), where)   # a line of a spine lists all nodes below it as well
+        below = _names(fields.get("Switches"), where)   # the line of a spine also lists all nodes below it
         switches.append(Switch(fields["SwitchName"], below, () if below else _names(fields.get("Nodes"), where)))
     return (*switches, *([Switch("blocks", tuple(leaves))] if len(leaves) > 1 else []))
 
@@ -90,7 +90,7 @@ def _node(line: str, number: int) -> Node:
     missing = [key for key in ("NodeName", "State", "RealMemory") if not fields.get(key)]
     if missing:
         raise UserError(f"not a node as Slurm prints it, {', '.join(missing)} missing: {_short(line)}", where=where,
-                        fix=f"run `{SHOW_NODES}` by hand; it should print one line a node")
+                        fix=f"run `{SHOW_NODES}` by hand; it should print one line per node")
     name, where = fields["NodeName"], f"{SHOW_NODES}, {fields['NodeName']}"
     if not re.fullmatch(r"\d{1,12}", fields["RealMemory"], re.ASCII):
         raise UserError(f"RealMemory={_short(fields['RealMemory'])} is not a number of MB", where=where,
@@ -104,7 +104,7 @@ def _node(line: str, number: int) -> Node:
 
 
 def key_values(line: str) -> dict[str, str]:
-    """key=value pairs of a line; a value may hold spaces, and what it says after them: the first of a key counts."""
+    """key=value pairs of a line. Values may contain spaces and text like a pair, so a key's first value counts."""
     matches = list(_KEY.finditer(line))
     fields: dict[str, str] = {}
     for match, end in zip(matches, [*(match.start() for match in matches[1:]), len(line)], strict=False):
@@ -128,7 +128,7 @@ def _gpus(gres: str, where: str) -> tuple[tuple[str, int], ...]:
 
 
 def _split_gres(gres: str) -> list[str]:
-    """Parts between commas outside parentheses: `gpu:h100:8(S:0,2),nvme:1` has two."""
+    """Parts between commas that are outside parentheses: `gpu:h100:8(S:0,2),nvme:1` has two."""
     parts, depth = [""], 0
     for letter in gres:
         depth += (letter == "(") - (letter == ")")

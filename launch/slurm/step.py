@@ -1,5 +1,5 @@
-"""The one step of a job: one task a node, with everything that the node has, inside the site's container if it uses
-one; and what `srun` says where it fails. Pure but for the working directory and this process's environment."""
+"""The single step of a job: one task per node with all its resources, inside the site's container if there is one; and
+the errors of `srun`. Pure except for the working directory and this process's environment."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ SLURM = re.compile(r"(?:SLURM|SRUN|SBATCH|SALLOC|PMI)_\w+")
 KEPT = re.compile(r"SLURM_(?:JOB_\w+|JOBID|ARRAY_\w+|SUBMIT_\w+|TOPOLOGY_\w+|RESTART_COUNT|CLUSTER_NAME|"
                   r"WORKING_CLUSTER|NODE_ALIASES|CONF|CONF_SERVER|JWT|SACK_SOCKET|NODEID|PROCID|LOCALID|"
                   r"GPUS_ON_NODE|CPUS_ON_NODE)")
-"""Slurm's variables that say which job this is and where its controller is, but no option of `srun`. A list of what to
-leave out would be long and grow with every version: SLURM_HINT, SLURM_EXACT, SLURM_OVERCOMMIT, SLURM_CPU_BIND,
-SLURM_MPI_TYPE, SLURM_THREADS_PER_CORE, SLURM_DISTRIBUTION, ... each changes the shape of a step (srun(1), "INPUT
-ENVIRONMENT VARIABLES")."""
+"""Slurm's variables that identify the job and its controller, without options of `srun`. A list of variables to remove
+would be long and grow with every version: SLURM_HINT, SLURM_EXACT, SLURM_OVERCOMMIT, SLURM_CPU_BIND, SLURM_MPI_TYPE,
+SLURM_THREADS_PER_CORE, SLURM_DISTRIBUTION, ... each change the shape of a step (srun(1), "INPUT ENVIRONMENT
+VARIABLES")."""
 _HOSTS = r"(?P<hosts>[\w.,\[\]-]+)"
 LOST = re.compile(rf"Task launch for .* failed on node {_HOSTS}: |Node failure on {_HOSTS.replace('hosts', 'others')}")
-"""The node itself: its slurmd, a prolog, the network."""
+"""Errors of the node itself: its slurmd, a prolog, the network."""
 EXITED = re.compile(rf"error: {_HOSTS}: tasks? [\d,-]+: Exited with exit code")
-"""The task, or the container it was to run in. Tasks that are `Killed` or `Terminated` only follow."""
+"""Errors of the task or its container. Tasks that are `Killed` or `Terminated` are only consequences."""
 USERS = {"unknown option", "gpus", "memory"}
-"""Refusals (`launch.slurm.refusals.TABLE`) that would be the same the next time."""
+"""Refusals (`launch.slurm.refusals.TABLE`) that would recur."""
 
 
 def step(command: Sequence[str], *, nodes: Sequence[str], cpus: int, profile: Profile | None = None,
          folders: Sequence[Path] = (), wait_s: int = 60) -> tuple[list[str], dict[str, str]]:
-    """`srun` of a command on each of these nodes: (its words, its environment).
+    """`srun` of a command on each of these nodes: (its arguments, its environment).
 
     Args:
-        command: program and words. In a container the program, a Python, becomes that of the image.
-        nodes: one task each; tasks follow Slurm's order, not this one.
-        cpus: of a node. Passed always: srun does not inherit it (22.05 on), and what it takes instead differs by job.
-        folders: what the container must see beside the working directory and the repository.
-        wait_s: how long the others may go on when the first task has ended.
+        command: program and arguments. In a container, the program, a Python, is replaced by the image's.
+        nodes: nodes with one task each. Tasks follow Slurm's order, not this one.
+        cpus: CPUs per node. Always passed, because srun does not inherit it since 22.05 and its default varies.
+        folders: folders that the container mounts in addition to the working directory and the repository.
+        wait_s: seconds that other tasks may continue after the first task has ended.
     """
     profile = profile or Profile()
     own = own_variables(profile)
@@ -55,8 +55,8 @@ def step(command: Sequence[str], *, nodes: Sequence[str], cpus: int, profile: Pr
 
 
 def step_environment(profile: Profile | None = None) -> dict[str, str]:
-    """The environment for `srun` inside a job, which its tasks inherit. `sbatch --export=NONE` leaves SLURM_EXPORT_ENV
-    behind, with which every step would start without a PATH."""
+    """The environment for `srun` inside a job, which its tasks inherit. It omits SLURM_EXPORT_ENV: after `sbatch
+    --export=NONE`, that would start every step without a PATH."""
     profile = profile or Profile()
     here = {name: value for name, value in envvars.inherited().items()
             if not SLURM.fullmatch(name) or KEPT.fullmatch(name)}
@@ -67,7 +67,7 @@ def step_environment(profile: Profile | None = None) -> dict[str, str]:
 
 
 def own_variables(profile: Profile) -> dict[str, str]:
-    """What the launcher and the site profile set for the processes of the nodes."""
+    """Variables that the launcher and the site profile set for the processes of the nodes."""
     search = (str(Path.cwd()), str(REPOSITORY), *(envvars.get("PYTHONPATH") or "").split(":"))
     own = {**profile.environment, "PYTHONPATH": ":".join(dict.fromkeys(filter(None, search)))}
     if profile.interfaces.socket:
@@ -77,11 +77,11 @@ def own_variables(profile: Profile) -> dict[str, str]:
     return own
 
 
-# ---- what srun says of a step that has failed ------------------------------------------------------------------------
+# ---- errors of srun for a failed step --------------------------------------------------------------------------------
 
 
 def failed_nodes(text: str) -> tuple[str, ...]:
-    """Nodes that are at fault, in the order in which they are named; () where none is."""
+    """Nodes at fault, in the order of the text; () if there are none."""
     for pattern in (LOST, EXITED):
         found = [node for match in pattern.finditer(text) for hosts in match.groups() if hosts
                  for node in _expanded(hosts)]
@@ -91,7 +91,7 @@ def failed_nodes(text: str) -> tuple[str, ...]:
 
 
 def refused(text: str) -> bool:
-    """Whether Slurm would refuse this step again: it was asked for wrongly."""
+    """Whether the step was requested wrongly, so that Slurm would refuse it again."""
     return bool(USERS & names(explain("srun", 1, text)))
 
 

@@ -1,4 +1,4 @@
-"""From a configuration to a submitted job: plan, check the margin, render, ask Slurm what it thinks, submit."""
+"""From a configuration to a submitted job: plans, checks the margin, renders, lets Slurm test the script, submits."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from launch.slurm.render import Flags, Places, render
 
 Say = Callable[[str], None]
 TIME = re.compile(r"(?:(?P<days>\d{1,6})-)?(?P<rest>\d{1,8}(?::\d{1,8}){0,2})?", re.ASCII)
-"""What sbatch takes for --time: minutes, minutes:seconds, hours:minutes:seconds, days-[hours[:minutes[:seconds]]];
-numbers need no leading zeros. Zero is no limit."""
+"""Formats of sbatch --time: minutes, minutes:seconds, hours:minutes:seconds, days-[hours[:minutes[:seconds]]]. Numbers
+need no leading zeros. Zero means no limit."""
 NO_LIMIT = ("unlimited", "infinite", "-1")
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A job that could be submitted."""
+    """A job that is ready to submit."""
 
     prepared: OnCluster
     profile: Profile
     script: str
     margin: str
-    """What the stop margin is made of."""
+    """The parts of the stop margin."""
     folder: Path
-    """Where the script and the job's output go: `<run.dir>/<run.name>/slurm`."""
+    """Folder of the script and the job's output: `<run.dir>/<run.name>/slurm`."""
 
 
 def compose(config: str, words: Sequence[str], flags: Flags, *, profile: str | None = None,
             spares: int | None = None) -> Submission:
-    """Plan a configuration and render its batch script. Asks nothing of Slurm and writes nothing.
+    """Plan a configuration and render its batch script. Does not query Slurm and writes nothing.
 
     Raises:
-        UserError: the configuration, the plan, the profile or the margin is wrong.
+        UserError: the configuration, the plan, the profile or the margin is invalid.
     """
     words = [*words, *([f"run.profile={profile}"] if profile is not None else []),
              *([f"placement.spare_nodes={spares}"] if spares is not None else [])]
@@ -64,7 +64,7 @@ def compose(config: str, words: Sequence[str], flags: Flags, *, profile: str | N
 
 
 def submit(job: Submission, say: Say, slurm: Slurm | None = None) -> str:
-    """Write the script, make the folder of its output, let Slurm test it, submit it. Returns the job's id.
+    """Write the script, create the folder of its output, let Slurm test it, submit it. Returns the job's id.
 
     Raises:
         UserError: the folder cannot be written.
@@ -72,8 +72,8 @@ def submit(job: Submission, say: Say, slurm: Slurm | None = None) -> str:
     """
     slurm = slurm or Slurm()
     if slurm.dropped:
-        say(f"left out of the submission's environment: {', '.join(slurm.dropped)} (they would change what is asked "
-            "for)")
+        say(f"removed from the submission's environment: {', '.join(slurm.dropped)} (they would change the "
+            "request)")
     script = _written(job)
     say(_estimated(slurm.test_only(script)))
     job_id = slurm.submit(script)
@@ -82,7 +82,7 @@ def submit(job: Submission, say: Say, slurm: Slurm | None = None) -> str:
 
 
 def make_folder(job: Submission) -> None:
-    """Make the folder of the job's output: where it is missing, Slurm fails the job without a word."""
+    """Create the folder of the job's output. Without it, Slurm fails the job silently."""
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -90,7 +90,7 @@ def make_folder(job: Submission) -> None:
 
 
 def _written(job: Submission) -> Path:
-    """The script, in a file of its own: the job may be submitted again from it."""
+    """Write the script to a separate file, from which the job may be submitted again."""
     script = job.folder / f"{job.prepared.plan.fingerprint()}.sbatch"
     make_folder(job)
     try:
@@ -102,7 +102,7 @@ def _written(job: Submission) -> Path:
 
 def _unwritable(error: OSError, path: Path) -> UserError:
     return UserError(f"cannot write {error.filename or path}: {error.strerror}", where="run.dir, run.name",
-                     fix="choose a run.dir that you may write, on a file system that all nodes share")
+                     fix="set run.dir to a writable folder on a file system that all nodes share")
 
 
 def _estimated(estimate: Estimate) -> str:
@@ -114,24 +114,24 @@ def _estimated(estimate: Estimate) -> str:
 
 
 def _check_time(time: str, limit: int | None, margin_s: int) -> None:
-    """The margin must leave time to work."""
+    """Check that the margin leaves time to work."""
     if limit is not None and limit <= margin_s:
-        raise UserError(f"--time {time} is {limit} s, and the job is told to stop {margin_s} s before the end: it "
-                        "would stop at once", where="--time", fix="give more time")
+        raise UserError(f"--time {time} is {limit} s, but the job stops {margin_s} s before the end, so it would stop "
+                        "at once", where="--time", fix="give more time")
 
 
 def seconds(time: str) -> int | None:
-    """Seconds of a time limit as sbatch takes it (it rounds them up to minutes); None without one.
+    """Seconds of a time limit in sbatch's format (sbatch rounds up to minutes); None for no limit.
 
     Raises:
-        UserError: sbatch would not take it.
+        UserError: sbatch would not accept it.
     """
     if time.lower() in NO_LIMIT:
         return None
     match = TIME.fullmatch(time)
     if not time or match is None:
-        raise UserError(f"--time {time} is no time of Slurm's", where="--time",
-                        fix="write minutes (90), hours:minutes:seconds (12:00:00) or days-hours (2-0)")
+        raise UserError(f"--time {time} is not a Slurm time", where="--time",
+                        fix="use minutes (90), hours:minutes:seconds (12:00:00) or days-hours (2-0)")
     parts = [int(part) for part in (match["rest"] or "0").split(":")]
     if match["days"] is not None:
         hours, minutes, secs = (parts + [0, 0])[:3]
@@ -143,6 +143,6 @@ def seconds(time: str) -> int | None:
 
 
 def _pattern(folder: Path) -> str:
-    """sbatch's file pattern: `%` is its escape, and blanks end an option."""
+    """sbatch's file pattern. `%` is its escape character, and spaces end an option."""
     text = str(folder).replace("%", "%%")
     return f'"{text}/%j.log"' if re.search(r"\s", text) else f"{text}/%j.log"

@@ -1,13 +1,12 @@
-"""`megatron-rl launch --sweep`: seeds, learning rates or plans as one array of jobs, submitted and followed by
-submitit.
+"""`megatron-rl launch --sweep`: submits seeds, learning rates or plans as job arrays and follows them, with submitit.
 
-submitit does here what it is good at: one array, a future and a log for each of its jobs. A single job does not go
-through it (`launch.slurm.submit` does that): submitit requeues by the signal that it gets and by its own counter,
-while a run decides by its outcome, its progress and the health of its nodes. Therefore a point of a sweep is never
-requeued either (run.max_attempts=1): the same sweep, submitted again, goes on from the checkpoints of what was stopped.
+submitit provides a job array, with a future and a log for each job. A single job does not use it
+(`launch.slurm.submit`): submitit requeues by the signal it receives and its own counter, but a run decides by its
+outcome, its progress and the health of its nodes. For the same reason, a point of a sweep is never requeued
+(run.max_attempts=1). The same sweep, submitted again, resumes stopped points from their checkpoints.
 
-submitit's function runs in the batch shell, without its srun: the leader of a job makes its own step, on all nodes.
-What crosses the disk as a pickle is the task's words; results are read from outcome.json.
+submitit's function runs in the batch shell, without its srun: the leader of a job starts its own step on all nodes.
+Only the task's arguments are passed through a pickle on disk; results are read from outcome.json.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ Say = Callable[[str], None]
 LOOK_EVERY_S = 2.0
 ASK_EVERY_S = 30.0
 LATE_S = 90.0
-"""How long after a job's end its outcome may become visible here: file systems show what other machines write late."""
+"""Seconds after a job's end in which its outcome may become visible: file systems show remote writes late."""
 LOCAL_MARGIN = 0.25
-"""Share of a short time limit that a run on one node gets for its last step and checkpoint; at most 10 minutes."""
+"""Share of a short time limit reserved for the last step and checkpoint of a run on one node; at most 10 minutes."""
 NO_SIGNAL = "B:CONT@60"
-"""submitit asks for USR2 to the job's steps, which ends every process without a handler. CONT does nothing."""
+"""submitit requests USR2 to the job's steps, which would end every process without a handler. CONT has no effect."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What one job of the array asks for; points of one shape make one array."""
+    """Resources of one job. Points with the same shape form one array."""
 
     nodes: int
     gpus_per_node: int
@@ -69,9 +68,9 @@ class SubmittedPoint:
     job: Any
     """submitit's future, `submitit.Job`."""
     before: int
-    """The run's newest attempt when the point was submitted: what comes after is the point's."""
+    """The run's newest attempt when the point was submitted. Later attempts belong to the point."""
     ended: str = ""
-    """Why it ended without an outcome; "" while it waits or runs, or where it has one."""
+    """Why it ended without an outcome; "" while it waits or runs, or if it has an outcome."""
 
     @property
     def job_id(self) -> str:
@@ -89,7 +88,7 @@ class SubmittedPoint:
 def run_sweep(config: str, words: Sequence[str], flags: Flags, say: Say, *, device: str = "auto",
               profile: str | None = None, spares: int | None = None, wait: bool = False,
               dry_run: bool = False) -> tuple[str, ExitCode]:
-    """Plan, submit and, if asked, follow a sweep: its table, and the worst exit code of what it waited for."""
+    """Plan, submit and optionally follow a sweep. Returns its table, and the worst exit code if it waited."""
     slurm = Slurm()
     gpus_there = device == "auto" and any(
         node.gpus for node in slurm.nodes() if flags.partition is None or flags.partition in node.partitions)
@@ -104,7 +103,7 @@ def run_sweep(config: str, words: Sequence[str], flags: Flags, say: Say, *, devi
 
 
 def sweep_folder(planned: Sequence[tuple[Point, SweepTask, Shape]]) -> Path:
-    """`<run.dir>/sweeps/<run.name>-<n>`: a new one each time."""
+    """`<run.dir>/sweeps/<run.name>-<n>`: a new folder each time."""
     first, task, _ = planned[0]
     parent, number = Path(task.run_folder).parent / "sweeps", 1
     while (parent / f"{first.base}-{number}").exists():
@@ -114,7 +113,7 @@ def sweep_folder(planned: Sequence[tuple[Point, SweepTask, Shape]]) -> Path:
 
 def plan_sweep(config: str, words: Sequence[str], flags: Flags, *, device: str = "auto", profile: str | None = None,
                spares: int | None = None, gpus_there: bool = False) -> list[tuple[Point, SweepTask, Shape]]:
-    """Every point with what it runs and asks for. Each is read, checked and, for a cluster, planned.
+    """Every point with its task and shape. Each is read, checked and, for a cluster, planned.
 
     Args:
         gpus_there: whether the nodes have GPUs, for `device` auto.
@@ -145,10 +144,10 @@ def plan_sweep(config: str, words: Sequence[str], flags: Flags, *, device: str =
 
 def submit_sweep(planned: Sequence[tuple[Point, SweepTask, Shape]], flags: Flags, folder: Path,
                  say: Say) -> list[SubmittedPoint]:
-    """Submit the points: one array for each shape. The folder keeps submitit's scripts, logs and pickles.
+    """Submit the points, with one array for each shape. The folder keeps submitit's scripts, logs and pickles.
 
     Raises:
-        UserError: submitit is not installed, or two points write one run.
+        UserError: submitit is not installed, or two points write to one run.
         SlurmError: Slurm refuses.
     """
     submitit = _submitit()
@@ -188,9 +187,9 @@ def parameters(shape: Shape, flags: Flags, name: str) -> dict[str, object]:
 
 
 def wait_for(submitted: Sequence[SubmittedPoint], say: Say, slurm: Slurm | None = None) -> None:
-    """Wait until every point has ended: it has an outcome, or it has none though its job ended a while ago. That a job
-    has ended, the queue tells, and submitit's future (it asks sacct) where this Slurm keeps accounts: sooner, but not
-    of a job that the accounting never heard of."""
+    """Wait until every point has ended: it has an outcome, or its job ended a while ago without one. The queue shows
+    whether a job has ended. With accounting, submitit's future (which asks sacct) shows it sooner, except for a job
+    that the accounting does not know."""
     slurm = slurm or Slurm()
     accounts = _keeps_accounts(slurm, submitted[0].job_id)
     queue, said = _Queue(slurm, say), set()
@@ -210,11 +209,11 @@ def wait_for(submitted: Sequence[SubmittedPoint], say: Say, slurm: Slurm | None 
                 say(line_of(one))
         if all(one.over for one in submitted):
             return
-        time.sleep(LOOK_EVERY_S)  # between two looks at files that others write
+        time.sleep(LOOK_EVERY_S)  # between two reads of files that other processes write
 
 
 class _Queue:
-    """Which jobs wait or run, asked seldom. While Slurm does not answer, all that did the last time."""
+    """Jobs that wait or run, queried rarely. While Slurm does not answer, the last answer is used."""
 
     def __init__(self, slurm: Slurm, say: Say) -> None:
         self._slurm, self._say = slurm, say
@@ -228,13 +227,13 @@ class _Queue:
                 self._jobs, self._silent = {job.job_id for job in self._slurm.queue()}, False
             except SlurmError as error:
                 if not self._silent:
-                    self._say(f"{error.what}: asked again every {ASK_EVERY_S:g} s")
+                    self._say(f"{error.what}: trying again every {ASK_EVERY_S:g} s")
                 self._silent = True
         return self._jobs is None or _queued(job_id, self._jobs)
 
 
 def table(submitted: Sequence[SubmittedPoint]) -> str:
-    """One line a point: job, run, how it is."""
+    """One line per point: job, run, state."""
     width = max(len(one.point.name) for one in submitted)
     lines = [f"{one.job_id:<12} {one.point.name:<{width}}  {state_of(one)}" for one in submitted]
     return "\n".join(line[:100] for line in lines)
@@ -254,7 +253,7 @@ def state_of(one: SubmittedPoint) -> str:
 
 
 def exit_code(submitted: Sequence[SubmittedPoint]) -> ExitCode:
-    """The worst of all."""
+    """The worst exit code of all points."""
     codes = [outcome.exit_code if (outcome := one.outcome) else ExitCode.CRASH for one in submitted]
     return max(codes, key=int)
 
@@ -264,7 +263,7 @@ def _call(task: SweepTask) -> dict[str, object]:
 
 
 def _one_node(config: ResolvedConfig, on_gpu: bool) -> Shape:
-    """Processes of a run on one machine: a GPU each, or its threads."""
+    """Shape of a run on one machine: one GPU per process, or its threads."""
     trainer, rollout = config.trainer, config.rollout
     ranks, engines = trainer.tp * trainer.pp * trainer.cp * trainer.dp, rollout.replicas * rollout.tp
     if on_gpu:
@@ -279,7 +278,7 @@ def _record(folder: Path, submitted: Sequence[SubmittedPoint]) -> None:
 
 
 def _queued(job_id: str, waiting: set[str]) -> bool:
-    """squeue prints tasks of an array that wait as `7_[0-3]`, running ones as `7_2`."""
+    """squeue prints waiting tasks of an array as `7_[0-3]`, and running ones as `7_2`."""
     array = job_id.partition("_")[0]
     return job_id in waiting or any(each.startswith(f"{array}_[") for each in waiting)
 
@@ -288,7 +287,7 @@ def _keeps_accounts(slurm: Slurm, job_id: str) -> bool:
     try:
         slurm.account(job_id)
     except SlurmError as error:
-        return "holds no job" in error.what         # it answers; the job is too new
+        return "holds no job" in error.what         # sacct works, but the job is too new
     return True
 
 
@@ -303,14 +302,14 @@ def _submitit():
 
 @contextmanager
 def _clean_environment() -> Iterator[None]:
-    """submitit runs sbatch in this process's environment, where a variable such as SBATCH_TIMELIMIT would win."""
+    """Remove Slurm's variables: submitit runs sbatch in this process's environment, and SBATCH_TIMELIMIT would win."""
     with envvars.without(client.scrubbed(envvars.inherited())[1]):
         yield
 
 
 @contextmanager
 def _refusals(submitit) -> Iterator[None]:
-    """What Slurm says, in place of a traceback."""
+    """Turn Slurm's errors into messages instead of a traceback."""
     try:
         yield
     except submitit.core.utils.FailedJobError as error:
@@ -319,5 +318,5 @@ def _refusals(submitit) -> Iterator[None]:
     except RuntimeError as error:
         if "srun" not in str(error):
             raise
-        raise SlurmError(str(error), where="--sweep", fix="run this on a machine of a Slurm cluster") from error
+        raise SlurmError(str(error), where="--sweep", fix="run this on a machine in a Slurm cluster") from error
 

@@ -1,4 +1,4 @@
-"""The points of a sweep: every combination of the override words that name several values. Pure."""
+"""The points of a sweep: every combination of the overrides that list several values. Pure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Point:
     """One run of a sweep."""
 
     name: str
-    """Of its run: `tiny-seed0-lr1e-5`."""
+    """Name of its run: `tiny-seed0-lr1e-5`."""
     words: tuple[str, ...]
-    """Its overrides, the fixed ones first."""
+    """Its overrides, fixed ones first."""
     values: dict[str, str]
-    """Key -> value, of what is swept."""
+    """Key -> value of the swept keys."""
     base: str
-    """Name of the run that is varied: `tiny`."""
+    """Name of the base run: `tiny`."""
 
 
 def points(words: Sequence[str], run_name: str) -> list[Point]:
@@ -33,7 +33,7 @@ def points(words: Sequence[str], run_name: str) -> list[Point]:
     A comma inside brackets, braces or quotes belongs to the value.
 
     Raises:
-        UserError: no word names several values, one names a value twice, or there are too many points.
+        UserError: no override lists several values, one lists a value twice, or there are too many points.
     """
     fixed, swept = [], {}
     for word in words:
@@ -43,14 +43,14 @@ def points(words: Sequence[str], run_name: str) -> list[Point]:
             fixed.append(word)
             continue
         if "" in values or len(set(values)) < len(values):
-            raise UserError(f"{word} names an empty value or one twice", where=f"override {word!r}",
+            raise UserError(f"{word} has an empty or repeated value", where=f"override {word!r}",
                             fix="give each value once, as in run.seed=0,1,2")
         if key in swept:
             raise UserError(f"{key} is swept twice", where=f"override {word!r}",
-                            fix="put all its values into one word")
+                            fix="put all its values into one override")
         swept[key] = values
     if not swept:
-        raise UserError("nothing is swept: no override names several values", where="--sweep",
+        raise UserError("nothing is swept: no override lists several values", where="--sweep",
                         fix="separate values by commas, as in run.seed=0,1 trainer.optimizer.lr=1e-5,2e-5")
     count = 1
     for values in swept.values():
@@ -69,13 +69,13 @@ def points(words: Sequence[str], run_name: str) -> list[Point]:
     names = [point.name for point in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise UserError(f"two points of the sweep would be the run {twice}", where="--sweep",
-                        fix="sweep values that differ in letters and digits, or sweep run.name with them")
+        raise UserError(f"two points of the sweep would use the run {twice}", where="--sweep",
+                        fix="sweep values that differ in letters or digits, or also sweep run.name")
     return found
 
 
 def split(text: str) -> list[str]:
-    """The parts between commas that stand outside brackets and quotes."""
+    """The parts between commas that are outside brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:

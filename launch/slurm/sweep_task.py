@@ -1,6 +1,6 @@
-"""What submitit runs for one point of a sweep: the launcher, in the job's batch shell.
+"""The task that submitit runs for one point of a sweep: the launcher, in the job's batch shell.
 
-Imported on the node under this name; holds words and numbers only.
+The node imports it under this name. It contains only strings and numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOOK_EVERY_S = 1.0
 
 
 class PointFailed(RuntimeError):
-    """A run of the sweep ended badly; submitit marks its job as failed."""
+    """A run of the sweep failed. submitit marks its job as failed."""
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,18 @@ class SweepTask:
     run_folder: str
     """`<run.dir>/<run.name>`, absolute."""
     words: tuple[str, ...]
-    """After `python -m launch`: `launch CONFIG ... --on local`, or `job CONFIG ...` on several nodes."""
+    """Arguments of `python -m launch`: `launch CONFIG ... --on local`, or `job CONFIG ...` on several nodes."""
     log: str
-    """Where the launcher's output goes."""
+    """File for the launcher's output."""
     stop_after_s: float | None = None
-    """Ask the run to stop with a checkpoint after so long: a run on one machine knows no time limit. None: the job's
-    leader reads it from Slurm."""
+    """Seconds after which the run is asked to stop with a checkpoint, because a run on one machine does not know the
+    time limit. None: the job's leader reads the limit from Slurm."""
 
     def __call__(self) -> dict[str, object]:
-        """What the run's outcome says.
+        """Run the point and return a summary of its outcome.
 
         Raises:
-            PointFailed: it did not finish, and was not stopped.
+            PointFailed: the run neither finished nor was stopped.
         """
         before, started = attempts_before(Path(self.run_folder)), time.monotonic()
         command = [sys.executable, "-m", "launch", *self.words]
@@ -52,7 +52,7 @@ class SweepTask:
         return self._judged(before, child.returncode)
 
     def _stop(self, before: int) -> bool:
-        """Whether there is an attempt to stop."""
+        """Ask the newest attempt to stop. Returns False if there is none yet."""
         attempts = attempts_after(Path(self.run_folder), before)
         if attempts:
             ask_to_stop(attempts[-1], "time-limit")
@@ -61,16 +61,15 @@ class SweepTask:
     def _judged(self, before: int, status: int | None) -> dict[str, object]:
         outcome = outcome_after(Path(self.run_folder), before)
         if outcome is None:
-            raise PointFailed(f"the launcher ended with status {status} and made no outcome; its output: {self.log}")
+            raise PointFailed(f"the launcher ended with status {status} without an outcome; its output: {self.log}")
         if outcome.status not in ("finished", "stopped"):
             raise PointFailed(f"{outcome.status}: {outcome.message}; its output: {self.log}")
         return {"status": outcome.status, "step": outcome.step, "run": self.run_folder}
 
 
 def attempts_before(run_folder: Path) -> int:
-    """The number of the newest attempt there is; 0 without any. Attempts are told apart by number, not by time: the
-    same sweep may be submitted again in the second in which its last attempt ended, and file systems have clocks of
-    their own."""
+    """The number of the newest attempt; 0 if there is none. Attempts are compared by number, not by time: the same
+    sweep may be submitted again within a second of its last attempt's end, and file systems have their own clocks."""
     attempts = attempts_of(run_folder)
     return int(attempts[-1].name) if attempts else 0
 

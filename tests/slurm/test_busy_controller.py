@@ -54,14 +54,14 @@ def test_a_question_is_asked_again_until_the_controller_answers(slurm: SlurmClus
     job, said = hurried.submit(script), []
     with busy(slurm):
         assert hurried.patient(said.append, patience_s=60, pause_s=0.5).show_job(job).name == "mine"
-    assert said and "asked again in 0.5 s" in said[0] and len(hurried.calls) == len(said) + 2, "all are counted"
+    assert said and "trying again in 0.5 s" in said[0] and len(hurried.calls) == len(said) + 2, "all are counted"
 
 
 def test_who_is_not_patient_is_told_that_nobody_knows(slurm: SlurmCluster, hurried, script):
     with busy(slurm, 3.0), pytest.raises(SlurmError) as error:
         hurried.submit(script)
     assert error.value.answer == "none" and "no answer" in names(error.value)
-    assert "may have been taken all the same" in error.value.fix and "nothing was submitted" not in error.value.fix
+    assert "may have accepted a submission" in error.value.fix and "nothing was submitted" not in error.value.fix
 
 
 def test_a_submission_whose_answer_was_lost_is_not_made_twice(slurm: SlurmCluster, hurried, script):

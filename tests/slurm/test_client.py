@@ -204,12 +204,12 @@ def test_facts_of_a_job(slurm: SlurmCluster, tmp_path):
 
 def test_facts_outside_a_job(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    with pytest.raises(UserError, match="not a job of Slurm's"):
+    with pytest.raises(UserError, match="not a Slurm job"):
         job_facts.read(Slurm({}))
 
 
 def test_a_node_list_that_contradicts_the_number_of_nodes(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "h100-[001-003]")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "4")
-    with pytest.raises(UserError, match="names 3 nodes, and the job has 4"):
+    with pytest.raises(UserError, match="names 3 nodes, but the job has 4"):
         job_facts.combine(job_records(RUNNING)[0])

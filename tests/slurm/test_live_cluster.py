@@ -50,8 +50,8 @@ def test_a_cluster_file_adds_the_network():
 
 
 @pytest.mark.parametrize(("gres", "words"), [
-    ("gpu:h200:8", "gpus.kind is H200-SXM-141GB in Slurm and H100-SXM-80GB in the file"),
-    ("gpu:h100:4", "gpus.per_node is 4 in Slurm and 8 in the file")])
+    ("gpu:h200:8", "gpus.kind is H200-SXM-141GB in Slurm but H100-SXM-80GB in the file"),
+    ("gpu:h100:4", "gpus.per_node is 4 in Slurm but 8 in the file")])
 def test_slurm_and_the_file_disagree(gres, words):
     with pytest.raises(UserError, match=words) as error:
         assemble(survey(nodes(line(gres=gres))), (), base=parse_cluster(FILE, "c.yaml"), base_file="c.yaml")

@@ -219,9 +219,9 @@ def test_modules_are_loaded_where_a_batch_shell_has_no_such_command(prepared, ch
     loads = f"modules: [cuda/12.9]\nmodules_init: {init}"
     done = run_script(rendered(prepared, profile=parse_profile(loads, "p")), tmp_path, SLURM_SUBMIT_DIR=str(checkout))
     assert done.returncode == 0, done.stderr
-    for text, said in (("modules: [cuda/12.9]", "no command named module here? set modules_init"),
+    for text, said in (("modules: [cuda/12.9]", "without a command named module, set modules_init"),
                        (f"{loads}.absent", "modules_init of the site profile cannot be read"),
-                       (loads.replace("12.9]", "13]"), "these modules of the site profile cannot be loaded")):
+                       (loads.replace("12.9]", "13]"), "the modules of the site profile cannot be loaded")):
         done = run_script(rendered(prepared, profile=parse_profile(text, "p")), tmp_path,
                           SLURM_SUBMIT_DIR=str(checkout))
         assert done.returncode == 2 and said in done.stderr and done.stdout == ""

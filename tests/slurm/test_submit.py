@@ -65,7 +65,7 @@ def test_the_job_is_what_was_printed(slurm: SlurmCluster, held, tmp_path):
     assert (job.time_limit, job.node_count, job.name) == ("02:00:00", 2, "grpo-7b") and job.requeue
     assert job.excluded == ("h100-001", "h100-002")
     assert f"({plan_hash_of(job.comment)})" in done.stderr.splitlines()[0]          # of the plan that was printed
-    assert re.search(r"left out of the submission's environment: .*SBATCH_TIMELIMIT, SLURM_JOB_ID", done.stderr)
+    assert re.search(r"removed from the submission's environment: .*SBATCH_TIMELIMIT, SLURM_JOB_ID", done.stderr)
     assert "Slurm expects it to start at" in done.stderr or "Slurm says" in done.stderr
     script, log = Path(job.command), Path(job.stdout)
     assert stat.S_IMODE(script.stat().st_mode) == 0o700 and script.parent == log.parent == runs / "grpo-7b/slurm"
@@ -99,7 +99,7 @@ def test_without_a_controller(slurm: SlurmCluster, tmp_path):
 
 @pytest.mark.parametrize("words, what", [
     (["run.stop_margin_s=61"], "run.stop_margin_s = 61 is too short: a stop needs"),
-    (["--time", "1"], "--time 1 is 60 s, and the job is told to stop"), (["--time", "soon"], "is no time of Slurm's"),
+    (["--time", "1"], "--time 1 is 60 s, but the job stops"), (["--time", "soon"], "is not a Slurm time"),
     (["cluster=local"], "Slurm's nodes are others"), (["run.rehearse=false"], "algorithm.asynchronous = true"),
     (["--profile", "nope.yaml"], "no site profile nope.yaml")])
 def test_what_is_refused_before_slurm_is_asked(slurm: SlurmCluster, tmp_path, words, what):
@@ -164,7 +164,7 @@ def test_time_limits_as_a_real_slurm_takes_them(slurm: SlurmCluster, tmp_path):
     for text in sorted(texts | {"unlimited", "Infinite", "-1", "soon", "1h", "1.5", " 5", "+5", "\u0663", "1:00:00"}):
         done = slurm.run("sbatch", "--parsable", f"--time={text}", str(script), check=False, cwd=tmp_path)
         if done.returncode:
-            with pytest.raises(UserError, match="is no time of Slurm's"):
+            with pytest.raises(UserError, match="is not a Slurm time"):
                 seconds(text)
         else:
             ours, said = seconds(text), slurm.job(int(done.stdout))["TimeLimit"]

@@ -45,10 +45,10 @@ class TestPoints:
         assert [point.name for point in points(["run.name=a,b"], "tiny")] == ["a", "b"]
 
     @pytest.mark.parametrize("words, message", [
-        (["run.seed=0"], "nothing is swept"), (["run.seed=0,0"], "one twice"), (["run.seed=0,,1"], "an empty value"),
+        (["run.seed=0"], "nothing is swept"), (["run.seed=0,0"], "repeated value"), (["run.seed=0,,1"], "an empty or"),
         (["run.seed=0,1", "run.seed=2,3"], "swept twice"),
         (["run.seed=" + ",".join(map(str, range(300)))], "300 points"),
-        (["model.path=a/b,a-b"], "two points of the sweep would be the run tiny-patha-b")])
+        (["model.path=a/b,a-b"], "two points of the sweep would use the run tiny-patha-b")])
     def test_refused(self, words, message):
         with pytest.raises(UserError, match=message):
             points(words, "tiny")
@@ -147,7 +147,7 @@ def test_a_controller_that_does_not_answer_has_not_ended_a_job(tmp_path, monkeyp
     late = threading.Timer(1.2, follow.ends, [1])
     late.start()
     assert follow.wait() == ["finished after step 3"] * 2
-    assert [line for line in follow.said if "is away" in line] == ["slurmctld is away: asked again every 0.05 s"]
+    assert [line for line in follow.said if "is away" in line] == ["slurmctld is away: trying again every 0.05 s"]
     late.join()
 
 
