@@ -1,5 +1,5 @@
-"""`attempts.jsonl`: one line for each attempt of a run, in the run's folder. The next attempt reads it before anything
-else, and adds a line for one that died without a word: Slurm restarts a job whose node failed, and its leader is gone.
+"""`attempts.jsonl`: one line for each attempt of a run, in the run's folder. The next attempt reads it first, and adds
+a line for an attempt that died silently: when a node fails, Slurm restarts the job, and the old leader is dead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILE = "attempts.jsonl"
 
 
 class PastAttempt(BaseModel):
-    """A line."""
+    """One line of the file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -31,47 +31,47 @@ class PastAttempt(BaseModel):
     job_id: str
     status: Status
     step_before: int
-    """Most steps that any earlier attempt had completed."""
+    """Maximum number of steps that any earlier attempt had completed."""
     step: int
-    """Steps completed when it ended."""
+    """Steps completed when the attempt ended."""
     message: str = ""
     component: str | None = None
     nodes: tuple[str, ...] = ()
     """Nodes at fault."""
     stop_reason: Reason | None = None
     decision: Literal["done", "requeue", "fresh", "stop"] | None = None
-    """What followed; None for one that died: Slurm decided."""
+    """What followed; None if the attempt died, because Slurm then decided."""
     why: str = ""
     exit_code: int | None = None
     excluded: tuple[str, ...] = ()
-    """Nodes that the fresh job does without."""
+    """Nodes that the new job excludes."""
     successor: str | None = None
-    """The fresh job that was submitted."""
+    """The new job that was submitted."""
     at: float
     """When the line was written."""
 
     @property
     def progress(self) -> bool:
-        """It completed more steps than any attempt before it."""
+        """Whether it completed more steps than every attempt before it."""
         return self.step > self.step_before
 
 
 def read_history(run_folder: Path) -> list[PastAttempt]:
-    """All lines, oldest attempt first; of two lines for one attempt the later counts."""
+    """All lines, oldest attempt first. A later line for the same attempt replaces an earlier one."""
     path = run_folder / FILE
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     found = {}
     for line in lines:
         try:
             past = PastAttempt.model_validate_json(line)
-        except ValueError:      # the last line of a leader that died while it wrote
+        except ValueError:      # the leader died while it wrote its last line
             continue
         found[past.attempt] = past
     return [found[number] for number in sorted(found)]
 
 
 def append(run_folder: Path, past: PastAttempt) -> None:
-    """Add a line, durably: what follows may be the end of this process."""
+    """Add a line and sync it, because this process may end next."""
     with (run_folder / FILE).open("a", encoding="utf-8") as file:
         file.write(past.model_dump_json() + "\n")
         file.flush()
@@ -79,20 +79,20 @@ def append(run_folder: Path, past: PastAttempt) -> None:
 
 
 def record_of(attempt: Attempt, job_id: str, outcome: Outcome, before: Sequence[PastAttempt]) -> PastAttempt:
-    """The line of an attempt that has ended, without what follows from it."""
+    """The line of an attempt that has ended, without the decision on what follows."""
     return PastAttempt(attempt=attempt.number, job_id=job_id, status=outcome.status, step_before=best_step(before),
                        step=outcome.step, message=outcome.message, component=outcome.component, nodes=outcome.nodes,
                        stop_reason=_reason(attempt, outcome), at=time.time())
 
 
 def _reason(attempt: Attempt, outcome: Outcome) -> Reason | None:
-    """Why it was asked to stop, where that is how it ended: in order, or by Slurm before it could."""
+    """Why a stop was requested, if the attempt was stopped, or Slurm ended it before it could stop."""
     return stop_reason(attempt.folder) if outcome.status in ("stopped", "interrupted") else None
 
 
 def chain(history: Sequence[PastAttempt], job_id: str) -> list[PastAttempt]:
-    """The attempts that led to `job_id` without a person in between: its own requeues, and the jobs that submitted it.
-    Caps count these: whoever submits a run anew has looked at it."""
+    """The attempts that led to `job_id` without user action: its own requeues, and the jobs that submitted it. The caps
+    count only these, because a user who submits the run again has looked at it."""
     ours, found = {job_id}, []
     for past in reversed(history):
         if past.job_id not in ours and past.successor not in ours:
@@ -103,15 +103,15 @@ def chain(history: Sequence[PastAttempt], job_id: str) -> list[PastAttempt]:
 
 
 def best_step(history: Sequence[PastAttempt]) -> int:
-    """Most steps completed by any of them."""
+    """Maximum number of steps completed by any of these attempts."""
     return max((past.step for past in history), default=0)
 
 
 def close_open_attempts(run_folder: Path) -> tuple[list[PastAttempt], list[PastAttempt]]:
-    """Add a line for every attempt that has none: its leader died before it could. Call it with the run's lock held.
+    """Add a line for every attempt without one, whose leader died before writing it. Requires the run's lock.
 
     Returns:
-        (the whole history, those that were added).
+        (the whole history, the added lines).
     """
     history, added = read_history(run_folder), []
     known = {past.attempt for past in history}
@@ -128,13 +128,13 @@ def close_open_attempts(run_folder: Path) -> tuple[list[PastAttempt], list[PastA
 
 
 def _outcome_of(attempt: Attempt) -> Outcome:
-    """What the attempt wrote itself, or else `died`, with the nodes that went before the others."""
+    """The outcome that the attempt wrote, or else `died`, with the nodes that fell silent before the others."""
     written = read_outcome(attempt.folder)
     if written is not None:
         return written
     nodes = tuple(node_files.vanished(attempt))
     who = f"{', '.join(nodes)} fell silent first" if nodes else "no node fell silent before the others"
     outcome = Outcome(status="died", step=steps_done(read_progress(attempt.folder)), nodes=nodes,
-                      message=f"the job ended without a word: {who}")
+                      message=f"the job ended without an outcome: {who}")
     write_outcome(attempt.folder, outcome)
     return outcome

@@ -1,18 +1,18 @@
-"""The run directory: `runs/<name>/attempts/<n>/`, one folder an attempt, nothing of an earlier one overwritten.
+"""The run directory: `runs/<name>/attempts/<n>/`. Each attempt has its own folder and overwrites no earlier one.
 
     runs/<name>/
         checkpoints/            complete checkpoints, shared by all attempts
         hf/step-<n>/            the trained weights as a Hugging Face folder
-        weights/step-<n>/       the same of versions on the way (weight_sync.disk)
+        weights/step-<n>/       the same for intermediate versions (weight_sync.disk)
         tensorboard/
         latest -> attempts/<n>
         attempts/<n>/
-            config.yaml plan.json placement.json environment.json      what the attempt was started with
-            environment/                                                what each process was, secrets masked
-            progress.json metrics.jsonl samples.jsonl warnings.jsonl    what it is doing
-            trace.json                                                  when it did what (ui.perfetto.dev)
-            components/<node>/ logs/ stacks/ errors/                    one file a process
-            stop outcome.json plan-vs-measured.json                     how it ends
+            config.yaml plan.json placement.json environment.json      inputs of the attempt
+            environment/                                                environment of each process, secrets masked
+            progress.json metrics.jsonl samples.jsonl warnings.jsonl    its progress
+            trace.json                                                  timeline (ui.perfetto.dev)
+            components/<node>/ logs/ stacks/ errors/                    one file per process
+            stop outcome.json plan-vs-measured.json                     its end
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from launch.plan.plan import Placement, Plan, read_plan
 
 FRESH_NAMES = 1000
 HELD = (errno.EWOULDBLOCK, errno.EACCES)
-"""What flock says of a lock that somebody else has; EACCES on NFS."""
+"""Error codes of flock if another process holds the lock; EACCES on NFS."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt of a run: where everything lies, and what it was started with."""
+    """One attempt of a run: its paths and its inputs."""
 
     folder: Path
 
@@ -60,11 +60,11 @@ class Attempt:
 
     @property
     def weights(self) -> Path:
-        """Where versions of the weights lie as Hugging Face folders (`weight_sync.disk`)."""
+        """Folder of the weight versions, each a Hugging Face folder (`weight_sync.disk`)."""
         return self.run_folder / "weights"
 
     def exported(self, step: int) -> Path:
-        """Where the weights after `step` lie as a Hugging Face folder, if they were exported."""
+        """Hugging Face folder of the weights after `step`, if they were exported."""
         return self.run_folder / "hf" / f"step-{step:06d}"
 
     @property
@@ -73,26 +73,26 @@ class Attempt:
 
     @property
     def mark(self) -> str:
-        """Marks every process of this attempt in its environment (`launch.envvars.JOB_MARK`)."""
+        """Value that marks every process of this attempt in its environment (`launch.envvars.JOB_MARK`)."""
         return str(self.folder.resolve())
 
     def config(self) -> ResolvedConfig:
-        """What the attempt runs with: `config.yaml`, which holds what the user wrote, and for what is `auto` there the
-        plan's choices. They travel in `plan.json` alone, next to the ranks and stages that are made from them, so that
-        the two files cannot disagree and `config.yaml` still shows what was asked for. (Attempts of older versions hold
-        all values in `config.yaml`, and no choices in the plan.)
+        """The configuration of the attempt: the user's values in `config.yaml`, with the plan's choices for `auto`. The
+        choices are only in `plan.json`, next to the ranks and stages made from them, so that the two files cannot
+        disagree and `config.yaml` still shows the user's values. (Attempts of older versions have all values in
+        `config.yaml`, and no choices in the plan.)
 
         Raises:
-            UserError: the two do not make a configuration that this version runs.
+            UserError: the two files do not give a configuration that this version runs.
         """
         try:
             return resolve(self.asked(), self.plan().chosen)
         except ValueError as error:
-            raise UserError(f"the attempt {self.folder} is not one of this version: {error}", where=str(self.folder),
-                            fix="begin a new attempt: megatron-rl launch CONFIG") from error
+            raise UserError(f"the attempt {self.folder} does not fit this version: {error}", where=str(self.folder),
+                            fix="start a new attempt: megatron-rl launch CONFIG") from error
 
     def asked(self) -> RunConfig:
-        """The configuration as the user wrote it, overrides and defaults included."""
+        """The configuration as the user wrote it, with overrides and defaults."""
         return RunConfig.model_validate(yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8")))
 
     def plan(self) -> Plan:
@@ -102,7 +102,7 @@ class Attempt:
         return Placement.model_validate_json((self.folder / "placement.json").read_text(encoding="utf-8"))
 
     def write(self, asked: RunConfig, plan: Plan, placement: Placement, environment: dict[str, str]) -> None:
-        """Record what the attempt is started with: see `config`. `environment` is what may be recorded
+        """Record the inputs of the attempt, see `config`. `environment` holds the recordable variables
         (`envvars.recordable`)."""
         write_atomically(self.folder / "config.yaml", yaml.safe_dump(asked.model_dump(mode="json"), sort_keys=False))
         write_atomically(self.folder / "plan.json", plan.model_dump_json(indent=2))
@@ -111,10 +111,10 @@ class Attempt:
 
 
 class RunFolder:
-    """A run's folder, locked while a launcher works in it: two jobs never write one run."""
+    """A run's folder, locked while a launcher uses it, so that two jobs never write to one run."""
 
     def __init__(self, run: Run, *, wait_s: float = 0.0, say: Callable[[str], None] = print) -> None:
-        """`wait_s`: how long to wait for a lock whose holder is gone, or about to go."""
+        """`wait_s`: how long to wait for a lock whose holder is dead or about to exit, in seconds."""
         self.folder, self._wait_s, self._say = Path(run.dir) / run.name, wait_s, say
         self._lock: IO[str] | None = None
 
@@ -124,18 +124,18 @@ class RunFolder:
             lock = self._lock = (self.folder / ".lock").open("w", encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write the run's folder {self.folder.absolute()}: {error.strerror}",
-                            where="run.dir, run.name", fix="choose a run.dir that you may write") from error
+                            where="run.dir, run.name", fix="set run.dir to a writable folder") from error
         try:
             held = wait_for(lambda: [] if _locked(lock) else [f"the lock of {self.folder}"], "to be free",
                             self._wait_s, say=self._say)
         except OSError as error:
             lock.close()
-            raise UserError(f"the file system of {self.folder.absolute()} takes no lock: {error.strerror}",
-                            where="run.dir", fix="use a run.dir on a file system with flock (Lustre: mounted with -o "
+            raise UserError(f"the file system of {self.folder.absolute()} does not support locks: {error.strerror}",
+                            where="run.dir", fix="put run.dir on a file system with flock (Lustre: mounted with -o "
                                                  "flock; NFS: with its lock service)") from error
         if held:
             lock.close()
-            raise UserError(f"another job is working in {self.folder}", where="run.name",
+            raise UserError(f"another job is using {self.folder}", where="run.name",
                             fix="wait for it, stop it with `megatron-rl stop`, or use another run.name")
         return self
 
@@ -144,7 +144,7 @@ class RunFolder:
             self._lock.close()
 
     def new_attempt(self) -> Attempt:
-        """Make the next attempt's folder and point `latest` at it."""
+        """Create the next attempt's folder and point `latest` to it."""
         attempts = self.folder / "attempts"
         attempts.mkdir(exist_ok=True)
         numbers = [int(path.name) for path in attempts.iterdir() if path.name.isdecimal()]
@@ -159,21 +159,21 @@ class RunFolder:
 
 
 def _locked(file: IO[str]) -> bool:
-    """Take the lock; False where somebody else has it."""
+    """Acquire the lock. Returns False if another process holds it."""
     try:
         patiently(lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB))
     except OSError as error:
         if error.errno in HELD:
             return False
-        raise       # ENOSYS, ENOLCK, EOPNOTSUPP: nobody will ever have it
+        raise       # ENOSYS, ENOLCK, EOPNOTSUPP: locking never works here
     return True
 
 
 def fresh_name(run: Run) -> str:
-    """`run.name` if no such run exists yet, else the first free of name-2, name-3, ..."""
+    """`run.name` if no such run exists, else the first free name of name-2, name-3, ..."""
     for suffix in ["", *(f"-{number}" for number in range(2, FRESH_NAMES))]:
         if not (Path(run.dir) / (run.name + suffix)).exists():
             return run.name + suffix
-    raise UserError(f"{run.dir} holds {FRESH_NAMES} runs named {run.name}", where="run.name", fix="choose another name")
+    raise UserError(f"{run.dir} has {FRESH_NAMES} runs named {run.name}", where="run.name", fix="use another name")
 
 

@@ -1,8 +1,8 @@
-"""The processes of an attempt as they describe themselves: who they are, where they log, their first error.
+"""The processes of an attempt as they describe themselves: their identity, their log and their first error.
 
 Each process writes `components/<node>/<name>.json` when it starts and `errors/<name>.json` when it fails. The launcher
-reads these files and never asks Ray: they are there when Ray is not. A pid means something on its own node only, so on
-several nodes each node's supervisor judges its own and tells the others in `nodes/<node>/lost.json`.
+reads these files and does not ask Ray, so that it also works when Ray is down. A pid is valid only on its own node: in
+a job on several nodes, each supervisor judges its own processes and reports losses in `nodes/<node>/lost.json`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from launch.files.waiting import wait_for
 from launch.run.attempts import Attempt
 
 NO_NODE = "-"
-"""Folder of a component that was started outside a job."""
+"""Folder of components started outside a job."""
 
 
 @dataclass(frozen=True)
 class Pid:
-    """A process of this node: its pid, and its creation time, so that a reused pid is not taken for it."""
+    """A process of this node: its pid, and its creation time, which distinguishes it from a reused pid."""
 
     pid: int
     started: float
@@ -36,7 +36,7 @@ class Pid:
         return Pid(process.pid, process.create_time())
 
     def alive(self) -> bool:
-        """Whether this very process still runs (a zombie does not)."""
+        """Whether this process is still running (a zombie is not)."""
         try:
             process = psutil.Process(self.pid)
             return abs(process.create_time() - self.started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
@@ -53,18 +53,18 @@ class Pid:
 
 @dataclass(frozen=True)
 class ComponentRecord:
-    """One component of the attempt: a process of ours, and the processes that it cannot do without."""
+    """One component of the attempt: its process, and the child processes that it needs."""
 
     name: str
     """`driver`, `trainer-3`, `rollout-0`, `reward-0`."""
     process: Pid
     node: str
-    """Pids mean something on this node only."""
+    """Node on which the pids are valid."""
     log: str
     needs: tuple[Pid, ...] = ()
     """Processes that a library started for it: vLLM's engine core and workers."""
     segments: tuple[str, ...] = ()
-    """Shared memory that it and they hold, see `launch.shared_memory`."""
+    """Shared memory that these processes hold, see `launch.shared_memory`."""
 
     def alive(self) -> bool:
         return self.process.alive() and all(each.alive() for each in self.needs)
@@ -72,7 +72,7 @@ class ComponentRecord:
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """The first exception that left a component."""
+    """The first uncaught exception of a component."""
 
     name: str
     time: float
@@ -83,14 +83,14 @@ class ErrorRecord:
 
 
 def register(attempt: Attempt, name: str, node: str) -> ComponentRecord:
-    """Called by a component about itself, once, when it starts."""
+    """Register a component. Called once by the component itself when it starts."""
     record = ComponentRecord(name, Pid.of(psutil.Process()), node, str(attempt.logs / f"{name}.log"))
     _write(attempt, record)
     return record
 
 
 def register_children(attempt: Attempt, record: ComponentRecord) -> ComponentRecord:
-    """Called by a component whose children must live as long as it does, when all of them run."""
+    """Register the children that a component needs. Called by the component itself when all of them are running."""
     children = psutil.Process().children(recursive=True)
     held = shared_memory.held([os.getpid(), *(child.pid for child in children)])
     record = replace(record, needs=tuple(Pid.of(child) for child in children), segments=tuple(sorted(held)))
@@ -105,12 +105,12 @@ def _write(attempt: Attempt, record: ComponentRecord) -> None:
 
 
 def _file(attempt: Attempt, node: str, name: str) -> Path:
-    """One folder a node: a supervisor reads its own, however many nodes there are."""
+    """The file of a component. Each node has its own folder, so that a supervisor reads only its own."""
     return attempt.folder / "components" / (node or NO_NODE) / f"{name}.json"
 
 
 def record_error(attempt: Attempt, name: str, summary: str, traceback: str, *, user_error: bool = False) -> None:
-    """Called by a component that fails. Only its first error counts."""
+    """Record the error of a component that fails. Only its first error counts."""
     path = attempt.folder / "errors" / f"{name}.json"
     if not seen(path):
         write_atomically(path, json.dumps(asdict(ErrorRecord(name, time.time(), summary, traceback, user_error))))
@@ -125,16 +125,16 @@ def components(attempt: Attempt, node: str | None = None) -> list[ComponentRecor
 
 
 class NodeComponents:
-    """The components of one node, read again only when their files have changed: a supervisor asks every second, for
-    days, and so do those of all other nodes."""
+    """The components of one node. Files are read again only if they have changed, because the supervisors of all nodes
+    poll every second, for days."""
 
     def __init__(self, attempt: Attempt, node: str) -> None:
         self._folder = attempt.folder / "components" / node
         self._known: dict[str, tuple[int, ComponentRecord]] = {}
-        """File -> (its inode: a file that was replaced is another one, what it holds)."""
+        """File -> (its inode, which changes when the file is replaced; its content)."""
 
     def look(self) -> list[ComponentRecord]:
-        """All that have registered by now."""
+        """All components registered so far."""
         try:
             inodes = patiently(lambda: {entry.name: entry.inode() for entry in os.scandir(self._folder)
                                         if entry.name.endswith(".json") and not entry.name.startswith(".")})
@@ -161,7 +161,7 @@ def _record(text: str) -> ComponentRecord:
 
 
 def dead(attempt: Attempt, node: str) -> list[ComponentRecord]:
-    """The components of `node`, this one, that no longer run, the driver aside."""
+    """The components of `node`, which must be this node, that are no longer running, except the driver."""
     return [record for record in components(attempt, node) if record.name != "driver" and not record.alive()]
 
 
@@ -174,17 +174,17 @@ def errors(attempt: Attempt) -> list[ErrorRecord]:
 
 @dataclass(frozen=True)
 class Failure:
-    """What to tell of an attempt that failed."""
+    """The cause of a failed attempt, for its outcome."""
 
     component: str
     log: str
     message: str
     user_error: bool = False
-    """The user can mend it: configuration, model, data or reward."""
+    """Whether the user can fix it: configuration, model, data or reward."""
 
 
 def report_lost(attempt: Attempt, node: str, failure: Failure) -> None:
-    """Called by the supervisor of `node`: something there is gone. Only the first report of a node counts."""
+    """Report that a process on `node` has died. Called by the node's supervisor. Only its first report counts."""
     path = attempt.folder / "nodes" / node / "lost.json"
     if not seen(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -192,8 +192,8 @@ def report_lost(attempt: Attempt, node: str, failure: Failure) -> None:
 
 
 def lost(attempt: Attempt) -> list[Failure]:
-    """What the supervisors of all nodes have reported as gone. Who went without a word comes first, since the errors of
-    others may only tell of a closed connection; then the oldest."""
+    """Losses reported by the supervisors of all nodes. Components that died silently come first, because errors of
+    other components may only be caused by a closed connection; then the oldest."""
     folder = attempt.folder / "nodes"
     reports = [report for report in (read_shared(folder / node / "lost.json") for node in names_in(folder)) if report]
     talked = _talked(attempt)
@@ -202,14 +202,14 @@ def lost(attempt: Attempt) -> list[Failure]:
 
 
 def silently_lost(attempt: Attempt) -> list[Failure]:
-    """Those of `lost` that left no error of their own."""
+    """Failures in `lost` whose component recorded no error."""
     talked = _talked(attempt)
     return [failure for failure in lost(attempt) if failure.component not in talked]
 
 
 def await_silently_lost(attempt: Attempt, within_s: float) -> None:
-    """Give the supervisors of other nodes time to say what died there: the driver hears of a death through a closed
-    connection, at the same moment as they do, and then knows only who noticed it."""
+    """Give the supervisors of other nodes time to report a death. The driver notices a death through a closed
+    connection at the same time as they do, and then knows only which component noticed it."""
     wait_for(lambda: [] if silently_lost(attempt) else ["a supervisor"], "to report a death", within_s,
              say=lambda line: None)
 
@@ -219,12 +219,12 @@ def _talked(attempt: Attempt) -> set[str]:
 
 
 def first_failure(attempt: Attempt, node: str) -> Failure:
-    """The cause of a failure, as far as it shows from `node` and from what the supervisors of other nodes reported.
-    Asked while the other processes still stand.
+    """The cause of a failure, as visible from `node` and from the reports of other nodes' supervisors. Call this while
+    the other processes are still running.
 
-    An error that the user can mend explains everything that follows it. Else a process that died without a word comes
-    before the errors of its peers, which only tell of a closed connection; then the earliest error of a component,
-    then the driver's own.
+    An error that the user can fix explains all later ones. Otherwise a process that died silently comes before the
+    errors of its peers, which only see a closed connection; then the earliest error of a component; then the driver's
+    error.
     """
     recorded = errors(attempt)
     logs = {record.name: record.log for record in components(attempt)}
@@ -242,7 +242,7 @@ def first_failure(attempt: Attempt, node: str) -> Failure:
 
 
 def silent_death(record: ComponentRecord) -> Failure:
-    """What to tell of a component that is gone and said nothing."""
+    """The failure of a component that died without recording an error."""
     who = f"{record.name} (pid {record.process.pid}, node {record.node})"
     if record.process.alive():
         gone = next(each.pid for each in record.needs if not each.alive())

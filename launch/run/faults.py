@@ -1,8 +1,7 @@
-"""What drills and tests put in the place of the real thing, by variables of the environment; without them nothing here
-does anything.
+"""Fault injection for drills and tests, by environment variables. Without them this module has no effect.
 
-`MEGATRON_RL_FAULT=trainer-1:update:3:sleep`: the named component does, at the named point and step, one of: `sleep`
-(never arrives), `exit` (dies without a word), `raise`.
+`MEGATRON_RL_FAULT=trainer-1:update:3:sleep`: at the named point and step, the named component does one of: `sleep`
+(never arrives), `exit` (dies silently), `raise`.
 """
 
 from __future__ import annotations
@@ -18,18 +17,19 @@ from launch.errors import UserError
 VARIABLE = "MEGATRON_RL_FAULT"
 SWAP = "MEGATRON_RL_FAULT_SWAP"
 WORKLOAD = "MEGATRON_RL_WORKLOAD"
-"""A Python module that the supervisors of a job start in the place of the training, with the interface of
-`launch.runtime.workloads.train`. Not a key of the configuration: a file that somebody shares must not name code."""
+"""A Python module that the supervisors of a job start instead of the training, with the interface of
+`launch.runtime.workloads.train`. It is not a configuration key, because shared configuration files must not name
+code."""
 ACTIONS = ("sleep", "exit", "raise")
 
 
 def trains(config: RunConfig) -> bool:
-    """Whether the processes of a job load the model and train it: not in a rehearsal, and not under `WORKLOAD`."""
+    """Whether the processes of a job load the model and train it, which is not so in a rehearsal or with `WORKLOAD`."""
     return not config.run.rehearse and envvars.get(WORKLOAD) is None
 
 
 def strike(component: str, point: str, step: int) -> None:
-    """Called at the points where a fault may be asked for."""
+    """Inject the requested fault. Called at the points where a fault may be requested."""
     wanted = envvars.get(VARIABLE)
     if not wanted:
         return
@@ -40,16 +40,16 @@ def strike(component: str, point: str, step: int) -> None:
     if parts[:3] != [component, point, str(step)]:
         return
     if parts[3] == "sleep":
-        while True:             # a signal, such as the one that asks for stacks, ends one pause
+        while True:             # each signal, such as the request for stacks, ends one pause
             signal.pause()
     elif parts[3] == "exit":
         os.kill(os.getpid(), signal.SIGKILL)
-    raise RuntimeError(f"fault asked for by {VARIABLE}={wanted}")
+    raise RuntimeError(f"fault requested by {VARIABLE}={wanted}")
 
 
 def swapped(node: str, gpus: Sequence[int]) -> tuple[int, ...]:
-    """`gpus`, two of them exchanged where `MEGATRON_RL_FAULT_SWAP=node:gpu:gpu` says so of this node: as if the driver
-    counted GPUs in another order than the placement."""
+    """`gpus`, with two of them exchanged if `MEGATRON_RL_FAULT_SWAP=node:gpu:gpu` names this node, as if the driver
+    ordered GPUs differently than the placement."""
     wanted = envvars.get(SWAP)
     if not wanted:
         return tuple(gpus)

@@ -1,4 +1,4 @@
-"""Which run, and which attempt, a user means: a run's name, its folder, an attempt's folder, or a Slurm job id."""
+"""Finds the run and attempt that a user names by run name, run folder, attempt folder or Slurm job id."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _JOB_ID = re.compile(r"\d+(_\d+)?")
 
 @dataclass(frozen=True)
 class Found:
-    """A run of ours, a job that only Slurm knows, or both."""
+    """A run, a job that only Slurm knows, or both."""
 
     name: str
-    """The run's name; a job id where no run belongs to it."""
+    """The run's name; the job id if no run belongs to it."""
     folder: Path | None
     """The run's folder."""
     attempt: Path | None
-    """The attempt in question: the newest, or that of the job; None while there is none."""
+    """The selected attempt: the newest, or that of the job; None while there is none."""
     job: str | None = None
-    """The Slurm job of the attempt, or the one that was asked for."""
+    """The Slurm job of the attempt, or the requested job."""
 
     @property
     def ended(self) -> bool:
@@ -35,13 +35,13 @@ def find_run(run: str, runs_folder: str | Path = "runs", *, attempt: int | None 
     """The run that `run` names.
 
     Args:
-        run: a run's name, the path of its folder or of one of its attempts, or a Slurm job id. A folder of that name
-            comes before a job id.
+        run: a run's name, the path of its folder or of one of its attempts, or a Slurm job id. A folder with that name
+            takes precedence over a job id.
         runs_folder: folder of all runs.
         attempt: this attempt instead of the newest.
 
     Raises:
-        UserError: there is no such run or attempt; names the nearest.
+        UserError: the run or attempt does not exist; the message names the nearest.
     """
     path = Path(run)
     if path.parent.name == "attempts" and path.is_dir():
@@ -61,7 +61,7 @@ def find_run(run: str, runs_folder: str | Path = "runs", *, attempt: int | None 
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The folders of all runs in `run.dir`, by name: those that hold attempts, or the script of a job of Slurm's."""
+    """The folders of all runs in `run.dir`, by name: folders with attempts or with the script of a Slurm job."""
     return sorted(path for path in folder.iterdir() if any((path / name).is_dir() for name in ("attempts", "slurm")))
 
 
@@ -75,19 +75,19 @@ def attempts_of(folder: Path) -> list[Path]:
 
 
 def job_of(attempt: Path) -> str | None:
-    """The Slurm job id that an attempt's leader wrote down; None for a run on one machine."""
+    """The Slurm job id that an attempt's leader recorded; None for a run on one machine."""
     return _text(read_json(attempt / JOB_FILE).get("job_id"))
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object that another process writes with a rename; {} while it is not there."""
+    """A JSON object that another process writes with a rename; {} while it does not exist."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except json.JSONDecodeError as error:
         raise UserError(f"not JSON: {error.msg}", where=str(path),
-                        fix="remove the file, if nothing writes it") from error
+                        fix="remove the file, if no process writes it") from error
     return values if isinstance(values, dict) else {}
 
 
@@ -105,7 +105,7 @@ def _attempt(folder: Path, number: int | None) -> Path | None:
     names = ", ".join(path.name for path in existing[-12:])
     raise UserError(f"run {folder.resolve().name!r} has no attempt {number}",
                     where=str((folder / "attempts").absolute()),
-                    fix=f"attempts: {names}" if names else "none was made yet")
+                    fix=f"attempts: {names}" if names else "the run has no attempts yet")
 
 
 def _text(value: object) -> str | None:
@@ -115,7 +115,7 @@ def _text(value: object) -> str | None:
 def _nearest(run: str, runs_folder: Path) -> str:
     known = sorted(path.parent.name for path in runs_folder.glob("*/attempts"))
     if not known:
-        return "give the run's folder, or --dir"
+        return "give the path of the run's folder, or --dir"
     close = nearest(run, known, alike=0.5)
     shown = ", ".join(known[:12]) + (f" and {len(known) - 12} more" if len(known) > 12 else "")
     return (f"did you mean {close}? " if close else "") + f"runs here: {shown}"

@@ -1,4 +1,4 @@
-"""Reads what a run wrote: metrics of all its attempts as one history, warnings, samples, plan and config."""
+"""Reads a run's files: the metrics of all attempts as one history, and other JSONL files."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ Row = dict[str, float]
 SPLIT: tuple[tuple[str, str], ...] = (
     ("time/rollout", "rollout"), ("time/reward", "reward"), ("time/logprob", "log-prob"), ("time/train", "train"),
     ("time/sync", "sync"), ("time/other", "other"))
-"""The parts of a step, in the order in which they happen, with the word shown for each."""
+"""The parts of a step, in order, with the label of each."""
 
 
 def attempt_dirs(run_dir: Path) -> list[Path]:
-    """`attempts/<n>` of a run, oldest first. Raises UserError when the folder is not a run's."""
+    """`attempts/<n>` of a run, oldest first. Raises UserError if the folder is not a run."""
     folder = run_dir / "attempts"
     found = [path for path in folder.iterdir() if path.is_dir() and path.name.isdigit()] if folder.is_dir() else []
     if not found:
-        raise UserError(f"{run_dir} is not a run: it holds no attempts/<n>", where=str(run_dir),
-                        fix="name the run's folder, such as runs/tiny")
+        raise UserError(f"{run_dir} is not a run: it has no attempts/<n>", where=str(run_dir),
+                        fix="give the run's folder, such as runs/tiny")
     return sorted(found, key=lambda path: int(path.name))
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """The objects of a JSONL file, [] if it does not exist. A last line that a crash cut short is left out.
+    """The objects of a JSONL file; [] if it does not exist. An incomplete last line, cut off by a crash, is omitted.
 
-    Raises UserError for a broken line anywhere else."""
+    Raises UserError for an invalid line anywhere else."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")
-    lines = text.split("\n")[:-1]  # what follows the last newline is empty or cut short
+    lines = text.split("\n")[:-1]  # the text after the last newline is empty or incomplete
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -45,14 +45,14 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def metric_rows(path: Path) -> list[Row]:
-    """Rows of one metrics.jsonl, every value a float (`"NaN"` and its like included), `step` an int."""
+    """Rows of one metrics.jsonl. Every value is a float, including `"NaN"` and infinities; `step` is an int."""
     return [{name: int(value) if name == "step" else float(value) for name, value in row.items()}
             for row in read_jsonl(path)]
 
 
 def metric_history(attempts: Sequence[Path]) -> list[Row]:
-    """One row a step over all attempts, oldest attempt first: where two hold the same step the newer attempt's
-    stands, and everything an older attempt wrote past the point of resume is dropped."""
+    """One row per step over all attempts, oldest first. Rows that an older attempt wrote after the point from which a
+    newer one resumed are dropped."""
     history: list[Row] = []
     for attempt in attempts:
         rows = metric_rows(attempt / "metrics.jsonl")
@@ -62,7 +62,7 @@ def metric_history(attempts: Sequence[Path]) -> list[Row]:
 
 
 def series(history: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
-    """(steps, values) of the rows that hold a finite value of `name`."""
+    """(steps, values) of the rows with a finite value of `name`."""
     pairs = [(int(row["step"]), row[name]) for row in history if name in row and math.isfinite(row[name])]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
@@ -73,7 +73,7 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 
 
 def first_and_last(values: Sequence[float], window: int = 10) -> tuple[float, float, int]:
-    """Means of the first and of the last `n` values, and n: `window`, or half of the values where they are few."""
+    """Means of the first and last `n` values, and `n`, which is at most `window` and at most half of the values."""
     n = max(1, min(window, len(values) // 2))
     return sum(values[:n]) / n, sum(values[-n:]) / n, n
 
@@ -85,7 +85,7 @@ class JsonlTail:
         self._path, self._offset = path, 0
 
     def poll(self) -> Iterator[dict]:
-        """The objects that were completed since the last call; none while the file does not exist."""
+        """The objects completed since the last call; none while the file does not exist."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:

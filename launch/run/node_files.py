@@ -1,25 +1,24 @@
-"""What the leader of a job and its supervisors tell each other: files in the attempt's folder, on the shared file
-system.
+"""The files that the leader of a job and its supervisors exchange, in the attempt's folder on the shared file system.
 
     attempts/<n>/
         job.json                     leader: the job (`launch.slurm.job_facts.JobFacts`)
-        expected.json                leader: what every node is checked against (`launch.health.expected`)
-        leader-beat                  leader: touched while it lives
-        nodes/<node>/hello.json      supervisor: who it is, its address and its block of ports
-        nodes/<node>/preflight.json  supervisor: what it found on its node (`launch.health.check`)
-        nodes/<node>/beat            supervisor: touched while it lives
-        placement.json ...           leader: who runs what; what the supervisors wait for
+        expected.json                leader: expectations of every node (`launch.health.expected`)
+        leader-beat                  leader: heartbeat
+        nodes/<node>/hello.json      supervisor: its identity, address and block of ports
+        nodes/<node>/preflight.json  supervisor: the findings on its node (`launch.health.check`)
+        nodes/<node>/beat            supervisor: heartbeat
+        placement.json ...           leader: the placement, for which the supervisors wait
         nodes/<node>/lost.json       supervisor: a process of its node died (`launch.run.components.report_lost`)
         terminated                   supervisors: touched when Slurm sends TERM to the step
-    stacks-wanted                leader: take the stacks of your node
-        nodes/<node>/stacks.json     supervisor: where the processes of its node were (`launch.runtime.hang`)
-        end                          leader: end everything of your node, then yourself
-        nodes/<node>/aftermath.json  supervisor: the checks again, after a failure
-        nodes/<node>/gone            supervisor: its last act
+        stacks-wanted                leader: requests the stacks of every node
+        nodes/<node>/stacks.json     supervisor: the stacks of its node's processes (`launch.runtime.hang`)
+        end                          leader: requests that every node end its processes
+        nodes/<node>/aftermath.json  supervisor: the checks, repeated after a failure
+        nodes/<node>/gone            supervisor: written last
 
-A file is written aside, synced and renamed, by one writer. Whoever waits for one polls with a deadline and can say who
-is missing: a file may become visible on another node seconds later. A node is called what Slurm calls it, never by its
-host name: simulated nodes share a host.
+Each file has one writer, who writes a temporary file, syncs and renames it. A file may become visible on another node
+seconds later, so readers poll with a deadline and report what is missing. Nodes have their Slurm name, never the host
+name, because simulated nodes share a host.
 """
 
 from __future__ import annotations
@@ -43,39 +42,39 @@ BEAT_EVERY_S = 2.0
 LOOKS_APART_S = 3 * BEAT_EVERY_S
 OWN_SILENCE_S = 3 * BEAT_EVERY_S
 BEHIND_S = 5 * BEAT_EVERY_S
-"""A node whose last beat lies so far before that of the others went first. Slurm takes at least `SlurmdTimeout` to
-notice, usually minutes."""
+"""A node whose last heartbeat is this much older than the others' failed first. Slurm notices only after
+`SlurmdTimeout`, usually minutes."""
 JOB, END, STACKS_WANTED, LEADER_BEAT = "job.json", "end", "stacks-wanted", "leader-beat"
 TERMINATED = "terminated"
 
 
 @dataclass(frozen=True)
 class Hello:
-    """A supervisor introduces itself."""
+    """The greeting of a supervisor."""
 
     node: str
-    """As Slurm calls it."""
+    """Its Slurm name."""
     pid: int
     host: str
     address: str
-    """Inside the job's network."""
+    """IPv4 address in the job's network."""
     interface: str
-    """The interface that the address belongs to."""
+    """Interface of the address."""
     ports: int
     """First port of the block that the supervisor holds on its node."""
     task: int
     """SLURM_PROCID."""
     cpus: int
-    """CPUs that it may use."""
+    """Number of CPUs that it may use."""
     topology: str
-    """Switches above the node, from the top: `core.spine1.leaf1.h100-001`; "" where Slurm has no topology."""
+    """Switches above the node, from the top: `core.spine1.leaf1.h100-001`; "" if Slurm has no topology."""
     topology_pattern: str
     at: float
 
 
 @dataclass(frozen=True)
 class NodeFiles:
-    """The files of one node of an attempt."""
+    """The files of one node in an attempt."""
 
     attempt: Attempt
     node: str
@@ -98,7 +97,7 @@ class NodeFiles:
         return self.attempt.logs / f"supervisor-{self.node}.log"
 
     def failure(self) -> str | None:
-        """What the supervisor reported as lost, or as its own failure."""
+        """The loss or failure that the supervisor reported."""
         report = read_shared(self.folder / "lost.json")
         return None if report is None else report["message"]
 
@@ -116,7 +115,7 @@ def all_nodes(attempt: Attempt) -> list[NodeFiles]:
 
 
 def stamp(path: Path) -> float | None:
-    """A beat file's time; None while it is not there. Opened, not only looked up: an NFS client then asks its
+    """Time of a heartbeat file; None while it does not exist. The file is opened, so that an NFS client asks its
     server."""
     try:
         with path.open("rb") as file:
@@ -126,7 +125,7 @@ def stamp(path: Path) -> float | None:
 
 
 class Beat:
-    """Touches a file every `BEAT_EVERY_S` from a thread of its own, until `stop`."""
+    """Heartbeat: a thread that touches a file every `BEAT_EVERY_S` seconds, until `stop`."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._ended = path, threading.Event()
@@ -142,33 +141,33 @@ class Beat:
         while not self._ended.wait(BEAT_EVERY_S):
             try:
                 self._path.touch()
-            except OSError:  # a full or absent file system: the silence itself tells
+            except OSError:  # on a full or absent file system, the missing heartbeat is the report
                 continue
 
 
 class BeatWatch:
-    """Who has fallen silent. A beat counts when this process sees it move, by this process's clock: clocks of other
-    machines do not matter.
+    """Detects missing heartbeats. A heartbeat counts when this process sees the file change, by its own clock, so that
+    clocks of other machines do not matter.
 
-    Only time in which the file system answers counts. A file server that fails over stops everybody for a minute or
-    two; when it is back, nobody has beaten for that long, and nobody is dead. So two looks are never further apart than
-    `LOOKS_APART_S`, and while a file cannot be read, or this process's own beat stands still, time does not pass.
+    Only time in which the file system answers counts. While a file server fails over, all heartbeats stop for a minute
+    or two, although no process is dead. Therefore two polls count as at most `LOOKS_APART_S` apart, and no time passes
+    while a file cannot be read or this process's own heartbeat does not change.
 
     Args:
-        own: this process's own beat, written through the same file system.
+        own: this process's own heartbeat, written through the same file system.
     """
 
     def __init__(self, paths: Mapping[str, Path], own: Path | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:
         self._paths, self._own, self._clock = dict(paths), own, clock
         self.watched_s = 0.0
-        """Time that has passed for the watched."""
+        """Counted time, in seconds."""
         self._looked = self._own_moved = clock()
         self._own_at: float | None = None
         self._seen: dict[str, tuple[float | None, float]] = {name: (None, 0.0) for name in paths}
 
     def look(self) -> None:
-        """Read every beat."""
+        """Read every heartbeat."""
         now = self._clock()
         since, self._looked = now - self._looked, now
         try:
@@ -185,21 +184,22 @@ class BeatWatch:
                 self._seen[name] = (at, self.watched_s)
 
     def silent(self, seconds: float) -> list[str]:
-        """Names whose beat has not moved for so long."""
+        """Names whose heartbeat has not changed for this long."""
         return [name for name, (_, moved) in self._seen.items() if self.watched_s - moved > seconds]
 
     def not_since(self, moment: float) -> list[str]:
-        """Names whose beat has not moved since `watched_s` was `moment`."""
+        """Names whose heartbeat has not changed since `watched_s` was `moment`."""
         return [name for name, (_, moved) in self._seen.items() if moved <= moment]
 
     def most(self, names: Collection[str]) -> bool:
-        """Whether these are more than half of several: nodes do not die together, their file system or network does."""
+        """Whether these are more than half of several names. Then the cause is the file system or network, not
+        nodes."""
         return len(names) > 1 and 2 * len(names) > len(self._paths)
 
 
 def vanished(attempt: Attempt, behind_s: float = BEHIND_S) -> list[str]:
-    """Nodes of an attempt that died without a word whose last beat lies this much before the last of all (nodes and
-    leader): they went first. [] if all went together."""
+    """Nodes of a silently died attempt that failed first: their last heartbeat is this much older than the newest one
+    of all nodes and the leader. [] if all stopped together."""
     stamps = {each.node: at for each in all_nodes(attempt) if (at := stamp(each.beat)) is not None}
     latest = max([*stamps.values(), stamp(attempt.folder / LEADER_BEAT) or 0.0])
     gone = [node for node, at in stamps.items() if latest - at > behind_s]
@@ -207,7 +207,7 @@ def vanished(attempt: Attempt, behind_s: float = BEHIND_S) -> list[str]:
 
 
 def greeting(node: str, ports: Ports) -> Hello:
-    """Of this process, which holds `ports` on the node that Slurm calls `node`."""
+    """The greeting of this process, which holds `ports` on the node with the Slurm name `node`."""
     where = job_address(envvars.get(envvars.INTERFACE))
     return Hello(
         node=node, pid=os.getpid(), host=socket.gethostname(), address=where.address, interface=where.interface,

@@ -1,4 +1,4 @@
-"""`outcome.json`: how an attempt ended. It is the truth; exit codes and the scheduler's state are hints."""
+"""`outcome.json`: how an attempt ended. It is authoritative; exit codes and the scheduler's state are only hints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launch.files.shared import read_shared, write_atomically
 FILE = "outcome.json"
 Status = Literal["finished", "stopped", "user_error", "crash", "hang", "interrupted", "hardware_fault", "node_failure",
                  "preflight", "died"]
-"""`died`: the attempt left no outcome, the next one wrote it. The last four happen in jobs on a cluster."""
+"""`died`: the attempt wrote no outcome, so the next attempt did. The last four occur only in jobs on a cluster."""
 EXIT_CODES: dict[Status, ExitCode] = {
     "finished": ExitCode.OK, "stopped": ExitCode.OK, "user_error": ExitCode.USER_ERROR, "crash": ExitCode.CRASH,
     "hang": ExitCode.HANG, "interrupted": ExitCode.INTERRUPTED, "hardware_fault": ExitCode.HARDWARE_FAULT,
@@ -27,13 +27,13 @@ class Outcome(BaseModel):
     step: int
     """Steps completed when the attempt ended."""
     message: str = ""
-    """For people: the reason, and the first error if there is one."""
+    """Readable reason, with the first error if there is one."""
     component: str | None = None
     """The process at fault, such as `trainer-2`."""
     log: str | None = None
-    """Its log."""
+    """Log of that process."""
     nodes: tuple[str, ...] = ()
-    """Nodes at fault, or on which the process at fault ran."""
+    """Nodes at fault, or the node of the process at fault."""
 
     @property
     def exit_code(self) -> ExitCode:
@@ -45,5 +45,5 @@ def write_outcome(attempt_folder: Path, outcome: Outcome) -> None:
 
 
 def read_outcome(attempt_folder: Path) -> Outcome | None:
-    """None while the attempt has not ended, or when it died without a word."""
+    """The outcome; None if the attempt has not ended or died silently."""
     return read_shared(attempt_folder / FILE, Outcome.model_validate_json)

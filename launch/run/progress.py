@@ -1,4 +1,4 @@
-"""`progress.json`: what a job is doing, written by the driver, read by the launcher and `megatron-rl status`."""
+"""`progress.json`: the progress of a job. The driver writes it; the launcher and `megatron-rl status` read it."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from launch.files.shared import read_shared, write_atomically
 
 FILE = "progress.json"
 AFTER_THE_STEP = ("eval", "save", "export", "end")
-"""What comes when the step itself is done."""
+"""Spans that follow the step itself."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that the job is doing. Several spans may be open at a time; `at` moves with every sign of life in one.
+    """An activity of the job. Several spans may be open at a time. Every sign of life in a span updates its `at`.
     """
 
     name: str
-    """`start`, `rollout`, `reward`, `log-prob`, `disk`, `train`, `sync`, `eval`, `save`, `export`, `end`; `step` is
-    whatever the driver does between the others."""
+    """`start`, `rollout`, `reward`, `log-prob`, `disk`, `train`, `sync`, `eval`, `save`, `export`, `end`; `step` is the
+    driver's work between the others."""
     detail: str
     began: float
     """Wall-clock time."""
     at: float
     """Wall-clock time of the last sign of life."""
     expected_s: float | None = None
-    """What it has usually taken in this attempt; None when it has not happened yet."""
+    """Usual duration in this attempt, in seconds; None if it has not happened yet."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the job is."""
+    """The progress of the job."""
 
     step: int
-    """The step that is being made; 0 during start-up."""
+    """The current step; 0 during start-up."""
     done: int
-    """Steps that are finished."""
+    """Number of completed steps."""
     open: tuple[Span, ...]
-    """At least one, in the order in which they began."""
+    """Open spans, at least one, in the order in which they began."""
 
     @staticmethod
     def doing(step: int, name: str, detail: str = "", expected_s: float | None = None,
               at: float | None = None) -> Progress:
-        """Of a job that does one thing at a time, begun now (or at `at`)."""
+        """The progress of a job with a single open span that began now, or at `at`."""
         at = time.time() if at is None else at
         done = step if name in AFTER_THE_STEP else max(0, step - 1)
         return Progress(step, done, (Span(name, detail, at, at, expected_s),))
 
     @property
     def newest(self) -> Span:
-        """What was begun last."""
+        """The span that began last."""
         return self.open[-1]
 
     @property
@@ -63,7 +63,7 @@ class Progress:
         return max(span.at for span in self.open)
 
     def is_in(self, *names: str) -> bool:
-        """Whether a span of one of these names is open."""
+        """Whether a span with one of these names is open."""
         return any(span.name in names for span in self.open)
 
 
@@ -79,13 +79,13 @@ def read_progress(folder: Path) -> Progress | None:
 
 
 INSIDE_FIRST = 1.5
-"""The job has deadlines of its own, which know better who is missing: the launcher waits this much longer."""
+"""The launcher waits this much longer than the job's own deadlines, whose messages name the missing process."""
 
 
 def allowed_s(span: Span, config: ResolvedConfig) -> float:
-    """Seconds without a sign of life that a span may take: `run.hang_factor` times its usual time, at least
-    `run.hang_min_s`; where nothing is known yet (start-up, the first of its name), `run.deadline_s` and a half. A sync
-    may in any case take twice its own deadline, `weight_sync.timeout_s`. The end of a job is not judged: its own
+    """Seconds that a span may take without a sign of life: `run.hang_factor` times its usual duration, at least
+    `run.hang_min_s`. If no duration is known (start-up, the first span of its name), 1.5 times `run.deadline_s`. A sync
+    may always take twice its own deadline, `weight_sync.timeout_s`. The end of a job has no limit here, because its own
     deadlines bound it."""
     if span.name == "end":
         return math.inf
@@ -96,10 +96,10 @@ def allowed_s(span: Span, config: ResolvedConfig) -> float:
 
 
 def overdue(progress: Progress, config: ResolvedConfig, now: float) -> list[Span]:
-    """The open spans that hang, each by the rule of `allowed_s`."""
+    """The open spans that exceed `allowed_s`."""
     return [span for span in progress.open if now - span.at > allowed_s(span, config)]
 
 
 def steps_done(progress: Progress | None) -> int:
-    """Steps that were finished at this point."""
+    """Number of steps completed at this point."""
     return 0 if progress is None else progress.done

@@ -1,9 +1,9 @@
-"""The request to stop: a file named `stop` in the attempt's folder, which the job looks for at each step boundary.
-`stop-reason.json` says who asked, which decides what follows.
+"""The stop request: a file named `stop` in the attempt's folder. The job checks for it at each step boundary.
+`stop-reason.json` records the reason, which decides what follows.
 
-Who asks: `megatron-rl stop` (`launch.runtime.stop_run`), the leader for a signal or the end of the time limit
-(`launch.runtime.stop_clock`; how long before it: `launch.slurm.margin`), the supervisor of a node for a signal to the
-step, the launcher on this machine for Ctrl-C (`launch.runtime.local`), and a point of a sweep on one node.
+These write it: `megatron-rl stop` (`launch.runtime.stop_run`); the leader, on a signal or near the end of the time
+limit (`launch.runtime.stop_clock`; the margin is in `launch.slurm.margin`); the supervisor of a node, on a signal to
+the step; the launcher on this machine, on Ctrl-C (`launch.runtime.local`); and a point of a sweep on one node.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from launch.files.shared import read_shared, seen
 STOP_FILE = "stop"
 REASON_FILE = "stop-reason.json"
 Reason = Literal["time-limit", "preemption", "signal", "user"]
-"""`user`: the run stays stopped. The others: the job goes on later."""
+"""With `user` the run stays stopped. With the others the job continues later."""
 
 
 def stop_requested(attempt: Path) -> bool:
-    """Whether somebody asked this attempt to stop."""
+    """Whether a stop of this attempt was requested."""
     return seen(attempt / STOP_FILE)
 
 
 def ask_to_stop(attempt: Path, reason: Reason, detail: str = "") -> bool:
-    """Write both files, the reason first. Returns whether this was the first request: the first one's reason holds."""
+    """Write both files, the reason first. Returns whether this was the first request, whose reason counts."""
     try:
         with (attempt / REASON_FILE).open("x", encoding="utf-8") as file:
             json.dump({"reason": reason, "detail": detail, "at": time.time()}, file)
@@ -42,7 +42,7 @@ def ask_to_stop(attempt: Path, reason: Reason, detail: str = "") -> bool:
 
 
 def stopping_for_s(attempt: Path) -> float:
-    """Seconds since the first request; 0 if nobody wrote one."""
+    """Seconds since the first request; 0 if there was none."""
     try:
         return time.time() - json.loads((attempt / REASON_FILE).read_text(encoding="utf-8"))["at"]
     except (FileNotFoundError, ValueError, KeyError):
@@ -50,7 +50,7 @@ def stopping_for_s(attempt: Path) -> float:
 
 
 def stop_reason(attempt: Path) -> Reason | None:
-    """Why the attempt was asked to stop: None if it was not, `user` if nobody wrote a reason."""
+    """Why a stop was requested: None if it was not, `user` if no reason was recorded."""
     if not stop_requested(attempt):
         return None
     try:

@@ -1,5 +1,5 @@
-"""After an attempt: was it a node's fault, what follows, and doing it. Whatever fails on the way is said and does not
-keep the job from what follows."""
+"""After an attempt: finds out whether a node was at fault, decides what follows, and does it. A failure on the way is
+logged and does not prevent what follows."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from launch.slurm.same_job import options_like
 BLAMED = ("node_failure", "hardware_fault")
 HARDWARE = ("gpu.count", "gpu.lost", "gpu.ecc", "gpu.rows", "gpu.nvlink", "gpu.pcie", "nic.count", "nic.state",
             "nic.rate")
-"""Checks that show a node's fault after a crash. Others find what the crash itself, the user or another's job did: full
-disks, missing files, processes that still hold memory."""
+"""Checks that show a fault of the node after a crash. Other checks find effects of the crash itself, the user or
+another job: full disks, missing files, processes that still hold memory."""
 
 
 @dataclass(frozen=True)
 class Going:
-    """What an attempt that follows is made from."""
+    """The inputs of a follow-up attempt."""
 
     before: Sequence[PastAttempt]
     min_nodes: int | None
     words: Sequence[str]
     record: JobRecord | None
-    """This job, if Slurm has just told of it."""
+    """Slurm's record of this job, if it was just read."""
 
 
 @dataclass
 class Aftermath:
-    """What the leader does when its processes have ended."""
+    """What the leader does after its processes have ended."""
 
     slurm: Slurm
     facts: JobFacts
@@ -60,8 +60,8 @@ class Aftermath:
         self.slurm = self.slurm.patient(self.say)
 
     def with_evidence(self, outcome: Outcome) -> Outcome:
-        """A crash or a hang is a hardware fault where the checks after it find one. Faulty nodes go into the ledger. An
-        end by Slurm after a request to stop says that the time was too short."""
+        """The outcome, corrected by evidence. A crash or hang is a hardware fault if checks find one. Faulty nodes go
+        into the ledger. If Slurm ended the attempt after a stop request, the stop margin was too short."""
         if outcome.status in ("crash", "hang"):
             found = self._found()
             if found:
@@ -72,16 +72,16 @@ class Aftermath:
             self._blame(outcome.status, outcome.message, outcome.nodes)
         if outcome.status == "interrupted" and stop_reason(self.attempt.folder) not in (None, "user"):
             asked = f"{stop_reason(self.attempt.folder)}) {stopping_for_s(self.attempt.folder):.0f} s before"
-            outcome = outcome.model_copy(update={"message": f"{outcome.message}; it had been asked to stop ({asked}, "
-                                                 "too short for the step and the checkpoint: raise run.stop_margin_s"})
+            outcome = outcome.model_copy(update={"message": f"{outcome.message}; a stop was requested ({asked}, "
+                                                 "too late for the step and the checkpoint: raise run.stop_margin_s"})
         return outcome
 
     def conclude(self, past: PastAttempt, before: Sequence[PastAttempt], loaded: LoadedConfig, words: Sequence[str],
                  code: ExitCode | None) -> int:
-        """Decide, write the attempt's line, and do what was decided. Returns the exit code of the job.
+        """Decide, write the attempt's line, and carry out the decision. Returns the exit code of the job.
 
         Args:
-            code: of an error that has one of its own.
+            code: exit code of an error that defines its own.
         """
         run, record = loaded.config.run, None
         decision = decide(past, before, run.max_attempts)
@@ -90,11 +90,11 @@ class Aftermath:
             past = _with_slurms_reason(past, record, self.facts)
             decision = self._as_slurm_has_it(decide(past, before, run.max_attempts), record)
         if run.rehearse and not decision.ends_the_run:
-            decision = replace(decision, action="stop", why=f"{decision.why}; a rehearsal is not repeated")
+            decision = replace(decision, action="stop", why=f"{decision.why}; rehearsals are not repeated")
         exit_code = code if code is not None and decision.ends_the_run else decision.exit_code
         past = past.model_copy(update={"decision": decision.action, "why": decision.why, "exit_code": int(exit_code)})
         self.say(f"{decision.action}: {decision.why}")
-        self._note(past)            # first: what follows may end this process, or fail
+        self._note(past)            # first, because the next actions may end this process or fail
         if decision.by_slurm:
             return int(exit_code)
         if past.status in CRASHES:
@@ -108,37 +108,37 @@ class Aftermath:
     # ---- going on --------------------------------------------------------------------------------------------------
 
     def _go_on(self, past: PastAttempt, going: Going) -> int:
-        """As was decided, or else the other way: sites forbid either, and a partition may have no further node."""
+        """Requeue or submit, as decided, else the other way: a site may forbid either, or the partition lacks nodes."""
         ways = [self._requeue, self._submit]
         for way in ways if past.decision == "requeue" else reversed(ways):
             code = way(past, going)
             if code is not None:
                 return int(code)
         exit_code = past.exit_code or int(ExitCode.UNFINISHED)
-        self.say("the run can go on, and nothing does it: submit the job again")
+        self.say("the run can continue, but no job continues it: submit the job again")
         why = f"{past.why}; neither requeued nor submitted: see the job's output"
         self._note(past.model_copy(update={"exit_code": exit_code, "why": why}))
         return exit_code
 
     def _requeue(self, past: PastAttempt, going: Going) -> ExitCode | None:
-        """This job again. None if Slurm does not do it."""
+        """Requeue this job. Returns None if Slurm refuses."""
         if not self.facts.requeue:
             return None
         if past.decision != "requeue":
             self._note(past.model_copy(update={"decision": "requeue"}))
-        self.say("requeued: Slurm starts it again in some two minutes at the earliest")
+        self.say("requeueing: Slurm restarts the job after about two minutes at the earliest")
         try:
             self.slurm.requeue(self.facts.job_id)
         except SlurmError as error:
             record = self._record()
-            if record is None or record.restarts <= self.facts.restart_count:   # else done: only the answer was lost
+            if record is None or record.restarts <= self.facts.restart_count:   # else only the answer was lost
                 self.say(f"not requeued: {error.what}")
                 return None
         return ExitCode.OK
 
     def _submit(self, past: PastAttempt, going: Going) -> ExitCode | None:
-        """A fresh job of the same script, shape and words, without the bad nodes: a running job's exclusions cannot be
-        changed, and a requeue may give the bad node back. None if there is none."""
+        """Submit a new job with the same script, shape and overrides, without the bad nodes: the exclusions of a
+        running job cannot be changed, and a requeue may return the bad node. Returns None if no job was submitted."""
         script = (self.attempt.folder / "job.sbatch").resolve()
         try:
             record = going.record or self.slurm.show_job(self.facts.job_id)
@@ -149,16 +149,16 @@ class Aftermath:
                     *([f"--chdir={record.work_dir}"] if record.work_dir != self.facts.submit_dir else [])]
             successor = self._first_taken(script, going.words, [[*like, f"--nodes={nodes}"] for nodes in sizes])
         except (UserError, OSError) as error:
-            self.say(f"no fresh job: {error}")
+            self.say(f"no new job was submitted: {error}")
             return None
-        self.say(f"job {successor} goes on" + (f", without {', '.join(bad)}" if bad else ""))
-        code = ExitCode(past.exit_code or ExitCode.UNFINISHED)      # what depends on this job waits for the whole run
+        self.say(f"job {successor} continues the run" + (f", without {', '.join(bad)}" if bad else ""))
+        code = ExitCode(past.exit_code or ExitCode.UNFINISHED)      # dependent jobs must wait for the whole run
         self._note(past.model_copy(update={"decision": "fresh", "successor": successor, "excluded": bad,
                                            "exit_code": int(code)}))
         return code
 
     def _first_taken(self, script: Path, words: Sequence[str], choices: Sequence[Sequence[str]]) -> str:
-        """The job of the first options that Slurm does not refuse for the number of nodes."""
+        """Submit with the first options whose number of nodes Slurm accepts. Returns the job id."""
         folder = Path(self.facts.submit_dir) if self.facts.submit_dir else None
         for number, options in enumerate(choices):
             try:
@@ -171,10 +171,10 @@ class Aftermath:
         raise AssertionError("there is always a choice")
 
     def _shape(self, past: PastAttempt, going: Going) -> tuple[list[str], tuple[str, ...]]:
-        """(values of --nodes to try in turn, nodes to exclude): what the user excluded, and the ledger's nodes, capped
-        by the size of the partition, and those that this preflight refused (not all of them are in the ledger), as
-        long as enough remain. Where fewer are left than the run's first job had, as many as there are will do, down to
-        `run.min_nodes`."""
+        """(values of --nodes to try in turn, nodes to exclude). Excluded are the user's exclusions, the ledger's nodes
+        (capped by the size of the partition), and the nodes that this preflight refused, which may not be in the
+        ledger, as long as enough nodes remain. If fewer remain than the run's first job had, the job takes the
+        remaining ones, down to `run.min_nodes`."""
         first = self._first_job(going.before)
         wanted = len(first.get("nodes", self.facts.nodes))
         least = min(going.min_nodes or wanted, wanted)
@@ -186,7 +186,7 @@ class Aftermath:
             if len(set(usable) - {*users, *bad, node}) >= least:
                 bad.append(node)
             else:
-                self.say(f"{node} is bad and not excluded: fewer than {least} nodes would remain in partition "
+                self.say(f"{node} is bad but not excluded: fewer than {least} nodes would remain in partition "
                          f"{self.facts.partition}")
         left = sum(fit for node, fit in usable.items() if node not in (*users, *bad))
         sizes = [] if least < wanted and left < wanted else [str(wanted)]
@@ -194,25 +194,25 @@ class Aftermath:
         return sizes, tuple(dict.fromkeys((*users, *bad)))
 
     def _first_job(self, before: Sequence[PastAttempt]) -> dict:
-        """What is written of the job that a person submitted: its nodes, and those that the user excluded. A job that
-        followed another excludes that one's automatic ones too, which expire."""
+        """The recorded facts of the job that the user submitted: its nodes and the user's exclusions. A follow-up job
+        also excludes nodes automatically, and those exclusions expire."""
         return read_json(self.attempt.run_folder / "attempts" / str(before[0].attempt) / JOB) if before else {}
 
     def _record(self) -> JobRecord | None:
-        """What Slurm says of this job now."""
+        """Slurm's current record of this job."""
         try:
             return self.slurm.show_job(self.facts.job_id)
         except SlurmError as error:
-            self.say(f"asked Slurm for the state of this job: {error.what}")
+            self.say(f"could not read the state of this job from Slurm: {error.what}")
             return None
 
     def _as_slurm_has_it(self, decision: Decision, job: JobRecord | None) -> Decision:
-        """Who cancels a job does not want it back; one that Slurm has preempted goes on; and one that Slurm restarts by
-        itself, since a node failed or for a preemption, needs nothing."""
+        """The decision, adapted to Slurm's record. A cancelled job is not resubmitted; a preempted one continues. A job
+        that Slurm restarts itself, after a node failure or a preemption, needs no action."""
         if job is None:
             return decision
         if job.restarts > self.facts.restart_count:
-            return Decision("requeue", decision.exit_code, f"{decision.why}; Slurm restarts the job by itself",
+            return Decision("requeue", decision.exit_code, f"{decision.why}; Slurm restarts the job itself",
                             by_slurm=True)
         if _preempted(job):
             return decision
@@ -224,10 +224,10 @@ class Aftermath:
     # ---- the end of the run ----------------------------------------------------------------------------------------
 
     def _cancel_successors(self, loaded: LoadedConfig, words: Sequence[str]) -> None:
-        """Jobs of this run that wait for this one (a chain submitted beforehand, or a fresh job of an earlier attempt)
-        have nothing to do. A job's name is that of its script, which other runs share: a job is of this run if it
-        would start by the same command in the same folder, and the configuration still says the same run. The jobs of
-        an array have one command, and each its own run."""
+        """Cancel waiting jobs of this run, which have nothing to do: a chain submitted beforehand, or a new job of an
+        earlier attempt. Other runs share the job name, which comes from the script. A job belongs to this run if it has
+        the same command and folder and the configuration still names the same run. Array jobs are skipped: they share
+        one command, but each has its own run."""
         if loaded.config.run.rehearse:
             return
         commands = {(each.get("command"), each.get("submit_dir")) for each in
@@ -239,15 +239,15 @@ class Aftermath:
             of_this_run = [job for job in waiting
                            if job.job_id in successors or (job.command, job.work_dir) in commands]
             if of_this_run and not _same_run(loaded, words):
-                return self.say(f"{loaded.path} names another run now: jobs that wait are left alone")
+                return self.say(f"{loaded.path} now names another run: waiting jobs are not cancelled")
             for job in of_this_run:
                 self.slurm.cancel(job.job_id)
-                self.say(f"cancelled job {job.job_id}, which waited to go on with this run")
+                self.say(f"cancelled job {job.job_id}, which was waiting to continue this run")
         except SlurmError as error:
-            self.say(f"jobs that wait for this one could not be cancelled: {error.what}")
+            self.say(f"jobs waiting for this one could not be cancelled: {error.what}")
 
     def _note(self, past: PastAttempt) -> None:
-        """The attempt's line; of two lines the later counts. Without it the next attempt reads the outcome."""
+        """Write the attempt's line. A later line replaces it; without a line the next attempt reads the outcome."""
         try:
             append(self.attempt.run_folder, past)
         except OSError as error:
@@ -260,8 +260,8 @@ class Aftermath:
         self.ledger.record([(node, reason, self._evidence(node)) for node in nodes], self.facts.job_id, self.say)
 
     def _found(self) -> dict[str, Check]:
-        """What is broken in each node's hardware after the failure, judged as the preflight judges: a check that the
-        user skips, or that half of the nodes fail, is nobody's fault."""
+        """Hardware faults of each node after the failure, judged as in the preflight: a check that the user skips or
+        that half of the nodes fail does not blame a node."""
         reports = {}
         for files in all_nodes(self.attempt):
             try:
@@ -284,7 +284,7 @@ class Aftermath:
 
 
 def _same_run(loaded: LoadedConfig, words: Sequence[str]) -> bool:
-    """Whether the configuration, read again, is still of the same run: its file may have been edited since."""
+    """Whether the configuration still names the same run. Its file may have been edited since."""
     try:
         run, now = loaded.config.run, load_config(loaded.path, words).config.run
     except UserError:
@@ -293,7 +293,7 @@ def _same_run(loaded: LoadedConfig, words: Sequence[str]) -> bool:
 
 
 def _with_slurms_reason(past: PastAttempt, record: JobRecord | None, facts: JobFacts) -> PastAttempt:
-    """An end by Slurm whose signal came too late, or never, to be made a request to stop: Slurm's record says why."""
+    """Adds the reason from Slurm's record if Slurm ended the job and its signal came too late, or never."""
     if past.status != "interrupted" or past.stop_reason is not None or record is None:
         return past
     if record.restarts > facts.restart_count or _preempted(record):

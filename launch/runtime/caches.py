@@ -1,5 +1,5 @@
-"""Where the compilers of a node keep what they made: on the node's own disk. In the home directory, which a cluster
-shares, hundreds of ranks wait for each other's locks and trip over files that vanish."""
+"""Puts the compiler caches of a node on its local disk. In the home directory, which the cluster shares, hundreds of
+ranks would wait for each other's locks and fail on files that disappear."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from launch import envvars
 from launch.health.checks.versions import version_of
 
 COMPILERS = ("torch", "triton", "vllm", "flashinfer-python")
-"""Whose version is in the folder's name: another version does not read what this one wrote."""
+"""The folder name contains these versions, so that different versions do not share a cache."""
 
 
 def variables() -> dict[str, str]:
-    """`envvars.CACHES` with folders of this user's under the temporary folder; names that are set already are left
-    alone. {} where that folder is not this user's alone: whoever can write there decides what the ranks run."""
+    """`envvars.CACHES` with this user's folders under the temporary folder; variables that are already set are kept.
+    {} if other users can write to that folder, because they could then decide what the ranks run."""
     private = Path(tempfile.gettempdir()) / f"megatron-rl-{os.getuid()}"
     if not _private(private):
         return {}
@@ -28,7 +28,7 @@ def variables() -> dict[str, str]:
 
 
 def _private(folder: Path) -> bool:
-    """Make it, or check that nobody else made it: anybody may write into /tmp."""
+    """Create the folder, or check that it belongs to this user: every user may write to /tmp."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()

@@ -1,23 +1,23 @@
-"""What follows the end of an attempt: one table. Pure.
+"""Decides what follows the end of an attempt, by one table. Pure.
 
-    finished                            done; the run's jobs that wait are cancelled
+    finished                            done; waiting jobs of the run are cancelled
     stopped by the user                 stop
     stopped for the time limit          requeue; stop after two in a row without a new step
     stopped for preemption or a signal  requeue
-    ended by Slurm before the           as if it had been stopped: the steps since the last checkpoint are made again
+    ended by Slurm before the           as if stopped; the steps since the last checkpoint are repeated
       checkpoint was complete
-    hardware fault, node failure        a fresh job with --exclude, or a requeue where no node is to blame; stop after
-                                        three in a row without a new step
-    hang, crash, further than before    requeue, at most twice in a row; a fresh job without a node that it
-                                        happened on twice
-    hang, crash, no further             requeue once; stop after two in a row
-    preflight: too few fit nodes        a fresh job with --exclude once, then stop
+    hardware fault, node failure        new job with --exclude, or requeue if no node is to blame; stop after three in a
+                                        row without a new step
+    hang, crash, with progress          requeue, at most twice in a row; new job without a node on which it happened
+                                        twice
+    hang, crash, without progress       requeue once; stop after two in a row
+    preflight: too few fit nodes        new job with --exclude once, then stop
     user error, interrupted             stop
 
-*Further* means: more steps completed than any earlier attempt of the run. A crash that comes back at the same step
-makes no progress, however many steps were repeated to reach it. Whatever the rule, `run.max_attempts` attempts in a row
-that were not stopped in order after new steps are the last: a run of many time limits goes on, one that only fails does
-not. With `run.max_attempts` = 1 no attempt follows another.
+*Progress* means more completed steps than any earlier attempt of the run. A crash that recurs at the same step makes no
+progress, however many steps were repeated to reach it. In addition, the run stops after `run.max_attempts` attempts in
+a row, not counting attempts that made new steps and were stopped with a checkpoint: a run with many time limits
+continues, and a run that only fails stops. With `run.max_attempts` = 1 no attempt follows another.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ Action = Literal["done", "requeue", "fresh", "stop"]
 CRASHES = ("crash", "hang")
 FAULTS = ("hardware_fault", "node_failure", "died")
 CRASHES_IN_A_ROW = 2
-"""Requeues after crashes that were further than any before."""
+"""Maximum requeues in a row after crashes with progress."""
 WITHOUT_PROGRESS = 2
 FAULTS_WITHOUT_PROGRESS = 3
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do now."""
+    """What follows."""
 
     action: Action
-    """`requeue`: this job again. `fresh`: a new job, without the nodes of `exclude`. `done`, `stop`: nothing."""
+    """`requeue`: this job again. `fresh`: a new job without the nodes in `exclude`. `done`, `stop`: nothing."""
     exit_code: ExitCode
     why: str
     exclude: tuple[str, ...] = ()
     by_slurm: bool = False
-    """Slurm does it by itself: nothing is to be done."""
+    """Slurm does it itself, so that no action is needed."""
 
     @property
     def ends_the_run(self) -> bool:
@@ -57,10 +57,10 @@ class Decision:
 
 
 def decide(ended: PastAttempt, before: Sequence[PastAttempt], max_attempts: int) -> Decision:
-    """What follows an attempt.
+    """Decide what follows an attempt.
 
     Args:
-        ended: the attempt that has just ended.
+        ended: the attempt that just ended.
         before: the earlier attempts of the run, oldest first.
         max_attempts: `run.max_attempts`.
     """
@@ -72,18 +72,18 @@ def decide(ended: PastAttempt, before: Sequence[PastAttempt], max_attempts: int)
 
 
 def may_start(before: Sequence[PastAttempt], max_attempts: int) -> Decision | None:
-    """Whether the history forbids an attempt: None if not. Slurm restarts a job whose node failed without asking us, so
-    the next attempt asks first."""
+    """The decision if the history forbids an attempt, else None. Slurm restarts a job after a node failure without a
+    decision of ours, so the next attempt calls this first."""
     if _counted(before) >= max_attempts:
         return Decision("stop", ExitCode.NO_PROGRESS, f"the run has had its {max_attempts} attempts (run.max_attempts)")
     if _in_a_row(before, lambda past: past.status == "died" and _lost_a_node(past)) >= FAULTS_WITHOUT_PROGRESS:
         return Decision("stop", ExitCode.NO_PROGRESS,
-                        f"{FAULTS_WITHOUT_PROGRESS} attempts in a row died before they had completed a new step")
+                        f"{FAULTS_WITHOUT_PROGRESS} attempts in a row died before completing a new step")
     return None
 
 
 def _finished(ended: PastAttempt, before: Sequence[PastAttempt]) -> Decision:
-    return Decision("done", ExitCode.OK, f"all {ended.step} steps are made" if ended.step else ended.message)
+    return Decision("done", ExitCode.OK, f"all {ended.step} steps are complete" if ended.step else ended.message)
 
 
 def _stopped(ended: PastAttempt, before: Sequence[PastAttempt]) -> Decision:
@@ -101,16 +101,16 @@ def _interrupted(ended: PastAttempt, before: Sequence[PastAttempt]) -> Decision:
 
 
 def _stood_still(ended: PastAttempt, before: Sequence[PastAttempt]) -> Decision | None:
-    """Time limits that end before a new step is complete would go on doing so. A preemption or a signal may come at any
-    moment, and says nothing of the next."""
+    """Stop if the time limit is too short to complete a new step, which would recur. A preemption or a signal may come
+    at any time and does not predict the next one."""
     def holds(past: PastAttempt) -> bool:
         return past.status in ("stopped", "interrupted") and past.stop_reason == "time-limit" and not past.progress
 
     if _in_a_row([*before, ended], holds) < WITHOUT_PROGRESS:
         return None
     return Decision("stop", ExitCode.NO_PROGRESS,
-                    f"{WITHOUT_PROGRESS} attempts in a row ended at the time limit before they had completed a new "
-                    "step: it is too short for start-up, a step and a checkpoint")
+                    f"{WITHOUT_PROGRESS} attempts in a row reached the time limit before completing a new step: it is "
+                    "too short for start-up, a step and a checkpoint")
 
 
 def _crashed(ended: PastAttempt, before: Sequence[PastAttempt]) -> Decision:
@@ -136,23 +136,23 @@ def _faulty(ended: PastAttempt, before: Sequence[PastAttempt]) -> Decision:
         row = _in_a_row(before, _lost_a_node)
         if row >= FAULTS_WITHOUT_PROGRESS - 1:
             return Decision("stop", ExitCode.NO_PROGRESS,
-                            f"{row + 1} attempts in a row lost a node before they had completed a new step: that is "
-                            "the cluster, or a check that is wrong")
+                            f"{row + 1} attempts in a row lost a node before completing a new step: the cause is the "
+                            "cluster, or a check that is wrong")
     if not ended.nodes:
-        return Decision("requeue", code, f"{what}, and no node is to blame")
+        return Decision("requeue", code, f"{what} without a node to blame")
     return Decision("fresh", code, f"{what}: {', '.join(ended.nodes)}", ended.nodes)
 
 
 def _unfit(ended: PastAttempt, before: Sequence[PastAttempt]) -> Decision:
     if not ended.nodes:
-        return Decision("stop", ExitCode.PREFLIGHT, "it failed for a reason that other nodes would not mend")
+        return Decision("stop", ExitCode.PREFLIGHT, "the failure would recur on other nodes")
     if before and before[-1].status == "preflight":
         return Decision("stop", ExitCode.PREFLIGHT, "too few fit nodes for the second time in a row")
     return Decision("fresh", ExitCode.PREFLIGHT, f"too few fit nodes without {', '.join(ended.nodes)}", ended.nodes)
 
 
 def _users(ended: PastAttempt, before: Sequence[PastAttempt]) -> Decision:
-    return Decision("stop", EXIT_CODES[ended.status], "to be mended by the user first")
+    return Decision("stop", EXIT_CODES[ended.status], "the user must fix this first")
 
 
 _RULES: dict[str, Callable[[PastAttempt, Sequence[PastAttempt]], Decision]] = {
@@ -161,18 +161,18 @@ _RULES: dict[str, Callable[[PastAttempt, Sequence[PastAttempt]], Decision]] = {
 
 
 def _lost_a_node(past: PastAttempt) -> bool:
-    """It lost a node before a new step. One that died with all its nodes at once was ended by Slurm: a preemption
+    """Whether the attempt lost a node before a new step. If all its nodes died at once, Slurm ended it: a preemption
     without notice, or an administrator's requeue."""
     return past.status in FAULTS and not past.progress and (past.status != "died" or bool(past.nodes))
 
 
 def _counted(history: Sequence[PastAttempt]) -> int:
-    """Attempts since the newest one that was stopped in order after new steps."""
+    """Number of attempts since the newest one that made new steps and was stopped with a checkpoint."""
     return _in_a_row(history, lambda past: not (past.status == "stopped" and past.progress))
 
 
 def _in_a_row(before: Sequence[PastAttempt], holds: Callable[[PastAttempt], bool]) -> int:
-    """How many of the newest attempts a property holds for."""
+    """For how many of the newest attempts in a row a property holds."""
     count = 0
     for past in reversed(before):
         if not holds(past):

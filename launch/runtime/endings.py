@@ -1,4 +1,4 @@
-"""The outcomes that a launcher writes where the job itself could not: on this machine and on a cluster the same."""
+"""Outcomes that the launcher writes if the job itself could not, on this machine and on a cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from launch.runtime import hang
 from launch.slurm.step import LOST, failed_nodes, refused
 
 MOST_AT_FAULT = 0.5
-"""Where more than this share of at least three nodes fails alike, it is not the nodes' fault."""
+"""If more than this share of at least three nodes fails in the same way, the nodes are not at fault."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -27,15 +27,15 @@ def ended(attempt: Attempt, status: Status, message: str, component: str | None 
 
 
 def failed(attempt: Attempt, failure: Failure) -> Outcome:
-    """The outcome of a failure that a component told of, or that shows: the user's error, or a crash."""
+    """The outcome of a reported or observed failure: a user error or a crash."""
     return ended(attempt, "user_error" if failure.user_error else "crash", failure.message, failure.component,
                  failure.log)
 
 
 def hung(attempt: Attempt, config: ResolvedConfig, step: int, late: Sequence[progress_file.Span],
          stacks: list[hang.Stack]) -> Outcome:
-    """The outcome of a hang: names the absent, and the spans of the step that are overdue. If the job has ended by
-    itself meanwhile, what it wrote."""
+    """The outcome of a hang, with the absent processes and the overdue spans of the step. If the job has ended in the
+    meantime, returns the outcome that it wrote."""
     written = read_outcome(attempt.folder)
     if written is not None:
         return written
@@ -48,12 +48,12 @@ def hung(attempt: Attempt, config: ResolvedConfig, step: int, late: Sequence[pro
 
 
 def during_start_up(attempt: Attempt) -> Outcome:
-    """A stop before anything was trained."""
-    return ended(attempt, "stopped", "during start-up: nothing had been trained")
+    """The outcome of a stop before the first step."""
+    return ended(attempt, "stopped", "during start-up: no step was trained")
 
 
 def no_space(attempt: Attempt, error: OSError) -> Outcome:
-    """A full disk is the user's to mend. Other errors are raised again."""
+    """A full disk is a user error. Other errors are raised again."""
     if error.errno not in NO_SPACE:
         raise error
     return ended(attempt, "user_error", f"no space left to write {error.filename or attempt.folder}: free some, or set "
@@ -61,7 +61,7 @@ def no_space(attempt: Attempt, error: OSError) -> Outcome:
 
 
 class EndedEarly(Exception):
-    """The step ended before its supervisors had begun."""
+    """The step ended before its supervisors started."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.message)
@@ -69,17 +69,17 @@ class EndedEarly(Exception):
 
 
 def before_it_began(attempt: Attempt, status: int, log: Path, nodes: Sequence[str]) -> Outcome:
-    """A step that could not be started, or whose supervisors ended at once: by what srun says, a node's fault, the
-    user's, or unknown.
+    """The outcome of a step that could not be started or whose supervisors ended at once. The output of srun tells
+    whether a node or the user is at fault.
 
     Args:
-        status: of srun.
-        nodes: of the job.
+        status: exit status of srun.
+        nodes: nodes of the job.
     """
     text = log.read_text(encoding="utf-8", errors="replace").strip()
     lines = text.splitlines()
     said = " / ".join([line for line in lines if "error:" in line][:5] or lines[-5:])
-    message = f"srun ended with status {status} before the supervisors had begun: {said}"
+    message = f"srun ended with status {status} before the supervisors started: {said}"
     failed = tuple(node for node in failed_nodes(text) if node in nodes)
     everywhere = len(nodes) > 1 and (len(failed) == len(nodes) or
                                      len(nodes) > 2 and len(failed) > MOST_AT_FAULT * len(nodes))

@@ -1,7 +1,7 @@
-"""What to do about a job that makes no progress: take the Python stacks of all its processes, name the guilty rank.
+"""Diagnoses a job that makes no progress: takes the Python stacks of all its processes and names the guilty rank.
 
-Every component registers `faulthandler` for SIGUSR1 with a file of its own. The handler runs in C, so it answers
-from a rank that is stuck inside a collective; a process that does not answer is stopped or dead, which is said.
+Every component registers `faulthandler` for SIGUSR1 with a file of its own. The handler runs in C, so it answers even
+if the rank is stuck in a collective. A process that does not answer is reported as stopped or dead.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function
 _WAITS = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
           "megatron/core/pipeline_parallel/p2p_communication.py", "megatron_rl/weight_sync/wire/transport.py",
           "launch/files/waiting.py")
-"""A process with one of these near the top of a stack waits for its peers: a collective, or a point-to-point call,
-whose wait happens in C++ below the caller, or a file that a peer writes."""
+"""A process with one of these files near the top of a stack waits for its peers: in a collective or a point-to-point
+call, which waits in C++ below the caller, or for a file that a peer writes."""
 _IDLE = ("ray/_private/workers/default_worker.py",)
 _BOTTOM = re.compile(r" in (<module>|_run_module_as_main)\n\Z")
-"""Where a Python process begins: the last line of its main thread's stack."""
+"""The entry point of a Python process: the last line of its main thread's stack."""
 SETTLED_LOOKS = 10
-"""A dump that ends otherwise, and has not grown in so many looks, is whole too."""
+"""A dump with another last line is complete if it has not grown in this many polls."""
 LOOK_EVERY_S = 0.05
 _LOOK_AT_FRAMES = 12
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Where one process was when it was asked."""
+    """The position of one process when its stack was taken."""
 
     name: str
     state: str
-    """`waiting`: for its peers, in a collective, a send or a receive; `idle`: has nothing to do; `running`: anything
-    else; `stopped`, `dead`, `silent`: it could not answer."""
+    """`waiting`: waits for its peers in a collective, a send or a receive. `idle`: has nothing to do. `running`:
+    anything else. `stopped`, `dead`, `silent`: could not answer."""
     at: str
     """Innermost frame of the main thread: `file:line in function`."""
     file: Path
@@ -55,11 +55,11 @@ def stack_file(attempt: Attempt, name: str) -> Path:
 
 
 def take_stacks(attempt: Attempt, wait_s: float = 5.0, node: str | None = None) -> list[Stack]:
-    """Ask every component of the attempt for its stacks and collect them. Processes that a library started for a
-    component have no handler of ours: py-spy looks into them from outside.
+    """Request the stacks of every component of the attempt and collect them. Processes that a library started for a
+    component do not have the handler; py-spy inspects them from outside.
 
     Args:
-        node: the name of this node, where the attempt has several: only its components are asked.
+        node: the name of this node, if the attempt has several. Only its components are asked.
     """
     asked: list[tuple[ComponentRecord, int]] = []
     stacks = []
@@ -79,7 +79,7 @@ def take_stacks(attempt: Attempt, wait_s: float = 5.0, node: str | None = None) 
 
 
 def write_stacks(attempt: Attempt, node: str, stacks: list[Stack]) -> None:
-    """For the leader of a job on several nodes: what a node's supervisor saw."""
+    """Write the stacks of one node for the leader of a job on several nodes."""
     folder = attempt.folder / "nodes" / node
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "stacks.json", json.dumps([{**asdict(each), "file": str(each.file)} for each in stacks]),
@@ -95,7 +95,7 @@ def read_stacks(attempt: Attempt) -> list[Stack]:
 
 
 def _look_into(pid: int, file: Path, wait_s: float) -> None:
-    """A stack for people to read; that it cannot be had (no permission, no py-spy) is written in its place."""
+    """Write a stack for users to read, or the reason why there is none (no permission, no py-spy)."""
     py_spy = Path(sys.executable).with_name("py-spy")
     try:
         done = processes.output_of([str(py_spy), "dump", "--nonblocking", "--pid", str(pid)], timeout_s=wait_s)
@@ -123,11 +123,11 @@ def _collect(attempt: Attempt, record: ComponentRecord, before: int, wait_s: flo
 
 
 def whole(dump: str, looks: int) -> bool:
-    """Whether faulthandler has written all of a dump: it does so piece by piece, and marks no end. The main thread
-    comes last.
+    """Whether a faulthandler dump is complete. It is written piece by piece without an end mark; the main thread is
+    last.
 
     Args:
-        looks: for how many looks it has not grown.
+        looks: number of polls in which it has not grown.
     """
     return bool(_FRAME.search(dump)) and (bool(_BOTTOM.search(dump)) or looks >= SETTLED_LOOKS)
 
@@ -135,8 +135,8 @@ def whole(dump: str, looks: int) -> bool:
 def judge(dump: str) -> tuple[str, str]:
     """(state, innermost frame) of a faulthandler dump of all threads.
 
-    The main thread comes last in a dump. A thread that waits for peers counts for the process: gloo and NCCL waits
-    happen in whichever thread made the call.
+    The main thread is last in a dump. If any thread waits for peers, the process waits: gloo and NCCL wait in the
+    thread that made the call.
     """
     threads = [block for block in re.split(r"\n(?=(?:Current thread|Thread) 0x)", dump) if "most recent call" in block]
     frames = [[match.groupdict() for match in _FRAME.finditer(block)] for block in threads]
@@ -153,8 +153,8 @@ def judge(dump: str) -> tuple[str, str]:
 
 
 def absent(stacks: list[Stack]) -> list[Stack]:
-    """Whom the others wait for. A component that is dead or stopped explains everything; else the training ranks that
-    do not wait for a peer while some other does: those that cannot answer first, then the running, then the idle."""
+    """The processes that the others wait for. A dead or stopped component explains everything. Otherwise these are the
+    training ranks that do not wait while another rank does: silent ones first, then running, then idle ones."""
     gone = [stack for stack in stacks if stack.state in ("dead", "stopped")]
     if gone:
         return gone
@@ -168,7 +168,7 @@ def absent(stacks: list[Stack]) -> list[Stack]:
 
 
 def explain(stacks: list[Stack]) -> str:
-    """The message of a hang: who never arrived, and where everybody was."""
+    """The message of a hang: the processes that never arrived, and the position of every process."""
     guilty = absent(stacks)
     names = ", ".join(f"{stack.name} ({stack.state}{', ' + stack.at if stack.at else ''})" for stack in guilty)
     head = f"never arrived: {names}" if guilty else "no rank stands out"

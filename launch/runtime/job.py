@@ -1,8 +1,8 @@
-"""A Slurm job (`megatron-rl job CONFIG`): the process that the batch shell becomes on the first node.
+"""A Slurm job (`megatron-rl job CONFIG`): the process that replaces the batch shell on the first node.
 
-It reads the history of the run first, then leads one attempt (`launch.runtime.leader`): one supervisor a node with one
-`srun`, their checks, the placement on the nodes accepted, watching, and what follows (`launch.runtime.decide`). It
-talks to the supervisors through files only, and asks Slurm one question at the start.
+It reads the history of the run, then leads one attempt (`launch.runtime.leader`). It starts one supervisor per node
+with one `srun`, collects their checks, places the plan on the accepted nodes, watches, and decides what follows
+(`launch.runtime.decide`). It communicates with the supervisors only through files, and queries Slurm once at the start.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from launch.slurm import job_facts
 from launch.slurm.client import Slurm
 
 LOCK_S = 120.0
-"""How long the run's lock may be held by a leader that is gone: on NFS it outlives its holder's node for a while."""
+"""Seconds that a dead leader may hold the run's lock: on NFS the lock outlives its holder's node for a while."""
 
 
 def run_job(path: str, words: Sequence[str], slurm: Slurm | None = None) -> int:
-    """Run this Slurm job's attempt to its end, and see to what follows. Returns the exit code of the job.
+    """Run this Slurm job's attempt to its end, and do what follows. Returns the exit code of the job.
 
     Raises:
-        UserError: the configuration is wrong, or this is not a Slurm job.
+        UserError: the configuration is invalid, or this is not a Slurm job.
     """
     signals, slurm = Signals(), slurm or Slurm()
     facts = job_facts.read(slurm.patient(say))
@@ -47,7 +47,7 @@ def run_job(path: str, words: Sequence[str], slurm: Slurm | None = None) -> int:
                 ledger.record([(node, f"died: {past.message}", evidence) for node in past.nodes], past.job_id, say)
         replaced = next((past for past in whole if past.job_id == facts.job_id and past.successor), None)
         if replaced is not None:
-            say(f"job {replaced.successor} goes on with this run: nothing to do here")
+            say(f"job {replaced.successor} continues this run: nothing to do here")
             return int(ExitCode.UNFINISHED)
         before = chain(whole, facts.job_id)
         refusal = may_start(before, loaded.config.run.max_attempts)

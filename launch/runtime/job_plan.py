@@ -1,4 +1,4 @@
-"""The plan of a Slurm job, held against the allocation that was really given, and its placement on accepted nodes."""
+"""The plan of a Slurm job, compared with the actual allocation, and its placement on the accepted nodes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from launch.slurm.render import plan_hash_of
 def plan_job(path: str, words: Sequence[str], loaded: LoadedConfig, facts: JobFacts) -> OnCluster:
     """Plan the configuration and compare the plan with the allocation.
 
-    With `run.replan`, an allocation that differs is planned for anew. One with fewer nodes, but no fewer than
-    `run.min_nodes`, is taken as it is: the placement then makes the plan smaller.
+    With `run.replan`, a different allocation gets a new plan. An allocation with fewer nodes, but at least
+    `run.min_nodes`, is accepted: the placement then makes the plan smaller.
 
     Raises:
-        UserError: the configuration, or an allocation that differs from the plan; names both.
+        UserError: the configuration is invalid, or the allocation differs from the plan; the message names both.
     """
     run = loaded.config.run
     made = prepare_job(path, words)
@@ -39,7 +39,7 @@ def plan_job(path: str, words: Sequence[str], loaded: LoadedConfig, facts: JobFa
     if not run.replan:
         raise UserError("the allocation differs from the plan: " + "; ".join(differences),
                         where=f"job {facts.job_id}; {loaded.where('cluster')}",
-                        fix=f"submit with --nodes={made.needed + made.spares}, plan for what is given "
+                        fix=f"submit with --nodes={made.needed + made.spares}, plan for the allocation "
                             "(cluster=...), or allow a new plan with run.replan=true")
     given = replace(made.cluster, nodes=facts.nodes, switches=(),
                     gpus_per_node=facts.gpus_per_node or made.cluster.gpus_per_node)
@@ -47,36 +47,36 @@ def plan_job(path: str, words: Sequence[str], loaded: LoadedConfig, facts: JobFa
 
 
 def _differences(made: OnCluster, facts: JobFacts, min_nodes: int | None) -> list[str]:
-    """Each names the plan's number and the allocation's."""
+    """The differences, each with the number of the plan and of the allocation."""
     planned, given = made.needed + made.spares, len(facts.nodes)
     found = []
     if given > planned or given < (planned if min_nodes is None else min(planned, min_nodes)):
         spare = f" ({made.spares} of them spare)" if made.spares else ""
-        found.append(f"planned for {planned} nodes{spare}, given {given}")
+        found.append(f"planned for {planned} nodes{spare}, allocated {given}")
     gpus = facts.gpus_per_node
     if made.plan.device == "gpu" and gpus is not None and gpus != made.cluster.gpus_per_node:
-        found.append(f"planned for {made.cluster.gpus_per_node} GPUs a node, given {gpus}")
+        found.append(f"planned for {made.cluster.gpus_per_node} GPUs per node, allocated {gpus}")
     submitted, now = plan_hash_of(facts.comment), made.plan.fingerprint()
     if submitted is not None and submitted != now:
-        found.append(f"submitted as plan {submitted}, and the configuration now makes plan {now}")
+        found.append(f"submitted as plan {submitted}, but the configuration now gives plan {now}")
     return found
 
 
 def place_job(made: OnCluster, accepted: Sequence[str], avoid: Collection[str], hellos: Mapping[str, Hello],
               attempt: int, switches: tuple[Switch, ...] = ()) -> tuple[OnCluster, Placement, str]:
-    """Place the plan on the accepted nodes, or a smaller one where they are too few.
+    """Place the plan on the accepted nodes, or a smaller plan if there are too few.
 
     Args:
-        accepted: fit nodes, in any order; more than needed leaves spares.
-        avoid: those to leave among the spares if possible.
-        hellos: of every accepted node: address, ports.
-        switches: above them (`switches_of_job`); () where that is not known.
+        accepted: fit nodes, in any order; surplus nodes become spares.
+        avoid: nodes to keep as spares if possible.
+        hellos: the greeting of every accepted node, with its address and ports.
+        switches: the switches above the nodes (`switches_of_job`); () if unknown.
 
     Returns:
-        (the plan that is run, its placement, what was made smaller: "" if nothing).
+        (the plan to run, its placement, the reduced sizes or "").
 
     Raises:
-        UserError: too few nodes, by `run.min_nodes` or because nothing fits.
+        UserError: there are fewer nodes than `run.min_nodes`, or no smaller plan fits.
     """
     smaller = ""
     if len(accepted) < made.needed:
@@ -103,14 +103,14 @@ def place_job(made: OnCluster, accepted: Sequence[str], avoid: Collection[str], 
 
 def switches_of_job(hellos: Mapping[str, Hello], nodes: Sequence[str], slurm: Slurm,
                     say: Callable[[str], None] = lambda line: None) -> tuple[Switch, ...]:
-    """The switch tree over these nodes: as they say themselves, else as Slurm says when it is asked, once. () where
-    Slurm knows none, or what it says is no tree over them: then a warning."""
+    """The switch tree over these nodes: from their environment, else from one query to Slurm. () if Slurm has no
+    topology, or, with a warning, if its topology is not a tree over these nodes."""
     paths = {node: path_of(hellos[node].topology, hellos[node].topology_pattern) for node in nodes}
     if tree := switches_of(paths):
         return tree
     silent = [node for node in nodes if not paths[node] and hellos[node].topology_pattern != FLAT]
     if not silent or len(nodes) == 1:
-        return ()       # Slurm has no topology plug-in, and all nodes say so
+        return ()       # all nodes report that Slurm has no topology plug-in
     try:
         found = restrict(slurm.topology(blocks=True), set(nodes))
         misfits = [what for _, what, _ in faults(found, list(nodes))]
@@ -120,7 +120,7 @@ def switches_of_job(hellos: Mapping[str, Hello], nodes: Sequence[str], slurm: Sl
     if not why:
         return found
     address = hellos[silent[0]].topology
-    say(f"warning topology.unknown: of its switches (SLURM_TOPOLOGY_ADDR) {silent[0]} says "
-        f"{repr(address) if address else 'nothing'}, and of `scontrol show topology`: {why}. The job is placed without "
-        "regard to switches; see TopologyPlugin and TopologyParam of slurm.conf")
+    say(f"warning topology.unknown: {silent[0]} reports the switches (SLURM_TOPOLOGY_ADDR) "
+        f"{repr(address) if address else 'nothing'}, and `scontrol show topology` is unusable: {why}. The job is "
+        "placed without regard to switches; see TopologyPlugin and TopologyParam in slurm.conf")
     return ()

@@ -53,14 +53,14 @@ from launch.slurm.profiles import Profile, load_profile
 from launch.slurm.step import step
 
 TEARDOWN_S = 90.0
-"""How long the supervisors may take to end their processes, and to check their nodes after a failure."""
+"""How long the supervisors may take to end their processes and to check their nodes after a failure, in seconds."""
 STEP_S = 5.0
-"""How long the step itself may take to end when its tasks have."""
+"""How long the step may take to end after its tasks have ended, in seconds."""
 CHECKED_AFTER = ("crash", "hang", "node_failure")
 
 
 class StopDuringStart(Exception):
-    """A stop was asked for before anything was trained."""
+    """A stop was requested before the first step."""
 
 
 def say(text: str) -> None:
@@ -83,21 +83,21 @@ class Leader:
     history: list[PastAttempt]
     """All attempts of the run before this one."""
     before: list[PastAttempt]
-    """Those that led here without a person in between."""
+    """Attempts that led to this job without user action in between."""
     profile: Profile = field(default_factory=Profile)
     step: Child | None = None
     lag_s: float = 0.0
-    """How long a file takes to be seen on another node and back, as the preflight measured it on the slowest."""
+    """Seconds for a file to be seen on another node and back, as the preflight measured it on the slowest node."""
 
     def run(self) -> int:
-        """The attempt, its end, and what follows."""
+        """Run the attempt, end it, and do what follows. Returns the exit code of the job."""
         folder = self.attempt.folder
         write_atomically(folder / node_files.JOB, self.facts.model_dump_json(indent=1), durable=True)
         beat = Beat(folder / node_files.LEADER_BEAT)
         self.clock = StopClock(self.attempt, self.facts, self.slurm, self.signals, say)
         if self.facts.controller_ahead_s:
             say(f"warning: the controller's clock differs from this node's by {self.facts.controller_ahead_s:+.0f} s; "
-                "the time limit is kept by the controller's")
+                "the time limit follows the controller's clock")
         try:
             outcome, code = self._ended()
         except Exception as error:
@@ -109,8 +109,8 @@ class Leader:
             outcome = after.with_evidence(outcome)
             write_outcome(folder, outcome)
         except Exception:
-            say(f"after the attempt: {traceback.format_exc()}")     # what follows must be decided all the same
-        with suppress(OSError):     # the head's node removes it, unless it is the one that died
+            say(f"after the attempt: {traceback.format_exc()}")     # the decision must be made nevertheless
+        with suppress(OSError):     # the head's node removes it, unless that node died
             (folder / TOKEN_FILE).unlink(missing_ok=True)
         beat.stop()
         self._tell(outcome)
@@ -118,7 +118,7 @@ class Leader:
         return after.conclude(past, self.before, self.loaded, self.words, code)
 
     def _ended(self) -> tuple[Outcome, ExitCode | None]:
-        """How the attempt ended, and the exit code where it is not the outcome's."""
+        """How the attempt ended, and the exit code if it differs from the outcome's."""
         try:
             return self._attempt(), None
         except endings.EndedEarly as early:
@@ -132,8 +132,8 @@ class Leader:
             return endings.ended(self.attempt, status, str(error), nodes=self._unfit()), error.exit_code
 
     def _over(self, reason: str) -> Outcome:
-        """Slurm also ends a job whose node has failed, and may be faster at it than we are: then that node's beats
-        stopped before the others'."""
+        """Slurm also ends a job after a node failure, possibly before the leader notices. In that case the heartbeats
+        of that node stopped before the others."""
         gone = node_files.vanished(self.attempt)
         if gone:
             return endings.ended(self.attempt, "node_failure", f"no sign of life from {listed(gone)}\n{reason}",
@@ -141,7 +141,7 @@ class Leader:
         return endings.ended(self.attempt, "interrupted", reason)
 
     def _unforeseen(self, error: Exception) -> Outcome:
-        """Whatever goes wrong in this process is a crash like another: the job ends, and what follows is decided."""
+        """An unexpected error in the leader is a crash: the job ends, and what follows is decided as usual."""
         if isinstance(error, OSError) and error.errno in endings.NO_SPACE:
             return endings.no_space(self.attempt, error)
         summary, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
@@ -155,8 +155,8 @@ class Leader:
         config = self.loaded.config
         self.profile = load_profile(config.run.profile)
         if late := self.profile.too_late(envvars.get(envvars.SITE, "")):
-            say(f"warning profile.late: {', '.join(late)} of {config.run.profile} came too late for this job's batch "
-                "script; `megatron-rl launch CONFIG --on slurm --profile FILE` writes one with them")
+            say(f"warning profile.late: {', '.join(late)} of {config.run.profile} cannot change this job's batch "
+                "script; `megatron-rl launch CONFIG --on slurm --profile FILE` writes a script with them")
         cluster = load_cluster(config.cluster)
         expected_of(config, cluster, cluster.gpu.device, profile=self.profile, computes=trains(config),
                     cpus=self.facts.cpus_per_node).write(self.attempt.folder)
@@ -172,7 +172,7 @@ class Leader:
                          View(self.attempt.folder, display), self.clock.tick, say).run()
 
     def _start_supervisors(self) -> Child:
-        """One step: a supervisor on every node, whatever the number of nodes."""
+        """Start one step with a supervisor on every node."""
         command, environment = step(
             [sys.executable, "-m", "launch", "node", str(self.attempt.folder.resolve())], nodes=self.facts.nodes,
             cpus=self.facts.cpus_per_node, profile=self.profile,
@@ -181,7 +181,7 @@ class Leader:
         return start("srun", command, log=self.attempt.logs / "srun.log", environment=environment)
 
     def _keep_margin(self, made: OnCluster) -> None:
-        """The job stops in time for what this plan needs, and must have more time than that."""
+        """Set the stop margin to what this plan needs, and check that the time left exceeds it."""
         config, plan = made.config, made.plan
         self.clock.margin_s = stop_margin(config, plan, self.profile)
         self.clock.warned_in_time = not config.run.rehearse
@@ -189,7 +189,7 @@ class Leader:
         check_time_left(left_s, self.facts.time_limit, self.clock.margin_s, needed(plan, self.profile))
 
     def _hellos(self, deadline_s: float) -> dict[str, Hello]:
-        """The greetings of all nodes that have come by the deadline."""
+        """The greetings of all nodes that arrive by the deadline."""
         found: dict[str, Hello] = {}
 
         def missing() -> list[str]:
@@ -205,7 +205,7 @@ class Leader:
         return found
 
     def _preflight(self, made: OnCluster, hellos: dict[str, Hello], deadline_s: float) -> Verdict:
-        """The findings of every node, those that did not greet included, and the verdict over them."""
+        """Collect the findings of every node, including those that did not greet, and return the verdict."""
         came = [node for node in self.facts.nodes if node in hellos]
         found = gather_reports(self.attempt.folder, came, deadline_s, say=say, check=self._check)
         self._check()
@@ -218,21 +218,21 @@ class Leader:
         for line in self._grouped(verdict.warnings):
             say(f"preflight warning: {line}")
         for node, exclusion in verdict.excluded.items():
-            say(f"left out {node}: {exclusion.reason}")
+            say(f"excluded {node}: {exclusion.reason}")
         record(verdict, self.ledger, {node: self.attempt.folder / "nodes" / node / "preflight.json"
                                       for node in verdict.excluded}, self.facts.job_id, say)
         self.verdict, self.reports = verdict, reports
         self.lag_s = max((float(check.value) for checks in reports.values() for check in checks
                           if check.name == "fs.round_trip"), default=0.0)
-        self.clock.margin_s += self.lag_s       # until the request to stop is seen, and the last checkpoint
+        self.clock.margin_s += self.lag_s       # delay until the stop request and the last checkpoint are visible
         if verdict.critical and not verdict.only_short:
             raise UserError("the preflight failed: " + "; ".join(verdict.critical),
                             where=str(self.attempt.folder / "verdict.json"),
-                            fix="see the remedies in that file", exit_code=ExitCode.PREFLIGHT)
+                            fix="follow the remedies in that file", exit_code=ExitCode.PREFLIGHT)
         return verdict
 
     def _grouped(self, lines: Sequence[str]) -> list[str]:
-        """`node: text` once for all nodes of a text."""
+        """Lines of the form `node: text`, merged over all nodes with the same text."""
         nodes_of: dict[str, list[str]] = {}
         for line in lines:
             node, colon, text = line.partition(": ")
@@ -241,9 +241,9 @@ class Leader:
         return [f"{listed(nodes)}: {text}" if nodes else text for text, nodes in nodes_of.items()]
 
     def _absent(self, node: str) -> Check:
-        """The finding of a node whose supervisor did not greet."""
+        """The finding for a node whose supervisor did not greet."""
         files = NodeFiles(self.attempt, node)
-        return critical("supervisor.absent", None, files.failure() or "no supervisor has begun there",
+        return critical("supervisor.absent", None, files.failure() or "no supervisor started on this node",
                         f"see {files.log}; a node without this file did not start the step's task")
 
     def _place(self, made: OnCluster, hellos: dict[str, Hello], verdict: Verdict) -> tuple[OnCluster, Placement]:
@@ -252,7 +252,7 @@ class Leader:
                                              switches)
         made = with_start_deadline(made, self.profile)
         if smaller:
-            say(f"too few fit nodes for the whole plan: going on with {smaller}")
+            say(f"too few fit nodes for the whole plan: continuing with {smaller}")
         plan = made.plan
         nics = rails.for_nccl(self.reports, placement.nodes, made.cluster.nics_per_node, self.profile, say)
         placement = placement.model_copy(update={"nics": nics})
@@ -265,7 +265,7 @@ class Leader:
     # ---- while it runs -------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """While the job starts: a stop, or the end of the step, ends the waiting."""
+        """Called while the job starts: a stop request or the end of the step ends the wait."""
         self.clock.tick()
         if stop_requested(self.attempt.folder):
             raise StopDuringStart
@@ -278,8 +278,8 @@ class Leader:
         return tuple(verdict.excluded) if verdict is not None else ()
 
     def _tear_down(self, outcome: Outcome) -> None:
-        """Everything ends, whatever hangs: the supervisors by themselves, else by the end of their step. `srun` waits
-        for the task of a dead node until Slurm has noticed: nobody else does."""
+        """End everything, even if something hangs: the supervisors end themselves, or else Slurm ends their step.
+        `srun` would wait for the task of a dead node until Slurm notices the failure, so it is ended earlier."""
         write_atomically(self.attempt.folder / node_files.END,
                          json.dumps({"check": outcome.status in CHECKED_AFTER}), durable=True)
         step = self.step
@@ -287,17 +287,17 @@ class Leader:
             return
         dead = outcome.nodes if outcome.status == "node_failure" else ()
         alive = [files for files in node_files.all_nodes(self.attempt) if files.node not in dead]
-        answers = canary.Answers(self.attempt.folder)       # who still checks its node waits for one
+        answers = canary.Answers(self.attempt.folder)       # a supervisor that still checks its node waits for one
         left = wait_for(lambda: [files.node for files in alive if step.returncode is None and not seen(files.gone)],
                         "to end", TEARDOWN_S + self.lag_s, say=say, check=answers.give)
         if left:
             say(f"{listed(left)} did not end within {TEARDOWN_S + self.lag_s:.0f} s: Slurm ends the step")
-        patience_s = 0.0 if dead and not left else STEP_S       # of srun, which would wait for the dead node
+        patience_s = 0.0 if dead and not left else STEP_S       # srun would wait for the dead node
         if step.wait(patience_s) is None:
             step.end(grace_s=patience_s)
 
     def _tell(self, outcome: Outcome) -> None:
-        """The summary of the run. Whatever goes wrong with it must not keep the job from what follows."""
+        """Print the summary of the run. An error here must not prevent what follows."""
         if outcome.status == "stopped":
             return say(f"stopped {outcome.message or f'after step {outcome.step}, with a checkpoint'}")
         try:

@@ -1,6 +1,5 @@
-"""A job on this machine: start Ray and the driver, show progress, stop on request, catch deaths and hangs, clean up.
-
-The launcher holds nothing of the job's state: it reads what the job writes into the attempt's folder.
+"""A job on this machine: starts Ray and the driver, shows progress, stops on request, detects deaths and hangs, cleans
+up. The launcher holds no state of the job; it reads the files that the job writes into the attempt's folder.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from launch.runtime.watch import View
 
 LOOK_EVERY_S = 0.25
 DRIVER_GRACE_S = 5.0
-"""How long the driver may take to notice a dead component itself: it knows more of the cause."""
+"""How long the driver may take to notice a dead component itself, in seconds: it knows more about the cause."""
 
 
 def run_local(prepared: Prepared, *, quiet: bool = False) -> tuple[Attempt, Outcome]:
     """Run a prepared configuration to its end on this machine.
 
-    Returns the attempt and how it ended. Nothing of the job is left running.
+    Returns the attempt and how it ended. No process of the job is left running.
 
     Raises:
-        UserError: another job works in this run, or its ports are taken.
+        UserError: another job is using this run, or its ports are in use.
     """
     config = prepared.config
     with RunFolder(config.run) as run:
@@ -54,7 +53,7 @@ def run_local(prepared: Prepared, *, quiet: bool = False) -> tuple[Attempt, Outc
             job = LocalJob(attempt, config, prepared.plan.device, ports)
             with make_display(config.run.name, config.run.steps, quiet=quiet) as display:
                 if prepared.plan.no_forecast:
-                    display.message(f"nothing is predicted for this run: {prepared.plan.no_forecast}")
+                    display.message(f"this run has no forecast: {prepared.plan.no_forecast}")
                 return attempt, job.run(display)
         finally:
             ports.release()
@@ -84,7 +83,7 @@ class LocalJob:
             self._clean_up()
             self.session.remove()
             restore()
-        with contextlib.suppress(OSError):  # on a full disk the exit code has to do
+        with contextlib.suppress(OSError):  # on a full disk only the exit code is left
             write_outcome(self.attempt.folder, outcome)
         return outcome
 
@@ -105,18 +104,18 @@ class LocalJob:
                 continue
             mourning = mourning or next(iter(components.dead(self.attempt, LOCAL_NODE)), None) and time.monotonic()
             if mourning and time.monotonic() - mourning > DRIVER_GRACE_S:
-                # A driver that has said why it ends may take long to go: its actors are dead before it is.
+                # A driver that has reported its error may take long to exit, while its actors are already dead.
                 return endings.failed(self.attempt, components.first_failure(self.attempt, LOCAL_NODE))
             late = progress_file.overdue(progress, self.config, time.time())
             if late:
                 return endings.hung(self.attempt, self.config, progress.step, late, hang.take_stacks(self.attempt))
         view.update()
         return read_outcome(self.attempt.folder) or endings.ended(
-            self.attempt, "crash", f"the driver ended with status {driver.returncode} without a word", "driver",
+            self.attempt, "crash", f"the driver ended with status {driver.returncode} without an error", "driver",
             str(driver.log))
 
     def _start(self) -> tuple[processes.Child, processes.Child]:
-        """Ray's head and the driver, at the same time: the driver waits for the head."""
+        """Start Ray's head and the driver at the same time. The driver waits for the head."""
         environment = self._environment()
         ray = start_head(self.session, self.ports, node=LOCAL_NODE, address=LOOPBACK, environment=environment,
                          log=self.attempt.logs / "ray.log")
@@ -133,12 +132,12 @@ class LocalJob:
                 "PYTHONPATH": ":".join(filter(None, [str(Path.cwd()), path]))}
 
     def _catch_signals(self, display: Display) -> Callable[[], None]:
-        """The first Ctrl-C or SIGTERM asks the job to stop at the next step boundary, the second ends it."""
+        """The first Ctrl-C or SIGTERM asks the job to stop at the next step boundary. The second ends it."""
         def on_signal(number: int, frame: FrameType | None) -> None:
             self.interrupts += 1
             if self.interrupts == 1:
                 (self.attempt.folder / STOP_FILE).touch()
-                display.message("stopping: the current step ends, a checkpoint is written; again to end at once")
+                display.message("stopping after the current step, with a checkpoint; interrupt again to end at once")
 
         before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -149,7 +148,7 @@ class LocalJob:
         return restore
 
     def _clean_up(self) -> None:
-        """End every process that carries this attempt's mark, wherever it has moved in the process tree. Ray's own
-        processes drain for longer than anybody needs once the actors are gone: hence the short grace."""
+        """End every process that carries this attempt's mark, wherever it is in the process tree. The grace is short,
+        because Ray's own processes drain for longer than needed once the actors are gone."""
         teardown.end_all(self.attempt, grace_s=1.0)
 

@@ -1,7 +1,7 @@
-"""The processes of a placement one by one: where each belongs and what it is started with. Pure.
+"""The processes of a placement: where each one runs and its environment. Pure.
 
-A training rank is one process. An engine is one process for each of its GPUs: all of them see all of its GPUs, as
-vLLM's workers do, and the i-th takes the i-th.
+A training rank is one process. An engine has one process for each of its GPUs. As with vLLM's workers, each process
+sees all GPUs of the engine on its node, and the i-th process uses the i-th GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from launch.config.resolved import ResolvedConfig
 from launch.plan.plan import Placement
 
 NICS = "MEGATRON_RL_NICS"
-"""Tells a process which NIC is next to each of its GPUs, in the order of CUDA_VISIBLE_DEVICES."""
+"""Variable with the NIC next to each GPU of a process, in the order of CUDA_VISIBLE_DEVICES."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class PlacedProcess:
     gpu: int | None
     nic: int | None
     visible: tuple[int, ...] = ()
-    """GPUs that it sees; its own is the `index`-th."""
+    """GPUs that the process sees; its own is the `index`-th."""
     visible_nics: tuple[int, ...] = ()
     index: int = 0
 
 
 def places(placement: Placement) -> tuple[PlacedProcess, ...]:
-    """Every process that the placement gives a seat: training ranks in order, then the engines."""
+    """Every process of the placement: training ranks in order, then the engines."""
     found = [PlacedProcess(f"trainer-{each.rank}", "trainer", each.node, each.gpu, each.nic,
                    () if each.gpu is None else (each.gpu,), () if each.nic is None else (each.nic,))
              for each in placement.training]
@@ -51,7 +51,7 @@ def places(placement: Placement) -> tuple[PlacedProcess, ...]:
 
 def variables(place: PlacedProcess, config: ResolvedConfig, placement: Placement, device: envvars.Device,
               mark: str) -> dict[str, str]:
-    """What this process is started with, on top of what its node's supervisor inherited."""
+    """Variables of this process, in addition to those that its node's supervisor inherited."""
     return {**envvars.environment(place.role, device, config, job=mark, gpus=place.visible,
                                   interface=placement.interface(place.node), address=placement.addresses[place.node],
                                   nics=placement.nics.get(place.node, ())),

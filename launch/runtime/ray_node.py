@@ -1,7 +1,7 @@
-"""Ray on one node: how a raylet is started, with every port pinned, token authentication and the job's interface.
+"""Ray on one node: starts a raylet with pinned ports, token authentication and the job's interface.
 
-One node of a job runs the head, the others a raylet that joins it. Several nodes may share a host (and so an address)
-when they are simulated: each has its own scratch folder, its own name and its own block of ports.
+One node of a job runs the head; each other node runs a raylet that joins it. Simulated nodes may share a host, and so
+an address: each has its own scratch folder, name and block of ports.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from launch.errors import UserError
 from launch.ports import Ports
 
 ADDRESS_VARIABLE = "MEGATRON_RL_RAY_ADDRESS"
-"""Tells the driver where the head listens."""
+"""Variable with the head's address, for the driver."""
 PREFIX, OWNER = "mrl-", "owner"
 SOCKET_BYTES = 107
-"""Most that the path of a socket may have (sun_path of unix(7), less its end)."""
+"""Maximum bytes of a socket path (sun_path in unix(7), minus its terminator)."""
 LONGEST_SOCKET = "/session_2026-12-31_23-59-59_999999_4194304/sockets/plasma_store.9"
-"""What Ray appends to its temporary folder (`_private/node.py`), with the highest pid of Linux."""
+"""Path that Ray appends to its temporary folder (`_private/node.py`), with the highest pid of Linux."""
 SHORT = Path("/tmp")
 OBJECT_STORE_BYTES = 256 << 20
-"""At least; actors of a small run exchange megabytes."""
+"""Minimum; actors of a small run exchange megabytes."""
 BYTES_A_TOKEN = 32
-"""Of a step's completions in the object store of the driver's node: id and log-prob, as they come and as they go on to
-the training ranks, and as much again."""
+"""Bytes per token of a step's completions in the object store of the driver's node: id and log-prob, once as received
+and once as sent to the training ranks, doubled as reserve."""
 LOGICAL_CPUS = 16
-"""Actors are pinned by node name and take no Ray CPUs. So many workers start at a time, and so many idle ones are kept:
-Ray's own number is the node's cores, a storm on nodes that have hundreds."""
+"""Number of workers that Ray starts at a time and of idle workers that it keeps. Actors are pinned by node name and
+take no Ray CPUs. Ray's default is the node's number of cores, too many on nodes with hundreds."""
 MANY_NODES = 8
 FOR_MANY_NODES = {
     "RAY_gcs_server_rpc_server_thread_num": "64", "RAY_gcs_rpc_server_connect_timeout_s": "120",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "120", "RAY_gcs_server_request_timeout_seconds": "120",
     "RAY_worker_register_timeout_seconds": "120"}
-"""From `MANY_NODES` on: dozens to hundreds of actors register at once, and Ray's defaults (a quarter of the head's
-cores, 5 s to connect, 60 s to register) lose some of them, which shows as a hang in NCCL later (NeMo-RL#3089)."""
+"""For `MANY_NODES` and more: dozens to hundreds of actors register at once. With Ray's defaults (a quarter of the
+head's cores, 5 s to connect, 60 s to register) some of them are lost, which later shows as a hang in NCCL
+(NeMo-RL#3089)."""
 REGISTERED = "Ray runtime started."
-"""`ray start` says so when the control store lists its node (`Node.__init__` asks until it does)."""
+"""`ray start` prints this when the control store lists its node (`Node.__init__` polls until it does)."""
 
 
 def new_folder() -> Path:
-    """A private folder for a session: where temporary files go, or under /tmp where that path is too long for Ray's
-    sockets.
+    """A private folder for a session, in the temporary folder, or in /tmp if that path is too long for Ray's sockets.
 
     Raises:
-        UserError: the folder cannot be made.
+        UserError: the folder cannot be created.
     """
     wanted = Path(tempfile.gettempdir())
     length = len(os.fsencode(f"{wanted}/{PREFIX}12345678/r{LONGEST_SOCKET}"))
@@ -63,12 +63,12 @@ def new_folder() -> Path:
     try:
         return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     except OSError as error:
-        why = "" if parent == wanted else (f"; in {wanted} the paths of Ray's sockets would have {length} bytes, and "
-                                           f"{SOCKET_BYTES} is the most")
-        raise UserError(f"cannot make a folder for Ray in {parent}: {error.strerror}{why}", where="TMPDIR",
-                        fix="name a folder that you may write, with a path of at most "
-                            f"{len(os.fsencode(wanted)) - length + SOCKET_BYTES} bytes, as scratch in the site "
-                            "profile, or in TMPDIR") from error
+        why = "" if parent == wanted else (f"; in {wanted} the paths of Ray's sockets would have {length} bytes, but "
+                                           f"the limit is {SOCKET_BYTES}")
+        raise UserError(f"cannot create a folder for Ray in {parent}: {error.strerror}{why}", where="TMPDIR",
+                        fix="set a writable folder with a path of at most "
+                            f"{len(os.fsencode(wanted)) - length + SOCKET_BYTES} bytes as scratch in the site "
+                            "profile or in TMPDIR") from error
 
 
 def new_secret() -> str:
@@ -78,14 +78,14 @@ def new_secret() -> str:
 
 @dataclass
 class RaySession:
-    """Ray's scratch folder on one node, and the job's token; gone at the end. The folder is private to this user (Ray
-    makes its own part of it open to everybody)."""
+    """Ray's scratch folder on one node and the job's token, both removed at the end. The folder is private to this
+    user, because Ray makes its own subfolder readable by all users."""
 
     folder: Path = field(default_factory=new_folder)
     secret: str = field(default_factory=new_secret, repr=False)
-    """The token. The head's node draws it, the other nodes of the job are given the same."""
+    """The token. The head's node generates it, and the other nodes of the job receive the same one."""
     nodes: int = 1
-    """Of the job."""
+    """Number of nodes of the job."""
     object_store_bytes: int = OBJECT_STORE_BYTES
 
     def __post_init__(self) -> None:
@@ -101,11 +101,11 @@ class RaySession:
 
     @property
     def scratch(self) -> Path:
-        """What Ray is given as its temporary folder."""
+        """Ray's temporary folder."""
         return self.folder / "r"
 
     def variables(self) -> dict[str, str]:
-        """What every process that talks to Ray needs. The token itself is never in an environment or a log."""
+        """Variables of every process that uses Ray. The token itself is never in an environment or a log."""
         return {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.token),
@@ -115,15 +115,15 @@ class RaySession:
         }
 
     def __str__(self) -> str:
-        """For the log."""
+        """The settings, for the log."""
         settings = " ".join(f"{name}={value}" for name, value in self.variables().items() if "TOKEN" not in name)
         return f"Ray in {self.folder}, object store {self.object_store_bytes >> 20} MiB, {settings}"
 
     def keep_logs(self, destination: Path) -> None:
-        """Copy Ray's own logs aside, for an attempt that failed."""
+        """Copy Ray's own logs, for an attempt that failed."""
         logs = self.scratch / "session_latest" / "logs"
         if logs.is_dir():
-            with contextlib.suppress(shutil.Error):  # a socket, or a file that went: the rest is there
+            with contextlib.suppress(shutil.Error):  # a socket, or a file that disappeared: the rest is copied
                 shutil.copytree(logs, destination, dirs_exist_ok=True, ignore_dangling_symlinks=True)
 
     def remove(self) -> None:
@@ -132,16 +132,16 @@ class RaySession:
 
 
 def object_store_bytes(config: ResolvedConfig, free_shm: int) -> int:
-    """What the completions of a step may take, and no more than half of the shared memory that is free: Ray would go to
-    the disk with the rest either way."""
+    """Size for the completions of a step, at most half of the free shared memory: Ray spills the rest to disk either
+    way."""
     completions = config.algorithm.prompts_per_step * config.algorithm.group_size
     tokens = completions * (config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
     return max(OBJECT_STORE_BYTES, min(tokens * BYTES_A_TOKEN, free_shm // 2))
 
 
 def remove_leftovers() -> None:
-    """Remove the folders of sessions whose launcher is gone: one that was killed could not tidy up. Whoever lives holds
-    a lock; a pid would say nothing across containers, which each count their own."""
+    """Remove the folders of sessions whose launcher was killed and could not clean up. A live launcher holds a lock; a
+    pid would not identify it, because every container has its own pids."""
     for parent in dict.fromkeys((Path(tempfile.gettempdir()), SHORT)):
         for owner in parent.glob(f"{PREFIX}*/{OWNER}"):
             with contextlib.suppress(OSError), owner.open("rb") as file:    # held, another user's, or removed meanwhile
@@ -151,19 +151,19 @@ def remove_leftovers() -> None:
 
 
 def _owned(folder: Path) -> IO[bytes]:
-    """The folder's owner file, locked for as long as this process keeps it open. It gets its name when it is locked:
-    from the first moment nobody sweeps the folder. (Children do not inherit it, `open` sees to that.)"""
+    """The folder's owner file, locked as long as this process keeps it open. It gets its name only after it is locked,
+    so that `remove_leftovers` never removes a live folder. (Children do not inherit a file from `open`.)"""
     aside = folder / f".{OWNER}"
     file = aside.open("wb")
-    with contextlib.suppress(OSError):      # a file system without locks: nobody else can lock it, or sweep, either
+    with contextlib.suppress(OSError):      # without file locks, no other process can lock or remove it either
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     aside.rename(folder / OWNER)
     return file
 
 
 def loopback_variables() -> dict[str, str]:
-    """Keep Ray on 127.0.0.1: otherwise it replaces a loopback address with the host's own and listens everywhere.
-    (The switch was made for macOS and works on Linux.)"""
+    """Keep Ray on 127.0.0.1: otherwise it replaces a loopback address with the host's own and listens on all
+    interfaces. (The switch was made for macOS and also works on Linux.)"""
     return {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
@@ -174,26 +174,26 @@ def head_command(session: RaySession, ports: Ports, *, node: str, address: str) 
 
 
 def raylet_command(session: RaySession, ports: Ports, *, node: str, address: str, head: str) -> list[str]:
-    """`ray start --address=HEAD` for a further node. Pure."""
+    """`ray start --address=HEAD` for another node. Pure."""
     return [*_start(session, ports, node, address), "--address", head]
 
 
 def start_head(session: RaySession, ports: Ports, *, node: str, address: str, environment: Mapping[str, str],
                log: Path) -> processes.Child:
-    """Start the head. It is up when the driver has counted its nodes, not when this returns."""
+    """Start the head. It is ready when the driver has counted its nodes, not when this returns."""
     return processes.start("ray", head_command(session, ports, node=node, address=address), log=log,
                            environment={**environment, **session.variables()})
 
 
 def start_raylet(session: RaySession, ports: Ports, *, node: str, address: str, head: str,
                  environment: Mapping[str, str], log: Path) -> processes.Child:
-    """Start a further node of the Ray whose control store is at `head` (address:port)."""
+    """Start another node of the Ray cluster whose control store is at `head` (address:port)."""
     return processes.start("ray", raylet_command(session, ports, node=node, address=address, head=head), log=log,
                            environment={**environment, **session.variables()})
 
 
 def registered(ray: processes.Child) -> bool:
-    """Whether the node that this process started is known to Ray's control store."""
+    """Whether Ray's control store lists the node that this process started."""
     return ray.log.exists() and REGISTERED in ray.log.read_text(encoding="utf-8", errors="replace")
 
 

@@ -1,9 +1,9 @@
-"""What the processes of a rehearsal said of themselves, held against the placement.
+"""Compares the reports of a rehearsal's processes with the placement.
 
     attempts/<n>/
-        nodes/<node>/rehearsal.json     each process of a node in its own words
-        ray-census.json                 with Ray: when its nodes were counted, and what an actor on each says
-        rehearsal.json rehearsal.txt    the report: every process once, what was checked, what differs
+        nodes/<node>/rehearsal.json     the report of each process of a node
+        ray-census.json                 with Ray: when its nodes were counted, and the report of an actor on each
+        rehearsal.json rehearsal.txt    the result: every process, the checks, and the differences
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from launch.runtime.places import PlacedProcess, places, variables
 
 SCHEMA_VERSION = 1
 NAMED = 4
-"""So many processes are named in a message; the report names all."""
+"""Maximum number of processes named in a message; the report names all."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one process found in itself (`launch/runtime/workloads/rank_report.py`)."""
+    """The report of one process about itself (`launch/runtime/workloads/rank_report.py`)."""
 
     process: str
     node: str
@@ -49,7 +49,7 @@ class RankReport:
 
     @property
     def leaf(self) -> str:
-        """The switch that the node hangs on."""
+        """The leaf switch of the node."""
         above = self.switches.removesuffix(self.node).rstrip(".")
         return above.rpartition(".")[2] if "[" not in above.rpartition(".")[2] else above
 
@@ -63,19 +63,19 @@ class RankReport:
 
 @dataclass(frozen=True)
 class RayReport:
-    """What the rehearsal's driver found (`megatron_rl.driver.ray_census`)."""
+    """The result of the rehearsal's driver (`megatron_rl.driver.ray_census`)."""
 
     counted_s: float
-    """From its start until every node of the placement was counted."""
+    """Seconds from its start until every node of the placement was counted."""
     actors_s: float
-    """From then until an actor on each had answered."""
+    """Seconds from then until an actor on each node had answered."""
     found: Mapping[str, str]
-    """Node of the placement -> the node that its actor found itself on."""
+    """Node of the placement -> node on which its actor ran."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Something that is not as placed."""
+    """A difference from the placement."""
 
     process: str
     placed: str
@@ -84,7 +84,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One question, asked of many."""
+    """One check, applied to many processes."""
 
     name: str
     asked: int
@@ -104,7 +104,7 @@ def ray_file(attempt: Attempt) -> Path:
 
 
 def conclude(attempt: Attempt) -> Outcome:
-    """Compare when every node has reported, write the report, and say how the rehearsal ended."""
+    """Compare the reports of all nodes with the placement, write the result, and return the outcome."""
     config, plan, placement = attempt.config(), attempt.plan(), attempt.placement()
     reports = [RankReport.from_json(row) for node in placement.nodes
                for row in json.loads(node_file(attempt, node).read_text(encoding="utf-8"))]
@@ -127,10 +127,10 @@ def conclude(attempt: Attempt) -> Outcome:
 
 def compare(plan: Plan, placement: Placement, reports: Sequence[RankReport],
             given: Mapping[str, Mapping[str, str]]) -> tuple[Comparison, ...]:
-    """Every check, those that hold too. Pure.
+    """All checks, including those that hold. Pure.
 
     Args:
-        given: process -> the variables that it was to be started with.
+        given: process -> the variables that the launcher set for it.
     """
     wanted = {place.process: place for place in places(placement)}
     said = {report.process: report for report in reports}
@@ -164,7 +164,7 @@ def _equal(name: str, pairs: Sequence[tuple[PlacedProcess, RankReport]], placed:
 
 
 def _one_process_a_gpu(placement: Placement, reports: Sequence[RankReport]) -> Comparison:
-    """As many processes on a GPU as the placement puts there: one, or two where both partitions share it."""
+    """A GPU has as many processes as the placement assigns: one, or two if both partitions share it."""
     allowed = Counter((place.node, place.gpu) for place in places(placement) if place.gpu is not None)
     holders: dict[tuple[str, int], list[str]] = defaultdict(list)
     for report in reports:
@@ -176,7 +176,7 @@ def _one_process_a_gpu(placement: Placement, reports: Sequence[RankReport]) -> C
 
 
 def _groups_in_a_node(plan: Plan, wanted: Mapping[str, PlacedProcess], said: Mapping[str, RankReport]) -> Comparison:
-    """TP groups and engines, but for those that are placed over several nodes."""
+    """TP groups and engines are inside one node, except for those placed across nodes."""
     groups: dict[str, list[str]] = defaultdict(list)
     for rank in plan.training.ranks:
         groups[f"TP group cp{rank.cp} dp{rank.dp} pp{rank.pp}"].append(f"trainer-{rank.rank}")
@@ -193,8 +193,8 @@ def _groups_in_a_node(plan: Plan, wanted: Mapping[str, PlacedProcess], said: Map
 
 
 def _rails(plan: Plan, wanted: Mapping[str, PlacedProcess], said: Mapping[str, RankReport]) -> Comparison:
-    """Ranks that exchange gradients or activations across nodes sit on GPUs of equal local index, so that their NICs
-    are on one rail; but for groups that the placement could not align."""
+    """Ranks that exchange gradients or activations across nodes have GPUs of equal local index, so that their NICs are
+    on one rail, except for groups that the placement could not align."""
     groups: dict[str, list[str]] = defaultdict(list)
     for rank in plan.training.ranks:
         if plan.training.dp > 1:
@@ -222,7 +222,7 @@ def _across(seats: Mapping[str, PlacedProcess | RankReport],
 
 def _environment(pairs: Sequence[tuple[PlacedProcess, RankReport]],
                  given: Mapping[str, Mapping[str, str]]) -> Comparison:
-    """Each process has the variables that the launcher sets, with its values. The GPUs have a check of their own."""
+    """Each process has the variables that the launcher set. GPUs are checked separately."""
     findings = []
     for place, report in pairs:
         expected = envvars.recordable(given[place.process])
@@ -236,14 +236,14 @@ def _environment(pairs: Sequence[tuple[PlacedProcess, RankReport]],
 
 
 def ray_nodes(placement: Placement, ray: RayReport) -> Comparison:
-    """An actor on every node, the one that it was pinned to. Pure."""
+    """An actor ran on every node to which it was pinned. Pure."""
     findings = [Mismatch(f"actor on {node}", node, ray.found.get(node, "nowhere")) for node in placement.nodes
                 if ray.found.get(node) != node]
     return Comparison("an actor on every Ray node", len(placement.nodes), tuple(findings))
 
 
 def to_document(placement: Placement, reports: Sequence[RankReport], checks: Sequence[Comparison]) -> dict[str, Any]:
-    """The report as JSON. Each process as it reported itself, without what is in its node's file."""
+    """The result as JSON: each process as it reported itself, without the details in its node's file."""
     roles = {place.process: place.role for place in places(placement)}
     nodes: dict[str, dict[str, Any]] = {}
     for report in sorted(reports, key=lambda report: _order(placement, report)):
@@ -265,7 +265,7 @@ def _order(placement: Placement, report: RankReport) -> tuple[int, str, int]:
 
 
 def _common(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """What all of them agree on."""
+    """Variables with the same value in all environments."""
     if not environments:
         return {}
     first, *others = environments

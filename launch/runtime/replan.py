@@ -1,5 +1,5 @@
-"""A plan for fewer nodes than were planned for: engines go first, since a step then only takes longer; then data
-parallel replicas. Model parallel sizes, the batch and everything else stay. Pure."""
+"""Reduces a plan to fewer nodes. Engines are removed first, because that only makes a step longer; then data-parallel
+replicas. Model-parallel sizes, the batch and everything else stay the same. Pure."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from launch.planner.seats.cluster import nodes_needed
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a smaller plan changes."""
+    """The sizes that a smaller plan changes."""
 
     dp: int
     replicas: int
     training_nodes: int
     nodes: int
-    """All that it needs."""
+    """Number of all nodes that it needs."""
 
     def __str__(self) -> str:
         return f"{self.replicas} engine(s), trainer.dp {self.dp}, {self.nodes} node(s)"
 
 
 def sizes_for(nodes: int, planned: OnCluster) -> Sizes | None:
-    """The largest sizes that fit: all data parallel replicas and as many engines as possible; if not one engine fits,
-    the next smaller divisor of DP. None if nothing does."""
+    """The largest sizes that fit: all data-parallel replicas and as many engines as possible. If not even one engine
+    fits, the next smaller divisor of DP is tried. None if nothing fits."""
     return next((sizes for sizes in _candidates(planned) if sizes.nodes <= nodes), None)
 
 
@@ -40,29 +40,29 @@ def for_fewer(nodes: int, planned: OnCluster, min_nodes: int | None) -> tuple[On
     """The plan for `nodes` nodes.
 
     Args:
-        planned: the plan that needs more.
-        min_nodes: `run.min_nodes`; None: no fewer than planned.
+        planned: the plan that needs more nodes.
+        min_nodes: `run.min_nodes`; None: as many as planned.
 
     Raises:
-        UserError: fewer nodes than `min_nodes`, or nothing fits; exit code PREFLIGHT.
+        UserError: there are fewer nodes than `min_nodes`, or nothing fits; exit code PREFLIGHT.
     """
     if min_nodes is None or nodes < min_nodes:
         least = f"run.min_nodes = {min_nodes}" if min_nodes is not None else "run.min_nodes is not set"
         whole = next(_candidates(planned))
         raise UserError(f"{nodes} fit node(s), the plan needs {whole.nodes}, and {least}", where="run.min_nodes",
-                        fix=f"set run.min_nodes to at most {nodes} to go on with a smaller plan, or add spare nodes",
+                        fix=f"set run.min_nodes to at most {nodes} to continue with a smaller plan, or add spare nodes",
                         exit_code=ExitCode.PREFLIGHT)
     sizes = sizes_for(nodes, planned)
     if sizes is None:
-        raise UserError(f"no part of the plan fits {nodes} fit node(s): one data parallel replica and one engine need "
-                        "more",
-                        where="trainer.tp, trainer.pp, rollout.tp", fix="plan for fewer nodes, or give more",
+        raise UserError(f"the plan cannot be reduced to {nodes} fit node(s): one data-parallel replica and one engine "
+                        "need more",
+                        where="trainer.tp, trainer.pp, rollout.tp", fix="plan for fewer nodes, or provide more",
                         exit_code=ExitCode.PREFLIGHT)
     return _smaller(sizes, planned), sizes
 
 
 def _candidates(planned: OnCluster) -> Iterator[Sizes]:
-    """From the plan itself down."""
+    """All sizes in descending order, starting with the plan itself."""
     found, cluster = planned.found, planned.cluster
     training, rollout = found.training.layout, found.rollout.layout
     for dp in (dp for dp in range(training.dp, 0, -1) if training.dp % dp == 0):
@@ -75,8 +75,8 @@ def _candidates(planned: OnCluster) -> Iterator[Sizes]:
 
 
 def _cpu_nodes(planned: OnCluster, training: TrainingLayout, replicas: int) -> tuple[int, int]:
-    """(nodes that train, all nodes) as `launch.planner.seats.local.place_cpu` spreads them: as many processes a
-    node as planned."""
+    """(training nodes, all nodes) with as many processes per node as planned, as in
+    `launch.planner.seats.local.place_cpu`."""
     split = planned.plan.forecast.split
     whole, engines = planned.found.training.layout, planned.found.rollout.layout.replicas
     train = max(1, split.training * training.dp // whole.dp)
@@ -85,8 +85,8 @@ def _cpu_nodes(planned: OnCluster, training: TrainingLayout, replicas: int) -> t
 
 
 def _smaller(sizes: Sizes, planned: OnCluster) -> OnCluster:
-    """The plan with these sizes and its forecast. They need no check: whatever fits a plan fits one with fewer engines
-    and replicas."""
+    """The plan with these sizes and its forecast. It needs no check: if a plan is valid, so is one with fewer
+    engines and replicas."""
     chosen = {**planned.plan.chosen, "trainer.dp": sizes.dp, "rollout.replicas": sizes.replicas,
               "placement.training_nodes": sizes.training_nodes}
     resolved = planned.loaded.resolved(chosen)

@@ -1,4 +1,4 @@
-"""How long the processes of a job may take to start: a model of 70B is read, built and compiled for longer than a tiny
+"""How long the processes of a job may take to start: a 70B model takes longer to read, build and compile than a tiny
 one. Pure."""
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from launch.slurm.margin import needed
 from launch.slurm.profiles import Profile
 
 ENGINE_S = 600.0
-"""Libraries read by all nodes at once from a shared file system, an engine that compiles and captures CUDA graphs."""
+"""Seconds to read libraries on all nodes from a shared file system, and to compile and capture CUDA graphs."""
 BUSY = 3.0
-"""A checkpoint is read, and written for the first time, by everybody and beside other jobs: this much slower."""
+"""Slow-down factor of reading and first writing a checkpoint, with all ranks at once and other jobs active."""
 STEPS = 2.0
-"""The first step compiles kernels, opens connections and fills caches."""
+"""Slow-down factor of the first step, which compiles kernels, opens connections and fills caches."""
 IMAGE_S = 1800.0
-"""A container's image of tens of gigabytes is fetched and unpacked before the first process of a node starts."""
+"""Seconds to fetch and unpack a container image of tens of gigabytes before a node's first process starts."""
 
 
 def start_deadline_s(loaded: LoadedConfig, plan: ForecastPlan, profile: Profile) -> float:
-    """`run.deadline_s` where the user has set it, and where nothing large starts (a rehearsal); else what this plan may
-    take, at least the default."""
+    """`run.deadline_s` if the user set it or nothing large starts (a rehearsal); else the time that this plan may take,
+    at least the default."""
     asked = loaded.config.run.deadline_s
     source = loaded.sources.get("run.deadline_s")
     if source is not None and source.kind in ("file", "override") or not trains(loaded.config):
@@ -33,10 +33,10 @@ def start_deadline_s(loaded: LoadedConfig, plan: ForecastPlan, profile: Profile)
 
 
 def with_start_deadline(made: OnCluster, profile: Profile) -> OnCluster:
-    """The same with this deadline in its configuration: that is what the processes of the job read."""
+    """The job plan with this deadline in its configuration, where the processes of the job read it."""
     return made.changed({"run.deadline_s": start_deadline_s(made.loaded, made.plan, profile)})
 
 
 def greeting_s(deadline_s: float, profile: Profile) -> float:
-    """How long the supervisor of a node may take to greet."""
+    """Seconds that the supervisor of a node may take to greet."""
     return deadline_s + (IMAGE_S if profile.container.kind != "none" else 0.0)

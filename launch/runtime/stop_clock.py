@@ -1,4 +1,4 @@
-"""Everything that asks a job to stop, made into the one stop file: signals to the leader, and its own deadline."""
+"""Turns everything that asks a job to stop into the stop file: signals to the leader, and its own deadline."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from launch.slurm.records import JobRecord, ahead_s
 from launch.slurm.refusals import SlurmError
 
 EARLY_S = 120.0
-"""A signal of Slurm's may come this much before its time."""
+"""Slurm may send a signal this many seconds early."""
 MEASURE_EVERY_S = 60.0
 ASK_EVERY_S = 2.0
-"""The supervisors of all nodes get TERM at the same moment, and are not heard of at the same moment."""
+"""The supervisors of all nodes get TERM at the same time, but their reports arrive at different times."""
 
 
 class Signals:
-    """Signals to this process, noted from its first statement on, and acted upon by a `StopClock`: Slurm's signal may
-    come before the leader has an attempt."""
+    """Signals to this process, recorded from its first statement on and handled by a `StopClock`: Slurm's signal may
+    arrive before the leader has an attempt."""
 
     def __init__(self) -> None:
         self.noted: list[int] = []
@@ -43,32 +43,32 @@ class Signals:
 
 
 class JobIsOver(Exception):
-    """Slurm has ended the job: nothing can be finished any more."""
+    """Slurm has ended the job, so that nothing can be finished."""
 
 
 class StopClock:
-    """The first request's reason holds: USR1 near the end of the time limit is the time limit, USR1 at another time a
-    preemption's warning or somebody's wish, TERM a preemption with a grace time, or Slurm ending the job."""
+    """Writes the stop file; the first request's reason counts. USR1 near the time limit means the time limit, otherwise
+    a preemption warning or a user request. TERM means a preemption with a grace time, or that Slurm ends the job."""
 
     def __init__(self, attempt: Attempt, facts: JobFacts, slurm: Slurm, signals: Signals,
                  say: Callable[[str], None]) -> None:
         self.attempt, self.facts, self.slurm, self.say = attempt, facts, slurm, say
         self.margin_s: float = PORTABLE_S
-        """What the plan needs."""
+        """Seconds that the plan needs to stop."""
         self.warned_in_time = True
-        """Slurm's signal before the time limit comes when the job must begin to end. False: the batch script asks for
-        it long before (a rehearsal saves nothing), and it means nothing."""
+        """Whether Slurm's signal before the time limit arrives when the job must begin to end. False: the batch script
+        requests it long before (a rehearsal saves nothing), and it is ignored."""
         self.end_time = facts.end_time
         self._signals = signals.noted
         self._asked_again = self._preempted = False
         self._terminated = False
-        """This process got TERM, and Slurm has not been asked since what it means."""
+        """Whether this process got TERM and has not yet asked Slurm what it means."""
         self._step_terminated: float | None = None
         self._asked_at = -math.inf
         self._measured, self._measured_at = 0.0, 0.0
 
     def tick(self) -> None:
-        """Called again and again: a signal or the deadline becomes the stop file.
+        """Called repeatedly. Writes the stop file after a signal or at the deadline.
 
         Raises:
             JobIsOver: Slurm has ended the job.
@@ -84,7 +84,7 @@ class StopClock:
         left = self._left()
         if left is None or left > self._margin() or stop_requested(self.attempt.folder):
             return
-        if not self._asked_again:       # the limit may have been raised since: one more question, before it counts
+        if not self._asked_again:       # the limit may have been raised since, so ask Slurm once more first
             self._asked_again = True
             self._refresh()
             return self.tick()
@@ -96,7 +96,7 @@ class StopClock:
             return "preemption", name
         left = self._left()
         if left is not None and left > self._margin() + EARLY_S:
-            self._refresh()             # the limit may have been lowered since, or the job preempted
+            self._refresh()             # the limit may have been lowered since, or the job may be preempted
             left = self._left()
         if self._preempted:
             return "preemption", f"{name}, {left or 0:.0f} s before Slurm takes the nodes"
@@ -109,7 +109,7 @@ class StopClock:
 
     def _stop(self, reason: Reason, detail: str) -> None:
         if ask_to_stop(self.attempt.folder, reason, detail):
-            self.say(f"stop asked for ({reason}: {detail}): the current step ends, a checkpoint is written")
+            self.say(f"stop requested ({reason}: {detail}): stopping after the current step, with a checkpoint")
 
     def _margin(self) -> float:
         """The planned margin, or more if the steps so far took longer."""
@@ -121,9 +121,9 @@ class StopClock:
         return max(self.margin_s, self._measured)
 
     def _ask_whether_over(self) -> None:
-        """Where TERM came, to this process or to the step, since Slurm was asked last: what does it mean? With a grace
-        time it is a preemption's first word, and the job goes on until the grace is over; else Slurm has ended the job
-        (`scancel`, the time limit, a preemption without grace) and kills what is left in some seconds."""
+        """If TERM arrived at this process or the step since the last query, ask Slurm what it means. With a grace time
+        it announces a preemption, and the job continues until the grace time ends. Otherwise Slurm has ended the job
+        (`scancel`, the time limit, a preemption without grace) and will kill it in a few seconds."""
         file = self.attempt.folder / TERMINATED
         step = stamp(file) if seen(file) else None
         if not self._terminated and step == self._step_terminated:
@@ -145,7 +145,7 @@ class StopClock:
         try:
             record = self.slurm.show_job(self.facts.job_id)
         except SlurmError as error:
-            self.say(f"asked Slurm for the state and the end of this job: {error.what}")
+            self.say(f"could not read the state and end of this job from Slurm: {error.what}")
             return None
         self.end_time = None if record.ends is None else record.ends - ahead_s(record, asked, time.time())
         self._preempted = record.fields.get("PreemptTime", "None") not in ("None", "Unknown")

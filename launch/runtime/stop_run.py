@@ -1,4 +1,4 @@
-"""Ask a run to stop, on any machine. A job that still waits in Slurm's queue is cancelled."""
+"""Asks a run to stop, on any machine. A job that is still in Slurm's queue is cancelled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from launch.slurm.records import JobRecord
 
 
 def stop_run(run: str, folder: str, hints: Hints | None = None) -> str:
-    """Stop a run or job; says what was done.
+    """Stop a run or job. Returns what was done.
 
     A running attempt gets its stop file and ends with a checkpoint at the next step boundary. A waiting job (first
     start or requeue) is cancelled, as there is nothing to save.
@@ -34,7 +34,7 @@ def stop_run(run: str, folder: str, hints: Hints | None = None) -> str:
         raise UserError(f"attempt {found.attempt.name} of run {found.name!r} has already ended",
                         where=str((found.attempt / "outcome.json").absolute()), fix="nothing to stop")
     ask_to_stop(found.attempt, "user")
-    return f"asked to stop: {found.attempt / STOP_FILE}"
+    return f"stop requested: {found.attempt / STOP_FILE}"
 
 
 def _nothing_to_stop(run: str, folder: str, found: Found, record: JobRecord | None, hints: Hints) -> UserError:

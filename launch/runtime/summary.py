@@ -1,5 +1,5 @@
-"""What a job says last: how it ended, the reward curve, where everything lies, plan against measured, or the first
-error and its log."""
+"""The final output of a job: how it ended, the reward curve, the paths of its results, plan against measured, or the
+first error and its log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launch.run.outcome import Outcome
 
 LOG_TAIL_LINES = 15
 REHEARSAL = "rehearsal.txt"
-"""What a rehearsal found (`launch.runtime.rehearsal`), instead of a trained model."""
+"""The result of a rehearsal (`launch.runtime.rehearsal`), which trains no model."""
 
 
 def print_end(attempt: Attempt, outcome: Outcome) -> None:
@@ -43,7 +43,7 @@ def print_end(attempt: Attempt, outcome: Outcome) -> None:
     elif outcome.status == "stopped" and outcome.message:
         print(f"stopped      {outcome.message}")
     elif outcome.status == "stopped":
-        print(f"stopped      after step {outcome.step}, with a checkpoint; `megatron-rl launch` goes on from it with "
+        print(f"stopped      after step {outcome.step}, with a checkpoint; `megatron-rl launch` resumes it with "
               f"run.name={attempt.run_folder.name}, without --fresh")
     else:
         sys.stdout.flush()
@@ -51,7 +51,7 @@ def print_end(attempt: Attempt, outcome: Outcome) -> None:
 
 
 def failure_text(outcome: Outcome) -> str:
-    """The message of a failed attempt, with the end of the guilty process's log unless it is the user's error."""
+    """The message of a failed attempt, with the end of the guilty process's log unless it is a user error."""
     head = "error" if outcome.status == "user_error" else outcome.status
     lines = [f"{head}: {outcome.message}"]
     if outcome.log:

@@ -1,8 +1,8 @@
-"""The supervisor of one node of a job: the one task that Slurm starts there (`megatron-rl node ATTEMPT`).
+"""The supervisor of one node of a job: the only task that Slurm starts there (`megatron-rl node ATTEMPT`).
 
-It greets, checks its node, waits for the placement, starts what the workload wants of this node, watches it, and ends
-all of it: by handle, and by the mark and the node's name in a process's environment, since simulated nodes share a
-host. It always exits 0: an exit code must not make Slurm kill ranks that still save. What it has to say is in files
+It greets, checks its node, waits for the placement, starts the workload's processes on this node, watches them, and
+ends them. It finds processes by handle and by the mark and node name in their environment, because simulated nodes
+share a host. It always exits with 0, so that Slurm never kills ranks that are still saving. It reports through files
 (`launch.run.node_files`).
 """
 
@@ -41,25 +41,25 @@ from launch.runtime.workloads import workload_of
 from launch.runtime.workloads.context import Running
 
 WITHOUT_LEADER_S = 120.0
-"""A leader that gives no sign of life for so long, or for twice `run.node_silent_s`, is gone, with the job."""
+"""A leader without a sign of life for this long, or twice `run.node_silent_s` if longer, is dead, and so is the job."""
 SAVING = ("save", "export")
 SAVING_S = 1800.0
-"""The same while a checkpoint is written: it is worth more than the minutes that Slurm takes to end the step."""
+"""The same while a checkpoint is written, which is worth more than the minutes that Slurm takes to end the step."""
 WATCH_EVERY_S = 1.0
-"""Between two looks at a node whose processes run: every node reads the shared file system at this rate, for days."""
+"""Interval of the checks of running processes. Every node reads the shared file system at this rate, for days."""
 PORTS_S = 60.0
-"""How long a supervisor tries to find a free block of ports."""
+"""How long a supervisor tries to find a free block of ports, in seconds."""
 
 
 class Ended(Exception):
-    """The leader has ended the attempt, or is gone."""
+    """The leader has ended the attempt, or is dead."""
 
 
 def supervise(attempt_folder: str) -> int:
-    """Entry point: the exit code of the task."""
+    """Entry point. Returns the exit code of the task."""
     node = envvars.get("SLURMD_NODENAME")
     if not node:
-        raise UserError("SLURMD_NODENAME is not set: this is a part of a Slurm job", where="megatron-rl node",
+        raise UserError("SLURMD_NODENAME is not set: this runs only inside a Slurm job", where="megatron-rl node",
                         fix="submit a job instead: megatron-rl launch CONFIG --on slurm")
     envvars.set_for_this_process(caches.variables())
     return Supervisor(Attempt(Path(attempt_folder)), node).run()
@@ -67,7 +67,7 @@ def supervise(attempt_folder: str) -> int:
 
 @dataclass
 class Context:
-    """What the workload is told; `launch.runtime.workloads.context.NodeContext`."""
+    """The workload's view of the node; implements `launch.runtime.workloads.context.NodeContext`."""
 
     attempt: Attempt
     node: str
@@ -92,11 +92,11 @@ class Supervisor:
         self.signalled: list[int] = []
 
     def run(self) -> int:
-        """The node's part, from the greeting to the end."""
+        """Run the node's part, from the greeting to the end."""
         self.files.folder.mkdir(parents=True, exist_ok=True)
         self._catch_signals()
         log = os.open(self.files.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(log, 1)     # by Slurm's pattern the file would be named after the host
+        os.dup2(log, 1)     # Slurm's file pattern would use the name of the host
         os.dup2(log, 2)
         os.close(log)
         beat = Beat(self.files.beat)
@@ -119,19 +119,19 @@ class Supervisor:
             hello = greeting(self.node, ports)
             self.files.write_hello(hello)
             if removed := teardown.remove_leftovers(self.attempt, self.node):
-                self.say(f"removed the shared memory that earlier attempts left: {listed(removed)}")
+                self.say(f"removed shared memory left by earlier attempts: {listed(removed)}")
             self._check_node()
             self._until_placed(hello)
             self.leader_silent_s = max(WITHOUT_LEADER_S, 2 * self.attempt.config().run.node_silent_s)
             if self.node not in self.attempt.placement().nodes:
-                self.say("a spare node: nothing is started here")
+                self.say("this is a spare node: no process is started here")
                 self._until(lambda: False, WATCH_EVERY_S)
             self._work(ports)
         finally:
             ports.release()
 
     def _until_placed(self, hello: Hello) -> None:
-        """Wait for the placement; take part in the measurement of the network, if the leader wants one before that."""
+        """Wait for the placement. Take part in the network measurement if the leader requests one before that."""
         placement = self.attempt.folder / "placement.json"
         self._until(lambda: seen(placement) or network.Task.read(self.attempt.folder) is not None)
         if not placement.exists():
@@ -140,8 +140,8 @@ class Supervisor:
             self._until(lambda: seen(placement))
 
     def _claim_ports(self) -> Ports:
-        """This node's block. A node that a job has just left, or that is simulated beside many others, may have to wait
-        for one."""
+        """Claim this node's block of ports. This may take a while on a node that a job has just left, or if many
+        simulated nodes share the host."""
         self._until(lambda: seen(self.attempt.folder / EXPECTED))
         pinned = Expected.read(self.attempt.folder).port_base
         found: list[Ports] = []
@@ -154,7 +154,7 @@ class Supervisor:
             except UserError:
                 if time.monotonic() > deadline:
                     raise
-                time.sleep(1.0)     # ports become free without telling anybody
+                time.sleep(1.0)     # there is no event for a port that becomes free
         return found[0]
 
     def _check_node(self) -> None:
@@ -180,16 +180,16 @@ class Supervisor:
             if not taken and seen(self.attempt.folder / node_files.STACKS_WANTED):
                 taken = True
                 hang.write_stacks(self.attempt, self.node, hang.take_stacks(self.attempt, node=self.node))
-            time.sleep(WATCH_EVERY_S)  # between two looks at processes and files
+            time.sleep(WATCH_EVERY_S)  # between two checks of processes and files
 
     def _ending(self) -> bool:
-        """The job is closing what it started: what ends now is meant to."""
+        """Whether the job is shutting down, so that processes that end now are expected to."""
         progress = progress_file.read_progress(self.attempt.folder)
         return read_outcome(self.attempt.folder) is not None or progress is not None and progress.is_in("end")
 
     def _lost(self) -> Failure | None:
-        """What died on this node. A component that left a word of its own comes first, then a silent one, then a
-        process that the workload started."""
+        """The failure on this node, if any. A component that recorded an error comes first, then one that died
+        silently, then a process that the workload started."""
         ours = [record for record in self.components.look() if record.name != "driver"]
         if {f"{record.name}.json" for record in ours} & set(names_in(self.attempt.folder / "errors", ".json")):
             names = {record.name for record in ours}
@@ -203,17 +203,17 @@ class Supervisor:
         for child in self.running.children if self.running else ():
             if child.returncode is not None:
                 return Failure(child.name, str(child.log),
-                               f"{child.name} on {self.node} ended with status {child.returncode} without a word")
+                               f"{child.name} on {self.node} ended with status {child.returncode} without an error")
         return None
 
     def _until(self, condition: Callable[[], bool], every_s: float = LOOK_EVERY_S) -> None:
-        """Wait for something of the leader's. Its own deadlines bound this: it writes `end`, or falls silent."""
+        """Wait for the leader. The leader's deadlines bound this wait: it writes `end` or falls silent."""
         while not condition():
             self._check()
-            time.sleep(every_s)     # the leader tells through a shared file system
+            time.sleep(every_s)     # the leader communicates through a shared file system
 
     def _check(self) -> None:
-        """Raises Ended when there is nothing to do here any more."""
+        """Raises Ended if the attempt is over."""
         self.leader.look()
         while self.signalled:
             self._pass_on(signal.Signals(self.signalled.pop(0)))
@@ -223,9 +223,9 @@ class Supervisor:
             raise Ended(f"no sign of life from the leader for {self.leader_silent_s:.0f} s")
 
     def _pass_on(self, number: signal.Signals) -> None:
-        """A signal to the step is a request to stop. TERM is no order to end at once: a preemption with a grace time
-        begins with it, and the grace is for a checkpoint. The leader asks Slurm which it is, and writes `end` if the
-        job is over; if nobody does, Slurm's KILL follows."""
+        """A signal to the step is a request to stop. TERM does not mean to end at once: a preemption with a grace time
+        begins with it, and the grace time is for a checkpoint. The leader asks Slurm what TERM means and writes `end`
+        if the job is over. Otherwise Slurm's KILL follows."""
         reason: Reason = "signal" if number == signal.SIGUSR1 else "preemption"
         ask_to_stop(self.attempt.folder, reason, f"{number.name} at {self.node}")
         if number != signal.SIGUSR1:
@@ -236,7 +236,7 @@ class Supervisor:
         return progress is not None and progress.is_in(*SAVING)
 
     def _failed(self, error: Exception) -> None:
-        """Tell the leader, and wait for the end it then makes."""
+        """Report the failure to the leader and wait until it ends the attempt."""
         users = isinstance(error, UserError)
         self.say(str(error) if users else traceback.format_exc())
         message = str(error) if users else f"{type(error).__name__}: {error}"
@@ -246,22 +246,22 @@ class Supervisor:
             self._until(lambda: False, WATCH_EVERY_S)
 
     def _clean_up(self) -> None:
-        """End what carries the attempt's mark and this node's name. No grace: they were started with TERM blocked."""
+        """End processes with the attempt's mark and this node's name. There is no grace, because they block TERM."""
         outcome = read_outcome(self.attempt.folder)
         if removed := teardown.end_all(self.attempt, self.node):
-            self.say(f"removed the shared memory that they left: {listed(removed)}")
+            self.say(f"removed shared memory left by this attempt: {listed(removed)}")
         if self.running is not None:
             self.running.close(failed=outcome is None or outcome.status in ("crash", "hang"))
 
     def _look_again(self) -> None:
-        """After a failure the leader asks for the checks once more: a GPU that fell off the bus shows now."""
+        """Repeat the checks if the leader requests it after a failure: a GPU that fell off the bus shows now."""
         end = read_shared(self.attempt.folder / node_files.END)
         if end and end.get("check"):
             checks = check_node(self._check_context(None))
             write_atomically(self.files.folder / "aftermath.json", json.dumps(checks_to_json(checks)), durable=True)
 
     def _catch_signals(self) -> None:
-        """`scancel --signal=USR1 JOB` and a preemption's TERM reach the step: see `_pass_on`."""
+        """Record `scancel --signal=USR1 JOB` and a preemption's TERM, which reach the step. See `_pass_on`."""
         def note(number: int, frame: FrameType | None) -> None:
             self.signalled.append(number)
 
@@ -275,8 +275,8 @@ class Supervisor:
 
 @contextlib.contextmanager
 def _ignored(*numbers: signal.Signals) -> Iterator[None]:
-    """Processes that start inside ignore these signals: a signal to the step reaches all of them, and who has no
-    handler dies of it. (Our own components then install theirs.)"""
+    """Processes started inside ignore these signals. A signal to the step reaches all processes, and would kill those
+    without a handler. (The job's own components install their handlers later.)"""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield
@@ -287,9 +287,9 @@ def _ignored(*numbers: signal.Signals) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _blocked(number: signal.Signals) -> Iterator[None]:
-    """Processes that start inside never get this signal, nor do theirs: a preemption's TERM reaches every process of
-    the step, and Ray's and vLLM's have handlers that end them. To ignore it would not do: a handler replaces that, the
-    mask stays."""
+    """Processes started inside, and their children, never get this signal. A preemption's TERM reaches every process of
+    the step, and the handlers of Ray and vLLM would end theirs. Ignoring the signal is not enough, because a handler
+    replaces that; the signal mask stays."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield

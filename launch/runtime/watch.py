@@ -1,5 +1,5 @@
-"""The leader's eyes while a placed job runs: progress, outcome, deaths, silent nodes, hangs. Everything comes from
-files of the attempt and from the one step's process."""
+"""Watches a placed job for the leader: progress, outcome, deaths, silent nodes, hangs. Reads only files of the attempt
+and the state of the step's process."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from launch.runtime import endings, hang
 
 LOOK_EVERY_S = 0.5
 DRIVER_GRACE_S = 5.0
-"""How long the driver may take to tell the cause of a death: it knows more of it than the supervisor that saw it."""
+"""How long the driver may take to report the cause of a death, in seconds: it knows more than the supervisor."""
 STACKS_S = 90.0
-"""For every node to see that stacks are wanted, and to take them."""
+"""Deadline for every node to see the request for stacks and to take them, in seconds."""
 MANY_SILENT_S = 600.0
-"""How long a pause of the file system that silences most nodes may last."""
+"""How long a pause of the file system that silences most nodes may last, in seconds."""
 
 
 class Watch:
@@ -37,7 +37,7 @@ class Watch:
 
     Args:
         step: the process of `srun`.
-        tick: called in every round: deadlines and signals become stop requests there.
+        tick: called in every round; turns deadlines and signals into stop requests.
     """
 
     def __init__(self, attempt: Attempt, config: ResolvedConfig, placement: Placement, step: Child, view: View,
@@ -49,10 +49,10 @@ class Watch:
         self._nodes_looked_at, self._told_of_silence = -math.inf, False
         self._lost: list[components.Failure] = []
         self._moved: dict[tuple[str, float], tuple[float, float]] = {}
-        """For each open span, by name and begin: its last sign of life, and when that was seen."""
+        """(name, begin) of each open span -> (its last sign of life, when that was seen)."""
 
     def run(self) -> Outcome:
-        """How the attempt ended. Its processes may still run."""
+        """Watch until the attempt ends, and return its outcome. Its processes may still run."""
         mourning: float | None = None
         while True:
             self.tick()
@@ -78,15 +78,15 @@ class Watch:
             self.step.wait(LOOK_EVERY_S)
 
     def _look_at_nodes(self) -> None:
-        """What every node has a file for, no more often than nodes beat: their number multiplies it."""
+        """Read the files that every node has, at most once per heartbeat: the cost grows with the number of nodes."""
         if time.monotonic() - self._nodes_looked_at >= node_files.BEAT_EVERY_S:
             self._nodes_looked_at = time.monotonic()
             self.beats.look()
             self._lost = components.lost(self.attempt)
 
     def _silent(self) -> Outcome | None:
-        """The end, if a node has failed. Many that fall silent together are not the nodes' fault: their file system or
-        network has a pause, which may pass."""
+        """The outcome if a node has failed. If most nodes fall silent together, the nodes are not at fault: the file
+        system or network has a pause, which may pass."""
         limit_s = self.config.run.node_silent_s
         silent = self.beats.silent(limit_s)
         if not self.beats.most(silent):
@@ -103,7 +103,7 @@ class Watch:
         return None
 
     def _overdue(self, progress: progress_file.Progress) -> list[progress_file.Span]:
-        """The open spans that hang, by changes seen, in time in which the file system answered: see `BeatWatch`."""
+        """The open spans that hang, judged by changes seen while the file system answers, see `BeatWatch`."""
         watched_s, before = self.beats.watched_s, self._moved
         self._moved = {}
         for span in progress.open:
@@ -113,19 +113,19 @@ class Watch:
                 if watched_s - self._moved[span.name, span.began][1] > progress_file.allowed_s(span, self.config)]
 
     def _step_ended(self) -> Outcome:
-        """The supervisors are gone, though nobody has asked them to. Slurm ends the whole job when it has noticed that
-        a node is gone, and may be faster at it than we are: then that node's beats stopped before the others'."""
+        """The outcome if the supervisors ended without a request. When a node fails, Slurm ends the whole job, possibly
+        before the leader notices. In that case the heartbeats of that node stopped before the others."""
         gone = node_files.vanished(self.attempt)
         if gone:
             return self._node_failed(gone)
         for failure in components.lost(self.attempt):
             return endings.failed(self.attempt, failure)
-        return endings.ended(self.attempt, "interrupted", f"Slurm ended the step (srun status {self.step.returncode}), "
-                             "before the job had ended", "srun", str(self.step.log))
+        return endings.ended(self.attempt, "interrupted", f"Slurm ended the step (srun status {self.step.returncode}) "
+                             "before the job ended", "srun", str(self.step.log))
 
     def _with_cause(self, outcome: Outcome) -> Outcome:
-        """A crash may be the echo of a node's death, which closed connections tell long before the silence does: ask
-        whether every node still lives. And say on which node the component at fault ran."""
+        """A crash may be a consequence of a node failure, which closed connections show long before missing heartbeats:
+        check whether every node is still alive. Adds the node on which the component at fault ran."""
         if outcome.status != "crash":
             return outcome
         asked = self.beats.watched_s
@@ -134,7 +134,7 @@ class Watch:
             self.beats.look()
             return self.beats.not_since(asked)
 
-        gone = wait_for(missing, "to show that they live", self.config.run.node_silent_s, say=self.say, check=self.tick)
+        gone = wait_for(missing, "to show a sign of life", self.config.run.node_silent_s, say=self.say, check=self.tick)
         if gone and not self.beats.most(gone):
             return self._node_failed(gone, outcome)
         return outcome.model_copy(update={"nodes": tuple(self._nodes_of({outcome.component}))})
@@ -147,8 +147,8 @@ class Watch:
         return endings.ended(self.attempt, "node_failure", message, nodes=names)
 
     def _hung(self, step: int, late: Sequence[progress_file.Span]) -> Outcome:
-        """Every supervisor takes the stacks of its node; the rank that the others wait for is named. A node that has
-        not been heard of for as long as the job stands still is about to be silent for too long: it has failed."""
+        """Have every supervisor take the stacks of its node, and name the rank that the others wait for. If a node
+        exceeds its silence limit in the meantime, the node has failed."""
         (self.attempt.folder / node_files.STACKS_WANTED).touch()
         folder = self.attempt.folder / "nodes"
         failed: list[Outcome] = []
@@ -172,14 +172,14 @@ class Watch:
 
 
 class View:
-    """Shows phases, steps and warnings as they appear."""
+    """Displays phases, steps and warnings as they appear."""
 
     def __init__(self, folder: Path, display: Display) -> None:
         self._folder, self._display, self._said = folder, display, ""
         self._metrics, self._warnings = MetricsTail(folder / "metrics.jsonl"), JsonlTail(folder / "warnings.jsonl")
 
     def update(self) -> None:
-        """Show what is new."""
+        """Display everything new."""
         progress = progress_file.read_progress(self._folder)
         if progress and (progress.step == 0 or progress.newest.name in progress_file.AFTER_THE_STEP):
             text = f"{progress.newest.name}: {progress.newest.detail}"

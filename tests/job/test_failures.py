@@ -67,7 +67,7 @@ def test_an_error_in_a_rank_is_shown_with_rank_and_log(tmp_path):
     job = launch(tmp_path, "raises", *SMALL, environment={"MEGATRON_RL_FAULT": "trainer-0:update:2:raise"})
     assert job.end() == ExitCode.CRASH
     assert job.outcome().component == "trainer-0"
-    assert "trainer-0 failed first: RuntimeError: fault asked for" in job.text()
+    assert "trainer-0 failed first: RuntimeError: fault requested" in job.text()
     assert str(job.attempt.logs / "trainer-0.log") in job.text()
 
 

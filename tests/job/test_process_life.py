@@ -42,7 +42,7 @@ def test_sigterm_during_start_up_ends_at_once(tmp_path, processes):
     assert job.process.wait(20) == ExitCode.OK, job.text()
     assert processes.left(within_s=0) == []
     assert (job.outcome().status, job.outcome().step) == ("stopped", 0)
-    assert "nothing had been trained" in job.text() and saved(job) == [] and job.rows() == []
+    assert "no step was trained" in job.text() and saved(job) == [] and job.rows() == []
 
 
 def test_a_second_ctrl_c_ends_at_once_without_a_checkpoint(tmp_path, processes):

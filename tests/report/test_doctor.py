@@ -33,7 +33,7 @@ OUTCOMES = {
                               "memory"),
     "hang": ("hang", "no progress for 60 s in step 3, phase train\nnever arrived: trainer-1 (running, "
                      "runtime/faults.py:33 in strike)"),
-    "node-fail": ("died", "the job ended without a word: n2 fell silent first"),
+    "node-fail": ("died", "the job ended without an outcome: n2 fell silent first"),
     "gpu-fault": ("hardware_fault", "n2: gpu.ecc: 4 uncorrected errors"),
     "preflight": ("preflight", "2 of 4 nodes are fit, the plan needs 4"),
     "user-error": ("user_error", "data.train has no column answer"),
@@ -44,7 +44,7 @@ OUTCOMES = {
     "crash": ("crash", "trainer-1 failed first: ValueError: a packed row of 9000 tokens"),
     "no-plan": ("user_error", "the allocation differs from the plan: 3 nodes, not 4"),
     "interrupted": ("interrupted", "interrupted twice: ended without a checkpoint"),
-    "slurm-refused": ("user_error", "srun ended with status 1 before the supervisors had begun: srun: error: Unable to "
+    "slurm-refused": ("user_error", "srun ended with status 1 before the supervisors started: srun: error: Unable to "
                                     "create step for job 7: Invalid generic resource (gres) specification"),
 }
 """Row -> (status, message) as the launcher writes them."""

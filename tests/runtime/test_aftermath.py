@@ -161,7 +161,7 @@ def test_nothing_is_cancelled_where_the_configuration_has_become_another_runs(ca
     case.another("9")
     after = Aftermath(case.slurm, case.facts, case.attempt, case.ledger, case.said.append)
     after.conclude(record_of(case.attempt, "7", Outcome(status="finished", step=10), ()), (), loaded, words, None)
-    assert case.slurm.done == [] and "names another run now" in case.said[-1]
+    assert case.slurm.done == [] and "now names another run" in case.said[-1]
 
 
 def test_a_rehearsal_cancels_nothing(case):
@@ -306,7 +306,7 @@ def test_a_line_that_cannot_be_written_does_not_keep_the_job_from_going_on(case,
 def test_an_unreadable_ledger_is_said(case):
     case.ledger.path.write_text("{", encoding="utf-8")
     assert case.conclude("node_failure", nodes=("n003",)) == 0
-    assert any("n003 could not be written into the ledger" in line for line in case.said)
+    assert any("n003 could not be added to the ledger" in line for line in case.said)
     assert case.slurm.done == [("requeue", "7")], "whom to leave out cannot be told"
 
 
@@ -373,7 +373,7 @@ def test_a_job_that_is_preempted_for_good_goes_on(case, noticed):
 def test_a_job_that_slurm_puts_back_itself_needs_nothing(case):
     case.slurm.record = replace(case.slurm.record, state="COMPLETING", restarts=1)
     case.conclude("interrupted")
-    assert case.slurm.done == [] and case.past.decision == "requeue" and "by itself" in case.past.why
+    assert case.slurm.done == [] and case.past.decision == "requeue" and "restarts the job itself" in case.past.why
 
 
 def test_a_step_that_the_time_limit_ended_goes_on_and_says_that_the_margin_was_short(case):
@@ -382,7 +382,7 @@ def test_a_step_that_the_time_limit_ended_goes_on_and_says_that_the_margin_was_s
     file = case.attempt.folder / "stop-reason.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "at": json.loads(file.read_text())["at"] - 105}))
     assert case.conclude("interrupted") == 0 and case.slurm.done == [("requeue", "7")]
-    assert "(time-limit) 105 s before, too short" in case.past.message and "run.stop_margin_s" in case.past.message
+    assert "(time-limit) 105 s before, too late" in case.past.message and "run.stop_margin_s" in case.past.message
 
 
 def test_a_node_on_which_it_crashes_twice_goes_into_the_ledger_and_out(case):

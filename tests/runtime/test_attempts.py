@@ -36,7 +36,7 @@ def test_attempts_are_numbered_and_latest_follows(tmp_path):
 
 def test_two_jobs_cannot_work_in_one_run(tmp_path):
     with RunFolder(run(tmp_path)):
-        with pytest.raises(UserError, match="another job is working"):
+        with pytest.raises(UserError, match="another job is using"):
             RunFolder(run(tmp_path)).__enter__()
     with RunFolder(run(tmp_path)):
         pass  # free again
@@ -54,7 +54,7 @@ def test_a_file_system_without_locks_is_not_taken_for_another_job(monkeypatch, t
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuses)        # no such file system is at hand
-    with pytest.raises(UserError, match="takes no lock: No locks available.*\n.*run.dir\n.*NFS"):
+    with pytest.raises(UserError, match="does not support locks: No locks available.*\n.*run.dir\n.*NFS"):
         RunFolder(run(tmp_path), wait_s=wait_s).__enter__()
 
 

@@ -68,9 +68,9 @@ def test_the_allocation_that_was_planned_for_is_taken(job):
     assert (made.needed, made.spares) == (6, 0)
 
 
-@pytest.mark.parametrize(("given", "gpus", "text"), [(5, 2, "planned for 6 nodes, given 5"),
-                                                      (7, 2, "planned for 6 nodes, given 7"),
-                                                      (6, 4, "planned for 2 GPUs a node, given 4")])
+@pytest.mark.parametrize(("given", "gpus", "text"), [(5, 2, "planned for 6 nodes, allocated 5"),
+                                                      (7, 2, "planned for 6 nodes, allocated 7"),
+                                                      (6, 4, "planned for 2 GPUs per node, allocated 4")])
 def test_one_that_differs_is_an_error_that_names_both(job, given, gpus, text):
     with pytest.raises(UserError, match=text) as error:
         job(6, given, gpus=gpus)
@@ -92,7 +92,7 @@ def test_with_replan_the_given_nodes_are_planned_for(job):
 
 def test_fewer_nodes_are_taken_as_they_are_down_to_min_nodes(job):
     assert job(6, 5, "run.min_nodes=5").needed == 6
-    with pytest.raises(UserError, match="planned for 6 nodes, given 4"):
+    with pytest.raises(UserError, match="planned for 6 nodes, allocated 4"):
         job(6, 4, "run.min_nodes=5")
 
 

@@ -174,7 +174,7 @@ def test_a_file_system_without_locks_is_told_from_a_lock_that_is_held(tmp_path, 
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refused)
-    with pytest.raises(UserError, match=f"takes no lock: {os.strerror(number)}"):
+    with pytest.raises(UserError, match=f"does not support locks: {os.strerror(number)}"):
         RunFolder(Run(name="r", dir=str(tmp_path), steps=1), wait_s=60).__enter__()
 
 

@@ -159,7 +159,7 @@ def test_where_no_engine_can_go_data_parallel_replicas_do_and_the_batch_stays(ru
     assert [(rank.node, rank.gpu) for rank in placement.training] == [(placement.nodes[0], gpu) for gpu in range(8)]
     assert {engine.node for engine in placement.rollout} == {placement.nodes[1]}
     assert len(placement.rollout) == len(whole.rollout.engines) == 8
-    assert "going on with 8 engine(s), trainer.dp 2, 2 node(s)" in run.text()
+    assert "continuing with 8 engine(s), trainer.dp 2, 2 node(s)" in run.text()
 
 
 def test_below_min_nodes_the_preflight_fails_the_job(runs):
@@ -187,7 +187,7 @@ def test_an_allocation_that_differs_from_the_plan_is_refused_with_both_numbers(r
     run = runs["differs"]
     past, = run.history()
     assert run.state["ExitCode"] == "2:0" and (past.status, past.decision) == ("user_error", "stop")
-    assert "planned for 2 nodes, given 3" in slurm.output(run.job)
+    assert "planned for 2 nodes, allocated 3" in slurm.output(run.job)
 
 
 @pytest.mark.parametrize(("name", "nodes"), [("fewer", 2), ("more", 4)])

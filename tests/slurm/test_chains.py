@@ -38,4 +38,4 @@ def test_the_run_follows_its_rehearsal_and_another_run_of_the_script_is_not_touc
 def test_a_job_of_the_chain_that_has_nothing_left_to_do_is_cancelled(slurm, chain):
     jobs, _ = chain
     assert slurm.job(jobs["again"])["JobState"] == "CANCELLED"
-    assert f"cancelled job {jobs['again']}, which waited to go on with this run" in slurm.output(jobs["a"])
+    assert f"cancelled job {jobs['again']}, which was waiting to continue this run" in slurm.output(jobs["a"])

@@ -115,7 +115,7 @@ def test_a_rank_that_crashes_at_once_is_shown_and_stops_after_the_second_attempt
     assert (second.status, second.decision, second.exit_code) == ("crash", "stop", 93)
     assert run.state["ExitCode"] == "93:0" and run.state["Restarts"] == "1"
     assert second.component == "trainer-1" and second.nodes == (run.node_of(2, "trainer-1"),)
-    assert "trainer-1 failed first: RuntimeError: fault asked for" in slurm.output(run.job)
+    assert "trainer-1 failed first: RuntimeError: fault requested" in slurm.output(run.job)
     assert str(run.attempt(1).logs / "trainer-1.log") in slurm.output(run.job)
 
 
@@ -180,7 +180,7 @@ def test_a_step_that_overruns_the_time_limit_costs_its_work_and_not_the_run(ends
     run = ends["over"]
     ended, _ = run.history()
     assert (ended.status, ended.stop_reason, ended.decision, ended.step) == ("interrupted", "time-limit", "requeue", 5)
-    assert "too short for the step and the checkpoint: raise run.stop_margin_s" in ended.message
+    assert "too late for the step and the checkpoint: raise run.stop_margin_s" in ended.message
     assert "ended by Slurm before the checkpoint for time-limit was complete" in slurm.output(run.job)
 
 

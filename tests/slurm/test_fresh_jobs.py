@@ -90,7 +90,7 @@ def test_where_no_job_may_be_submitted_this_one_is_requeued(runs, slurm):
     run = runs["closed"]
     first, second = run.history()
     assert (first.status, first.nodes, first.decision) == ("preflight", ("h100-021",), "requeue")
-    assert "no fresh job: " in slurm.output(run.job) and second.job_id == str(run.job)
+    assert "no new job was submitted: " in slurm.output(run.job) and second.job_id == str(run.job)
     assert run.state["Restarts"] == "1" and Ledger(run.folder / "ledger.json").excluded() == ("h100-021",)
 
 

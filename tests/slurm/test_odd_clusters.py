@@ -129,4 +129,4 @@ def test_a_node_with_other_gpus_than_the_rest(odd, tmp_path):
                      variables={"MEGATRON_RL_SIMULATED_GPUS": str(simulated)})
     assert found.state["ExitCode"] == "5:0"
     assert "gpu-002-ib0" in found.output and "A100" in found.output and "H100" in found.output
-    assert "a rehearsal is not repeated" in found.output and odd.jobs() == []
+    assert "rehearsals are not repeated" in found.output and odd.jobs() == []

@@ -1,4 +1,4 @@
-"""What the supervisors start once a job is placed: each module's `start(context)`."""
+"""Workloads that the supervisors start once a job is placed, by the `start(context)` of each module."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from launch.run.faults import WORKLOAD
 
 
 def workload_of(config: RunConfig) -> ModuleType:
-    """The rehearsal where the configuration asks for it, else the training, or what a test puts in its place."""
+    """The rehearsal if the configuration requests it, else the training, or its replacement in a test."""
     own = f"{__name__}.rehearse" if config.run.rehearse else f"{__name__}.train"
     return importlib.import_module(own if config.run.rehearse else envvars.get(WORKLOAD) or own)

@@ -1,4 +1,4 @@
-"""What a supervisor tells a workload, and what it gets back."""
+"""The interface between a supervisor and a workload."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class NodeContext(Protocol):
     """The block that this node holds."""
 
     def say(self, text: str) -> None:
-        """A line of the node's log."""
+        """Write a line to the node's log."""
 
     def wait(self, condition: Callable[[], bool], what: str, deadline_s: float) -> None:
-        """Until the condition holds. Raises at the deadline, saying `what`, or when the attempt ends meanwhile."""
+        """Wait until the condition holds. Raises with `what` at the deadline, or when the attempt ends before it."""
 
 
 class Running(Protocol):
-    """What a workload started on a node."""
+    """The processes that a workload started on a node."""
 
     children: Sequence[processes.Child]
     """As soon as one of them ends, the node's part of the job is over."""
 
     def close(self, *, failed: bool = False) -> None:
-        """Remove what lies outside the attempt's folder; called when all processes of the node have ended."""
+        """Remove files outside the attempt's folder. Called after all processes of the node have ended."""

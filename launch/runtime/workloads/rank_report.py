@@ -1,9 +1,9 @@
-"""One process of a rehearsal: writes what it finds in itself to standard output, then waits to be ended.
+"""One process of a rehearsal: writes a report about itself to standard output, then waits until it is ended.
 
-A script run as `python -I -S rank_report.py NAME INDEX`; a node starts one for each of its GPUs. It reads
-/proc/self/environ, which is what it was started with, and knows nothing of plan or placement. It imports next to
-nothing (8 ms of CPU; `json` alone would double that, and 256 of them may share one machine), hence its plain format:
-fields of `key=value` that NUL ends, an empty field, the environment as the kernel gives it, `end`.
+The script runs as `python -I -S rank_report.py NAME INDEX`, once for each GPU of a node. It reads its initial
+environment from /proc/self/environ and does not know the plan or placement. It imports almost nothing, because 256 of
+them may share one machine: it takes 8 ms of CPU, and `json` alone would double that. Hence its plain format: fields of
+`key=value` terminated by NUL, an empty field, the environment as the kernel provides it, `end`.
 """
 
 import os
@@ -26,11 +26,11 @@ def main() -> None:
     said = "".join(f"{key}={value}\0" for key, value in fields.items())
     sys.stdout.buffer.write(os.fsencode(said) + b"\0" + environ + END)
     sys.stdout.buffer.flush()
-    select.poll().poll()    # of nothing: until a signal ends it
+    select.poll().poll()    # polls nothing, so waits until a signal ends the process
 
 
 def entry_of(listed, index):
-    """`index`-th number of "4,5,6,7", or "". As CUDA reads it: the list ends at what is no number."""
+    """The `index`-th number of "4,5,6,7", or "". As in CUDA, the list ends at the first entry that is not a number."""
     entries = listed.split(",")
     return entries[index] if index < len(entries) and all(each.isdigit() for each in entries[:index + 1]) else ""
 

@@ -1,9 +1,9 @@
-"""The rehearsal on one node: a process for each of its ranks, started with the environment that the rank will have,
-which says where it finds itself. Everything of a job but the GPU work; no torch, a few megabytes a process. Ray comes
-up with `run.rehearse=ray`: as in a job, but for a driver that only counts (`megatron_rl.driver.ray_census`).
+"""The rehearsal on one node: starts one process per rank, with the rank's environment, which reports where it runs.
+It does everything that a job does except the GPU work, without torch and with a few megabytes per process. With
+`run.rehearse=ray`, Ray also starts, with a driver that only counts nodes (`megatron_rl.driver.ray_census`).
 
-Every node writes what its processes said (`nodes/<node>/rehearsal.json`), secrets masked. The placement's first node
-waits for all of them, compares them with the placement and writes the attempt's outcome (`launch.runtime.rehearsal`).
+Every node writes the reports of its processes (`nodes/<node>/rehearsal.json`) with secrets masked. The placement's
+first node waits for all of them, compares them with the placement and writes the outcome (`launch.runtime.rehearsal`).
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ CENSUS = "megatron_rl.driver.ray_census"
 
 @dataclass(frozen=True)
 class Started:
-    """What runs on this node now."""
+    """The running processes of this node."""
 
     children: list[processes.Child]
     ray: train.Started | None = None
 
     def close(self, *, failed: bool = False) -> None:
-        """Only Ray has something that lies outside the attempt's folder."""
+        """Close Ray, which alone has files outside the attempt's folder."""
         if self.ray is not None:
             self.ray.close(failed=failed)
 
 
 def start(context: NodeContext) -> Started:
-    """Start this node's processes, collect what they say; on the first node, judge all of it.
+    """Start this node's processes and collect their reports. On the first node, compare all reports.
 
     Raises:
         UserError: a process ended, or processes or nodes did not report within `run.deadline_s`.
-        RayNotUp: Ray did not come up.
+        RayNotUp: Ray did not start.
     """
     attempt, node = context.attempt, context.node
     config, placement, device = attempt.config(), attempt.placement(), attempt.plan().device
     deadline_s = config.run.deadline_s
     mine = [place for place in places(placement) if place.node == node]
-    folder = Path(tempfile.mkdtemp(prefix="mrl-"))      # private: what a process says of itself may hold secrets
+    folder = Path(tempfile.mkdtemp(prefix="mrl-"))      # private, because a report may contain secrets
     try:
         children = [_start(place, variables(place, config, placement, device, attempt.mark), folder) for place in mine]
         context.wait(lambda: all(map(_has_said, children)), f"the {len(children)} processes on {node} to report",
@@ -83,7 +83,7 @@ def start(context: NodeContext) -> Started:
 
 
 def _wait_for_census(context: NodeContext, ray: train.Started) -> None:
-    """Until Ray's nodes are counted and their actors have answered. Raylets of one host come one after the other."""
+    """Wait until Ray's nodes are counted and their actors have answered. Raylets of one host start one by one."""
     file, census = rehearsal.ray_file(context.attempt), ray.children[-1]
 
     def told() -> bool:
@@ -107,12 +107,12 @@ def _has_said(child: processes.Child) -> bool:
     if child.returncode is not None:
         raise UserError(f"{child.name} ended with status {child.returncode} instead of reporting: "
                         f"{child.log.read_text(errors='replace')[-500:]}",
-                        fix="the interpreter does not run on this node: see the message")
+                        fix="make the Python interpreter work on this node: see the message")
     return child.log.read_bytes().endswith(rank_report.END)
 
 
 def report_of(said: bytes) -> RankReport:
-    """What a process wrote, secrets masked."""
+    """The report of a process, with secrets masked."""
     head, _, environ = said.removesuffix(rank_report.END).partition(b"\0\0")
     fields, variables = (dict(entry.split("=", 1) for entry in os.fsdecode(text).split("\0") if "=" in entry)
                          for text in (head, environ))

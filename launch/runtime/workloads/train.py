@@ -1,8 +1,8 @@
-"""The real job on one node: Ray's head and the driver on the placement's first node, a raylet on every other.
+"""The training on one node: Ray's head and the driver on the placement's first node, a raylet on every other node.
 
-Ray is up when it has been counted: each node writes `nodes/<node>/ray.json` when Ray's control store lists it, and
-the driver counts all of them again before it starts an actor. Raylets of one host start one after the other, since
-those that start at the same moment fight (simulated nodes share a host, real ones do not and start together).
+Each node writes `nodes/<node>/ray.json` when Ray's control store lists it, and the driver counts all nodes again before
+it starts an actor. Raylets on one host start one after the other, because they conflict if they start at the same time.
+(Simulated nodes share a host; real nodes do not, and start together.)
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from launch.runtime.workloads.context import NodeContext
 
 DRIVER = "megatron_rl.train"
 TOKEN_FILE = "ray-token"
-"""In the attempt's folder, readable by the user alone, while the job runs: how the other nodes get the token."""
+"""File in the attempt's folder, readable only by the user, that passes the token to other nodes while the job runs."""
 
 
 class RayNotUp(RuntimeError):
-    """This node's Ray did not come up."""
+    """Ray did not start on this node."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """What runs on this node now."""
+    """The running processes of this node."""
 
     children: list[processes.Child]
     """As soon as one of them ends, the node's part of the job is over."""
@@ -55,10 +55,10 @@ class Started:
     node: str
 
     def close(self, *, failed: bool = False) -> None:
-        """Remove what lies outside the attempt's folder. Call it when all processes of this node have ended.
+        """Remove files outside the attempt's folder. Call this after all processes of this node have ended.
 
         Args:
-            failed: keep Ray's own logs in the attempt's folder.
+            failed: whether to keep Ray's own logs in the attempt's folder.
         """
         if failed:
             self.session.keep_logs(self.attempt.logs / f"ray-{self.node}")
@@ -68,11 +68,11 @@ class Started:
 
 
 def start(context: NodeContext, driver: str = DRIVER) -> Started:
-    """Start this node's part of the job and return once Ray knows the node. The driver starts with the head: reading
-    the data takes as long as Ray does, and it waits for Ray itself.
+    """Start this node's part of the job and return once Ray lists the node. The driver starts at the same time as the
+    head, because reading the data takes as long as starting Ray; it waits for Ray itself.
 
     Args:
-        driver: the module that is run on Ray.
+        driver: the module to run on Ray.
 
     Raises:
         RayNotUp: Ray ended, or did not register within `run.deadline_s`.
@@ -97,7 +97,7 @@ def start(context: NodeContext, driver: str = DRIVER) -> Started:
         _wait(context, lambda: seen(token), str(token))
         session = _session(context, secret=token.read_text(encoding="ascii"))
         head = ray_address(attempt, placement.nodes[0])
-        assert head is not None         # the first that `_before` names
+        assert head is not None         # the loop above has waited for it
         ray = start_raylet(session, context.ports, node=node, address=address, head=head, environment=environment,
                            log=log)
         started = Started([ray], session, attempt, node)
@@ -110,7 +110,7 @@ def start(context: NodeContext, driver: str = DRIVER) -> Started:
 
 
 def _session(context: NodeContext, secret: str) -> RaySession:
-    """Ray's folder and settings on this node, told in its log. `secret` is the job's token."""
+    """Ray's folder and settings on this node, which are also logged. `secret` is the job's token."""
     nodes, free = len(context.attempt.placement().nodes), shutil.disk_usage("/dev/shm").free
     session = RaySession(nodes=nodes, object_store_bytes=object_store_bytes(context.attempt.config(), free),
                          secret=secret)
@@ -129,13 +129,13 @@ def _registered(attempt: Attempt, node: str) -> bool:
 
 
 def _before(placement: Placement, node: str) -> list[str]:
-    """Whose Ray must be known before that of `node` starts: the head, and the node before it at the same address."""
+    """Nodes whose Ray must be registered before `node` starts: the head, and the previous node at the same address."""
     same = [other for other in placement.nodes if placement.addresses[other] == placement.addresses[node]]
     return [placement.nodes[0], *same[:same.index(node)][-1:]]
 
 
 def _wait(context: NodeContext, condition: Callable[[], bool], what: str) -> None:
-    """A deadline that passes here is a failure of the machines, not a mistake of the user's."""
+    """Wait. A missed deadline here is a failure of the machines, not a user error."""
     try:
         context.wait(condition, what, context.attempt.config().run.deadline_s)
     except UserError as error:
@@ -145,7 +145,7 @@ def _wait(context: NodeContext, condition: Callable[[], bool], what: str) -> Non
 def _wait_registered(context: NodeContext, ray: processes.Child, address: str) -> None:
     def known() -> bool:
         if ray.returncode is not None:
-            raise RayNotUp(f"Ray on {context.node} ended with status {ray.returncode} as it started: see {ray.log}")
+            raise RayNotUp(f"Ray on {context.node} ended with status {ray.returncode} during start-up: see {ray.log}")
         return registered(ray)
 
     began = time.monotonic()
@@ -161,12 +161,12 @@ def _ray_file(attempt: Attempt, node: str) -> Path:
 
 
 def _share(session: RaySession, attempt: Attempt) -> None:
-    """Put the token where the other nodes find it, whole from the first moment and closed to other users."""
+    """Write the token atomically where the other nodes find it, unreadable for other users."""
     write_atomically(attempt.folder / TOKEN_FILE, session.secret, mode=0o600)
 
 
 def _environment(attempt: Attempt, placement: Placement, node: str) -> dict[str, str]:
-    """For Ray and the driver on `node`; what Ray starts inherits it. Actors get the rest from the driver."""
+    """Environment of Ray and the driver on `node`. Processes of Ray inherit it; actors get the rest from the driver."""
     address = placement.addresses[node]
     variables = envvars.environment("driver", attempt.plan().device, attempt.config(), job=attempt.mark,
                                     interface=placement.interface(node), address=address)
