@@ -135,7 +135,7 @@ def test_below_min_nodes_it_is_a_failed_preflight(job, least):
 
 def test_nothing_that_fits_is_a_failed_preflight_too(job):
     made = job(6, 6)
-    with pytest.raises(UserError, match="no part of the plan fits 1") as error:
+    with pytest.raises(UserError, match="the plan cannot be reduced to 1") as error:
         for_fewer(1, made, 1)
     assert error.value.exit_code == ExitCode.PREFLIGHT
 
