@@ -85,7 +85,7 @@ def test_a_plan_survives_its_file(tmp_path):
     ("", "not JSON"), ("{", "not JSON"), ("[]", "not a plan"), ("{}", "no schema_version"), ("3", "not a plan"),
     ('{"schema_version": 1}', "schema_version 1, this version reads"),
     ('{"schema_version": "2"}', "schema_version '2'"),
-    ('{"schema_version": 2}', "not a valid plan: config_hash"),
+    ('{"schema_version": 3}', "not a valid plan: config_hash"),
     ("[" * 100_000, "not JSON"), (b"\xff\xfe", "not JSON")])
 def test_a_bad_file_is_a_message(tmp_path, content, message):
     file = tmp_path / "plan.json"

@@ -134,10 +134,16 @@ def _told(group: Sequence[Branch], names: Names) -> str:
     return f"{where}  {size}, {seconds(last)}"
 
 
+COSTS = ("kind", "lower_bound_s", "wire_s", "expected_s", "trainer_nic_out_bytes", "rollout_nic_in_bytes",
+         "rollout_nic_out_bytes", "nvlink_bytes", "hops", "chunk_bytes", "trainer_staging_bytes",
+         "rollout_staging_bytes", "transfers")
+"""The numbers of a route in the JSON document."""
+
+
 def as_document(sync: SyncPrediction, drawn: Sequence[Drawn], names: Names,
                 needed: Mapping[Kind, Communicators]) -> dict:
     """For `--json`: bytes as integers, seconds as floats, nodes by their number in the plan and by name."""
-    costs = {kind: {field: getattr(sync.routes[kind], field) for field in sync.routes[kind].__dataclass_fields__}
+    costs = {kind: {name: getattr(sync.routes[kind], name) for name in COSTS}
              | ({"communicators": needed[kind]._asdict()} if needed else {}) for kind in KINDS}
     return {"predicted": True, "chosen": sync.chosen, "reason": sync.reason, "floor_s": sync.floor_s,
             "floor_by": sync.floor_by, "replica_bytes": sync.replica_bytes, "wire_precision": sync.wire_precision,
