@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.validate.points import load
-from launch.validate.report import Report, evaluate
-from launch.validate.score import DEVELOPMENT
-from launch.validate.table import markdown
+from launch.accuracy.points import load
+from launch.accuracy.report import Report, evaluate
+from launch.accuracy.score import DEVELOPMENT
+from launch.accuracy.table import markdown
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "validation.md"
 

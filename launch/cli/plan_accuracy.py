@@ -23,13 +23,13 @@ def command(directory: str | None, kind: str | None, no_leave_out: bool, as_json
     """
     import json
 
+    from launch.accuracy.interface import KINDS
+    from launch.accuracy.points import load
+    from launch.accuracy.report import as_json as document
+    from launch.accuracy.report import evaluate
+    from launch.accuracy.score import DEVELOPMENT, module
+    from launch.accuracy.table import print_report
     from launch.errors import UserError
-    from launch.validate.interface import KINDS
-    from launch.validate.points import load
-    from launch.validate.report import as_json as document
-    from launch.validate.report import evaluate
-    from launch.validate.score import DEVELOPMENT, module
-    from launch.validate.table import print_report
 
     if kind is not None and kind not in KINDS:
         raise UserError(f"unknown kind of point: {kind}", where="--kind", fix=f"use one of {', '.join(KINDS)}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from launch.coefficients.base import Coefficients, Range, coefficient
 
-_FIT = "calibrated: launch/validate/collectives.py on benchmarks/measured/collectives.yaml"
+_FIT = "calibrated: launch/accuracy/collectives.py on benchmarks/measured/collectives.yaml"
 
 
 @dataclass(frozen=True)

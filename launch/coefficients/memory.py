@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from launch.coefficients.base import PART, Coefficients, Range, coefficient
 
-CALIBRATED = "calibrated on benchmarks/measured/memory.yaml: launch/validate/memory.py, calibrate"
+CALIBRATED = "calibrated on benchmarks/measured/memory.yaml: launch/accuracy/memory.py, calibrate"
 NOTES = "CUDA context 0.5 GB, NCCL communicators and cuBLAS workspaces: 3 to 5 GB seen outside the allocator"
 
 

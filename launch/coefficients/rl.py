@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from launch.coefficients.base import FACTOR, PART, Coefficients, coefficient
 
-_FIT = "calibrated: launch/validate/rl_steps.py on benchmarks/measured/rl_steps.yaml"
+_FIT = "calibrated: launch/accuracy/rl_steps.py on benchmarks/measured/rl_steps.yaml"
 _SPREAD = "quartile of the points of benchmarks/measured/rl_steps.yaml, at least 15 % from the value"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from launch.coefficients.base import Coefficients, coefficient
 from launch.coefficients.collectives import CollectiveCoefficients
 
-_FIT = "calibrated: launch/validate/decode.py on benchmarks/measured/decode.yaml"
+_FIT = "calibrated: launch/accuracy/decode.py on benchmarks/measured/decode.yaml"
 _NETWORK = CollectiveCoefficients()
 
 

@@ -1,7 +1,7 @@
 """Coefficients of weight sync: the share of a NIC's rate that a transfer gets, the cost of a chunk, the fixed parts.
 
 The second class describes published systems by engine class, to check bounds and orders of magnitude against their
-measurements (`launch.validate.weight_sync`). The planner's own predictions use only the first class. Both share the
+measurements (`launch.accuracy.weight_sync`). The planner's own predictions use only the first class. Both share the
 NIC efficiency.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from launch.coefficients.base import Coefficients, coefficient
 
 _DESIGN = "design value, to be replaced by `megatron-rl sync bench` on the site"
-_FIT = "fitted to benchmarks/measured/weight_sync.yaml (`launch.validate.weight_sync.calibrate`)"
+_FIT = "fitted to benchmarks/measured/weight_sync.yaml (`launch.accuracy.weight_sync.calibrate`)"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from launch.coefficients.base import PART, Coefficients, Range, coefficient
 
-_FIT = "calibrated: launch/validate/training.py on benchmarks/measured/training.yaml"
+_FIT = "calibrated: launch/accuracy/training.py on benchmarks/measured/training.yaml"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 RUN_FOR_REAL = ("config", "plan", "validate")
 MINUTES = ["plan", "accuracy"]
-"""Run by tests/planner/test_validate.py, with less to do."""
+"""Run by tests/planner/test_accuracy.py, with less to do."""
 
 
 def commands() -> list[tuple[str, list[str]]]:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch.accuracy import weight_sync
+from launch.accuracy.points import Point, load
 from launch.coefficients.sync import PublishedSyncCoefficients
-from launch.validate import weight_sync
-from launch.validate.points import Point, load
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "measured"
 

@@ -13,7 +13,7 @@ from tests.imports import modules_of
 
 ROOT = Path(__file__).parents[2]
 ORDER = ("ground", "files", "model", "config", "plan", "coefficients", "cluster", "run", "fabric", "planner",
-         "validate", "slurm", "health", "report", "runtime", "cli")
+         "accuracy", "slurm", "health", "report", "runtime", "cli")
 """A room imports only from itself and from the rooms before it. Ground: the modules that lie in `launch/` itself."""
 
 Sources = Mapping[str, str]

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from launch.accuracy.score import development_points
 from launch.errors import UserError
 from launch.model.architecture import Architecture, parameter_count
 from launch.model.builtin import from_builtin, known
 from launch.model.hf_config import from_hf_config, from_hf_dict
-from launch.validate.score import development_points
 from tests.launch.conftest import HF_CONFIGS
 
 QWEN3_MOE = {

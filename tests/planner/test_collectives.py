@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from launch.accuracy import collectives as validation
+from launch.accuracy.fit import median
+from launch.accuracy.points import load
 from launch.cluster import gpus
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.collectives import CollectiveCoefficients
 from launch.planner.time.collectives import Fabric, Group, group
-from launch.validate import collectives as validation
-from launch.validate.fit import median
-from launch.validate.points import load
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "measured"
 H100 = ClusterSpec("h100", tuple(f"n{number}" for number in range(8)), 8, gpus.find("h100"), 8, 50e9, 8, 10**12)

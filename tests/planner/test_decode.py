@@ -9,14 +9,14 @@ from dataclasses import fields, replace
 
 import pytest
 
+from launch.accuracy import decode as validation
+from launch.accuracy.fit import median
+from launch.accuracy.score import development_points
 from launch.cluster import gpus
 from launch.plan.layouts import RolloutLayout
 from launch.planner.memory.rollout import kv_bytes_per_token
 from launch.planner.parameters import matrix_parameters
 from launch.planner.time.decode import engine_of
-from launch.validate import decode as validation
-from launch.validate.fit import median
-from launch.validate.score import development_points
 from tests.planner.engines import H100, LLAMA_8B, LLAMA_70B, MOE, C
 
 IDEAL = C.changed({"hbm": 1.0, "gemm": 1.0, "decode_gemm_fp8": 1.0, "nvlink": 1.0, "allreduce_s": 0.0,

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch.accuracy import memory as validation
+from launch.accuracy.score import development_points
 from launch.cluster import gpus
 from launch.coefficients.memory import MemoryCoefficients
 from launch.model.architecture import Architecture
@@ -18,8 +20,6 @@ from launch.planner.memory.activations import in_flight, layer_activations
 from launch.planner.memory.rollout import colocated_memory, kv_bytes_per_token, rollout_memory, weights_on_rank
 from launch.planner.memory.training import lora_parameters, training_memory
 from launch.planner.parameters import count, stage_parameters
-from launch.validate import memory as validation
-from launch.validate.score import development_points
 
 H100 = gpus.find("h100")
 LLAMA70, QWEN7, QWEN_MOE = from_builtin("llama-3.1-70b"), from_builtin("qwen2.5-7b"), from_builtin("qwen3-30b-a3b")

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch.accuracy import parameters as validation
+from launch.accuracy.score import development_points
 from launch.model.architecture import Architecture, parameter_count
 from launch.model.builtin import from_builtin
 from launch.plan.layouts import TrainingLayout, even_layers
@@ -18,8 +20,6 @@ from launch.planner.parameters import (
     padded_vocab,
     stage_parameters,
 )
-from launch.validate import parameters as validation
-from launch.validate.score import development_points
 
 PUBLISHED = {
     "llama-3-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496, "llama-3.1-405b": 405_853_388_800,

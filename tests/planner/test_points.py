@@ -9,8 +9,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch.accuracy.points import FILE_KINDS, load
 from launch.errors import UserError
-from launch.validate.points import FILE_KINDS, load
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "measured"
 MODEL = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 128, "vocab": 100,

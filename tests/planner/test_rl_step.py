@@ -7,6 +7,9 @@ from dataclasses import fields, replace
 
 import pytest
 
+from launch.accuracy import rl_steps as validation
+from launch.accuracy.fit import median
+from launch.accuracy.score import development_points
 from launch.coefficients.rl import RlCoefficients
 from launch.planner.parameters import tensor_count
 from launch.planner.time.step import (
@@ -18,9 +21,6 @@ from launch.planner.time.step import (
     training_passes,
 )
 from launch.planner.workload.lengths import Counted, LogNormal
-from launch.validate import rl_steps as validation
-from launch.validate.fit import median
-from launch.validate.score import development_points
 from tests.planner.engines import LLAMA_8B, MOE
 
 C = RlCoefficients()

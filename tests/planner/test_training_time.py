@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from launch.accuracy import training as validation
+from launch.accuracy.fit import median
+from launch.accuracy.points import load
 from launch.cluster import gpus
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.collectives import CollectiveCoefficients
@@ -17,9 +20,6 @@ from launch.plan.layouts import TrainingLayout
 from launch.planner.parameters import flops_per_token, matrix_parameters
 from launch.planner.time.training import TrainingTime, logprob_time, training_time
 from launch.planner.workload.work import TrainingWork
-from launch.validate import training as validation
-from launch.validate.fit import median
-from launch.validate.points import load
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "measured"
 LLAMA_70B = Architecture(80, 8192, 28672, 64, 8, 128, 128256, False)

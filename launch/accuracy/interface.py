@@ -1,4 +1,4 @@
-"""The interface of one kind of measured points: a module `launch/validate/<kind>.py` with the names in `KindModule`."""
+"""The interface of one kind of measured points: a module `launch/accuracy/<kind>.py` with the names in `KindModule`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from launch.accuracy.points import Point
 from launch.coefficients.base import Coefficients
-from launch.validate.points import Point
 
 KINDS = ("parameters", "memory", "training", "decode", "rl_steps", "weight_sync", "collectives")
 """In the order of the printed tables. `parameters` is made from the models of every file; the others are file kinds."""
@@ -45,7 +45,7 @@ def measured(quantity: str, value: float, predicted: float | None, reason: str =
 
 
 class KindModule(Protocol):
-    """The names that `launch/validate/<kind>.py` defines at module level.
+    """The names that `launch/accuracy/<kind>.py` defines at module level.
 
     `predict` never raises for a point with fields that are null, `not_stated`, unknown or absent: it returns a
     `Predicted` for each measured quantity with `predicted=None` and the reason. It returns [] only for a point without
@@ -78,7 +78,7 @@ class KindModule(Protocol):
 
 
 class SyncModule(KindModule, Protocol):
-    """`launch/validate/weight_sync.py`."""
+    """`launch/accuracy/weight_sync.py`."""
 
     def lower_bound_s(self, point: Point, coefficients: Coefficients) -> float | None:
         """Lower bound of the time of any route; None if the point does not state enough."""

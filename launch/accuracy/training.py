@@ -15,6 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from launch.accuracy.fit import log_error, robust_mean, rounded, search
+from launch.accuracy.interface import Predicted, measured
+from launch.accuracy.machine import cluster_of
+from launch.accuracy.points import Point
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.training import TrainingCoefficients
 from launch.model.architecture import Architecture
@@ -22,10 +26,6 @@ from launch.plan.layouts import Precision, TrainingLayout
 from launch.planner.parameters import FlopsConvention, flops_per_token
 from launch.planner.time.training import TrainingTime, training_time
 from launch.planner.workload.work import TrainingWork
-from launch.validate.fit import log_error, robust_mean, rounded, search
-from launch.validate.interface import Predicted, measured
-from launch.validate.machine import cluster_of
-from launch.validate.points import Point
 
 QUANTITIES: Mapping[str, str] = {"step_time_s": "s", "tokens_per_s_per_gpu": "tokens/s"}
 

@@ -7,6 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from launch.accuracy.fit import log_error, robust_mean, rounded, search
+from launch.accuracy.interface import Predicted, measured
+from launch.accuracy.points import Point
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.rollout import RolloutCoefficients
 from launch.model.architecture import Architecture
@@ -15,9 +18,6 @@ from launch.planner.memory.rollout import rollout_memory
 from launch.planner.time.decode import Engine, EngineClass, engine_of
 from launch.planner.time.rollout import Demand, SynchronousRollout
 from launch.planner.workload.lengths import LONGEST, Counted, Lengths, LogNormal
-from launch.validate.fit import log_error, robust_mean, rounded, search
-from launch.validate.interface import Predicted, measured
-from launch.validate.points import Point
 
 QUANTITIES: Mapping[str, str] = {"tpot_s": "s", "output_tokens_per_s_per_gpu": "tokens/s"}
 

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launch.validate.interface import KINDS, VERDICTS
-from launch.validate.report import Report
-from launch.validate.score import MINIMUM, LeftOut, Row, Score
+from launch.accuracy.interface import KINDS, VERDICTS
+from launch.accuracy.report import Report
+from launch.accuracy.score import MINIMUM, LeftOut, Row, Score
 
 WIDTH = 100
 LARGE = 0.1

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from launch.accuracy.fit import median
+from launch.accuracy.interface import KINDS, VERDICTS, KindModule, Predicted
+from launch.accuracy.points import Point, load
 from launch.coefficients.base import Coefficients
 from launch.errors import UserError
 from launch.processes import over_cores
-from launch.validate.fit import median
-from launch.validate.interface import KINDS, VERDICTS, KindModule, Predicted
-from launch.validate.points import Point, load
 
 DEVELOPMENT = Path(__file__).resolve().parents[2] / "benchmarks" / "measured"
 """The points that the shipped coefficients are calibrated on."""
@@ -93,7 +93,7 @@ class LeftOut:
 
 def module(kind: str) -> KindModule:
     """The model of a kind, imported on demand."""
-    return importlib.import_module(f"launch.validate.{kind}")
+    return importlib.import_module(f"launch.accuracy.{kind}")
 
 
 def development_points() -> list[Point] | None:

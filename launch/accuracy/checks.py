@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import cast
 
-from launch.validate.interface import KindModule, SyncModule
-from launch.validate.points import Point
-from launch.validate.score import Row, module, predict
+from launch.accuracy.interface import KindModule, SyncModule
+from launch.accuracy.points import Point
+from launch.accuracy.score import Row, module, predict
 
 FLAT = 0.03
 """Growth of the step time over a series of weak scaling that still counts as flat."""

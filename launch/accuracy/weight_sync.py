@@ -22,11 +22,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from launch.accuracy.fit import log_error, robust_mean, rounded, search
+from launch.accuracy.interface import Predicted
+from launch.accuracy.points import Point
 from launch.coefficients.sync import DEFAULT_PUBLISHED, PublishedSyncCoefficients
 from launch.planner.parameters import count, tensor_count
-from launch.validate.fit import log_error, robust_mean, rounded, search
-from launch.validate.interface import Predicted
-from launch.validate.points import Point
 
 EngineClass = Literal["gather_broadcast", "bucket_broadcast", "reshard", "send_plan", "host_checkpoint", "handover",
                       "delta"]

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch.validate.checks import Requirement, run_checks
-from launch.validate.interface import KINDS, KindModule
-from launch.validate.points import Point
-from launch.validate.score import (
+from launch.accuracy.checks import Requirement, run_checks
+from launch.accuracy.interface import KINDS, KindModule
+from launch.accuracy.points import Point
+from launch.accuracy.score import (
     LeftOut,
     Row,
     Score,

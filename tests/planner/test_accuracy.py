@@ -17,17 +17,17 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from launch.accuracy import score as scoring
+from launch.accuracy.checks import run_checks
+from launch.accuracy.fit import median, robust_mean, search
+from launch.accuracy.interface import KINDS, VERDICTS, Predicted, measured
+from launch.accuracy.points import FILE_KINDS, Point, load
+from launch.accuracy.report import evaluate
+from launch.accuracy.score import DEVELOPMENT, TARGETS, Target, kind_scores, leave_one_out, predict, score
+from launch.accuracy.table import figure, markdown
 from launch.cli.main import main
 from launch.coefficients.base import Coefficients, coefficient
 from launch.errors import UserError
-from launch.validate import score as scoring
-from launch.validate.checks import run_checks
-from launch.validate.fit import median, robust_mean, search
-from launch.validate.interface import KINDS, VERDICTS, Predicted, measured
-from launch.validate.points import FILE_KINDS, Point, load
-from launch.validate.report import evaluate
-from launch.validate.score import DEVELOPMENT, TARGETS, Target, kind_scores, leave_one_out, predict, score
-from launch.validate.table import figure, markdown
 from tests.patience import patient
 from tools.validation_page import PAGE
 

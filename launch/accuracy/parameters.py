@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from launch.accuracy.interface import Predicted, measured
+from launch.accuracy.points import Point
 from launch.coefficients.base import Coefficients
 from launch.planner.parameters import count
-from launch.validate.interface import Predicted, measured
-from launch.validate.points import Point
 
 QUANTITIES: Mapping[str, str] = {"parameters": ""}
 TYPICAL: Mapping[str, float] = {}

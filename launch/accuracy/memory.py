@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from launch.accuracy.fit import log_error, robust_mean, rounded, search
+from launch.accuracy.interface import Predicted, measured
+from launch.accuracy.points import Point
 from launch.cluster.gpus import H100
 from launch.cluster.spec import Gpu
 from launch.coefficients.memory import MemoryCoefficients
@@ -19,9 +22,6 @@ from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout
 from launch.planner.memory.activations import TrainerEngine
 from launch.planner.memory.rollout import colocated_memory, rollout_memory
 from launch.planner.memory.training import MANY, StageMemory, TrainingMemory, training_memory
-from launch.validate.fit import log_error, robust_mean, rounded, search
-from launch.validate.interface import Predicted, measured
-from launch.validate.points import Point
 
 QUANTITIES: Mapping[str, str] = {"peak_memory_bytes": "bytes", "peak_reserved_bytes": "bytes",
                                  "steady_allocated_bytes": "bytes", "fits": ""}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from launch.accuracy.fit import log_error, robust_mean, rounded, search
+from launch.accuracy.interface import Predicted, measured
+from launch.accuracy.machine import cluster_of
+from launch.accuracy.points import Point
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.collectives import CollectiveCoefficients
 from launch.planner.time.collectives import Fabric, Group
-from launch.validate.fit import log_error, robust_mean, rounded, search
-from launch.validate.interface import Predicted, measured
-from launch.validate.machine import cluster_of
-from launch.validate.points import Point
 
 QUANTITIES: Mapping[str, str] = {"time_s": "s", "bandwidth_bytes_per_s": "bytes/s"}
 

@@ -6,6 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from launch.accuracy.decode import MOST_GPUS
+from launch.accuracy.fit import log_error, robust_mean, rounded, search
+from launch.accuracy.interface import Predicted, measured
+from launch.accuracy.points import Point
 from launch.cluster.spec import ClusterSpec, Gpu
 from launch.coefficients.rl import RlCoefficients
 from launch.coefficients.training import TrainingCoefficients
@@ -30,10 +34,6 @@ from launch.planner.time.step import (
 from launch.planner.time.training import logprob_time, training_time
 from launch.planner.workload.lengths import Lengths, LogNormal
 from launch.planner.workload.work import TrainingWork
-from launch.validate.decode import MOST_GPUS
-from launch.validate.fit import log_error, robust_mean, rounded, search
-from launch.validate.interface import Predicted, measured
-from launch.validate.points import Point
 
 QUANTITIES: Mapping[str, str] = {
     "step_time_s": "s", "rollout_time_s": "s", "generate_time_s": "s", "train_time_s": "s", "logprob_time_s": "s",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from launch.accuracy.points import Point
 from launch.cluster.spec import ClusterSpec, Gpu
-from launch.validate.points import Point
 
 GBIT = 1e9 / 8
 NIC_GBIT = {"A100": 200.0}
