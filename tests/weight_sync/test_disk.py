@@ -145,7 +145,7 @@ def test_writes_that_are_lost_are_found_before_the_version_appears(world, tmp_pa
     versions = world.versions(tmp_path)
     world.write(versions, 1)
     world.call(2, "damage_writes", True)
-    with pytest.raises(NotWritten, match="not what the training ranks hold: .*model.layers.1"):
+    with pytest.raises(NotWritten, match="do not hold what the training ranks hold: .*model.layers.1"):
         world.write(versions, 2)
     assert names(tmp_path) == ["step-000001"]
     world.call(2, "damage_writes", False)
