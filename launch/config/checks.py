@@ -133,6 +133,10 @@ class _Checker:
         elif a.kv_heads % tp and tp % a.kv_heads:
             self.add(f"rollout.tp = {tp} neither divides the {a.kv_heads} KV heads nor is a multiple of them (vLLM "
                      f"shards or replicates whole heads)", "rollout.tp", fix=f"use rollout.tp = {fitting}")
+        elif not a.engine_divides_kv_heads(tp):
+            self.add(f"rollout.tp = {tp} exceeds the {a.kv_heads} KV heads of a model whose keys are normed over all "
+                     f"heads: vLLM gathers them for it, and cannot where it repeats heads", "rollout.tp",
+                     fix=f"use rollout.tp = {fitting}")
         elif a.ffn % tp:
             self.add(f"rollout.tp = {tp} does not divide the {a.ffn} columns of the feed-forward layer", "rollout.tp",
                      fix=f"use rollout.tp = {fitting}")
@@ -153,7 +157,7 @@ class _Checker:
 
     def _vllm_divides(self, tp: int) -> bool:
         a = self.architecture
-        return (a.heads % tp == 0 and (a.kv_heads % tp == 0 or tp % a.kv_heads == 0) and a.ffn % tp == 0
+        return (a.heads % tp == 0 and a.engine_divides_kv_heads(tp) and a.ffn % tp == 0
                 and round_up(a.vocab, VLLM_VOCAB_MULTIPLE) % tp == 0)
 
     def lengths(self) -> None:

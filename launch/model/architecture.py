@@ -76,6 +76,11 @@ class Architecture:
         """Of K alone (V is as wide)."""
         return self.kv_heads * self.head_dim
 
+    def engine_divides_kv_heads(self, tp: int) -> bool:
+        """Whether vLLM can divide the KV heads over TP, or repeat them. It cannot repeat heads that a norm goes over
+        together: it gathers those."""
+        return self.kv_heads % tp == 0 or (tp % self.kv_heads == 0 and not self.qk_norm_whole)
+
 
 Cut = Literal["", "heads", "kv_heads", "ffn", "experts"]
 

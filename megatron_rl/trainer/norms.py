@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from torch.distributed.nn.functional import all_reduce
 
 BiasDropoutAdd = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]
 
@@ -46,11 +46,33 @@ class WholeProjectionNorm(torch.nn.Module):
         wide = x.flatten(-2).float()
         squares = wide.square().sum(-1, keepdim=True)
         if self.tp > 1:
-            squares = all_reduce(squares, group=parallel_state.get_tensor_model_parallel_group())
+            squares = _SumOverGroup.apply(squares, parallel_state.get_tensor_model_parallel_group())
         wide = wide * torch.rsqrt(squares / self.width + self.eps) * self.weight.float()
         return wide.to(x.dtype).view_as(x)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Megatron's way to say that a checkpoint puts the ranks' weights one behind the other."""
-        return make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0},
-                                                   sharded_offsets, dp_cp_group=(metadata or {}).get("dp_cp_group"))
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+
+
+class _SumOverGroup(torch.autograd.Function):
+    """The sum over a group, and of its gradient: every rank goes on with the sum, in heads of its own. (Megatron's
+    `reduce_from_tensor_model_parallel_region` takes what follows to be the same on all ranks.)"""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _sum(grad, ctx.group), None
+
+
+def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group)
+    return out

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -173,7 +174,7 @@ class MegatronTrainer:
     def _model_facts(self) -> dict[str, Any]:
         """Facts that must be equal for the tensors of a checkpoint to have the same meaning."""
         trainer = self.config.trainer
-        return {"architecture": self.plan.architecture.model_dump(mode="json"), "dtype": trainer.dtype,
+        return {"architecture": asdict(self.plan.architecture), "dtype": trainer.dtype,
                 "distributed_optimizer": trainer.distributed_optimizer}
 
     def _identity(self) -> dict[str, str]:

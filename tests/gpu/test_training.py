@@ -55,7 +55,8 @@ def assert_is_hugging_faces(found: dict[str, Any], folder: Path, batch: PolicyBa
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family, tied", [("llama", False), ("qwen2", True), ("qwen3", False)])
+@pytest.mark.parametrize("family, tied", [("llama", False), ("qwen2", True), ("qwen3", False),
+                                          ("mistral", False), ("olmo2", False)])
 def test_one_step_with_transformer_engine_equals_hugging_face(tmp_path, family, tied) -> None:
     folder = make_tiny(tmp_path, family, tie_word_embeddings=tied)
     batch = make_batch(LENGTHS, VOCAB)

@@ -8,6 +8,7 @@ import shutil
 from statistics import fmean, median
 
 import pytest
+from safetensors.torch import load_file
 
 from launch import envvars
 from launch.planner.calibrate.calibrate import calibrate
@@ -16,6 +17,7 @@ from launch.run.stop import STOP_FILE
 from megatron_rl.layouts.disk_check import recorded_digests
 from megatron_rl.layouts.step_folder import complete_checkpoints
 from tests.job.runner import CONFIG, Launched, evaluation, launch, listening_addresses, stop
+from tests.tiny_models import make_tiny
 
 STEPS = 24
 DETERMINISTIC = (f"run.steps={STEPS}", "rollout.deterministic=true", "checkpoint.every=4", "eval.every=8",
@@ -173,3 +175,18 @@ def test_a_finished_run_says_so(whole, runs):
     assert again.end() == 2
     assert f"already made its {STEPS} steps" in again.text() and "--fresh" in again.text()
     assert "Traceback" not in again.text()
+
+
+def test_a_family_that_vllm_runs_through_transformers_trains(runs):
+    """OLMo-2, whose engine at TP2 has to gather q and k for their norms. `abs_max` compares the engine's log-probs with
+    Megatron's after two syncs; the live engine is compared with the last version on disk."""
+    model = make_tiny(runs / "olmo2-model", "olmo2", tokenizer="characters", vocab_size=64)
+    job = launch(runs, "olmo2", f"model.path={model}", "model.init=load", "run.steps=3", "rollout.tp=2",
+                 "weight_sync.disk.every=3", "weight_sync.disk.compare=true")
+    assert job.end() == 0, job.text()
+    rows = job.rows()
+    assert [row["weights/version"] for row in rows] == [1, 2, 3]
+    assert all(row["mismatch/abs_max"] < 1e-3 for row in rows)
+    exported, before = (load_file(folder / "model.safetensors") for folder in (job.attempt.exported(3), model))
+    assert exported.keys() == before.keys()
+    assert not any(tensor.equal(before[name]) for name, tensor in exported.items()), "every tensor was trained"

@@ -14,7 +14,8 @@ from launch.model.hf_config import from_hf_config, from_hf_dict
 from tests.launch.conftest import HF_CONFIGS, TINY_MODEL
 
 PUBLISHED = {"llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496, "qwen2.5-7b": 7_615_616_512,
-             "qwen3-8b": 8_190_735_360, "smollm2-135m": 134_515_008}
+             "qwen3-8b": 8_190_735_360, "smollm2-135m": 134_515_008, "mistral-7b-v0.3": 7_248_023_552,
+             "mistral-nemo-2407": 12_247_782_400, "olmo-2-1124-7b": 7_298_617_344, "olmo-2-1124-13b": 13_716_198_400}
 """Parameters as the model cards' safetensors metadata give them."""
 
 
@@ -41,6 +42,8 @@ def test_against_transformers(file):
     assert parameter_count(mine) == sum(parameter.numel() for parameter in model.parameters())
     attention = model.model.layers[0].self_attn
     assert (mine.qkv_bias, mine.qk_norm) == (attention.q_proj.bias is not None, hasattr(attention, "q_norm"))
+    assert mine.qk_norm_whole == (mine.qk_norm and attention.q_norm.weight.numel() == mine.q_width)
+    assert mine.post_norm == (not hasattr(model.model.layers[0], "input_layernorm"))
     assert attention.o_proj.bias is None
     assert mine.rope == {key: config.rope_parameters[key] for key in sorted(config.rope_parameters)}
     assert (mine.layers, mine.hidden, mine.ffn, mine.heads, mine.kv_heads, mine.head_dim, mine.vocab) == (
@@ -108,6 +111,16 @@ def test_what_is_refused(change, fragments):
         from_hf_dict(TINY_MODEL | change, "m/config.json")
     for fragment in (*fragments, "m/config.json"):
         assert fragment in str(error.value)
+
+
+@pytest.mark.parametrize("change, fragments", [
+    ({"sliding_window": 4096}, ["sliding_window = 4096", "sliding-window"]),
+    ({"sliding_window": "missing"}, ["sliding_window = None", "4096 is the default", '"sliding_window": null'])])
+def test_a_mistral_must_say_that_it_has_no_window(change, fragments):
+    content = {key: value for key, value in (read("mistral-7b-v0.3") | change).items() if value != "missing"}
+    with pytest.raises(UserError) as error:
+        from_hf_dict(content, "m/config.json")
+    assert all(fragment in str(error.value) for fragment in (*fragments, "m/config.json"))
 
 
 def test_qwen2_with_a_window_that_is_off_is_accepted():

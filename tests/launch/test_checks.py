@@ -120,6 +120,8 @@ def test_all_problems_at_once(run_yaml, cli):
     ({"intermediate_size": 386}, ["rollout.tp=4"], ["rollout.tp = 4 does not divide the 386 columns"]),
     ({"num_attention_heads": 12, "num_key_value_heads": 4}, ["rollout.tp=6"],
      ["rollout.tp = 6 neither divides the 4 KV heads nor is a multiple of them", "use rollout.tp = 1, 2 or 4"]),
+    ({"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, ["rollout.tp=8"],
+     ["rollout.tp = 8 exceeds the 4 KV heads", "use rollout.tp = 1, 2 or 4"]),
     ({"num_attention_heads": 12, "num_key_value_heads": 3}, ["trainer.tp=3", "rollout.tp=3"],
      ["rollout.tp = 3 does not divide the padded vocabulary of 128"]),
     ({"head_dim": 16}, [], ["vLLM's CPU attention does not take the model's head size 16", "32, 64"])])

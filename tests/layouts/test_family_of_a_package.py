@@ -99,7 +99,7 @@ def installed(tmp_path: Path, path) -> Path:
 
 def test_the_command_line_knows_it_where_it_is_installed(installed: Path, model: Path) -> None:
     def check(environment: dict[str, str]) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, "-m", "launch.cli.main", "models", "check", str(model)], cwd=ROOT,
+        return subprocess.run([sys.executable, "-m", "launch", "models", "check", str(model)], cwd=ROOT,
                               env=environment, capture_output=True, text=True, timeout=60)
 
     without = check(dict(os.environ))
@@ -111,7 +111,8 @@ def test_the_command_line_knows_it_where_it_is_installed(installed: Path, model:
 
 
 def _step(rank: Rank, config, plan: str, batch) -> tuple:
-    """As a trainer actor has it: the plan, and no package."""
+    """As a trainer actor has it: the plan, and no package (the test's processes inherit its path)."""
+    sys.path = [entry for entry in sys.path if not Path(entry, "exaone_family.py").exists()]
     assert not family.installed()
     training = TrainingRank(rank, config, Plan.model_validate_json(plan))
     logprobs = step.run_logprobs(training.chunks, training.plan, batch, 1.0)

@@ -208,7 +208,8 @@ def export(folder: Path, out: Path, training: TrainingPlan, dtype, max_shard_byt
 @pytest.mark.parametrize("family, tied, sizes", [
     ("llama", True, dict(tp=2, pp=2)), ("llama", False, dict(pp=2, vpp=2, dp=2)),
     ("qwen2", True, dict(tp=2, cp=2, dp=2)), ("qwen2", False, dict(tp=2, pp=4)),
-    ("qwen3", True, dict(pp=4)), ("qwen3", False, dict(tp=4, pp=2))])
+    ("qwen3", True, dict(pp=4)), ("qwen3", False, dict(tp=4, pp=2)),
+    ("mistral", False, dict(tp=2, dp=2)), ("olmo2", False, dict(tp=2, pp=2)), ("olmo2", True, dict(tp=4, dp=2))])
 def test_an_export_is_the_model_for_transformers(family, tied, sizes, tmp_path):
     folder = make_tiny(tmp_path / "model", family, tie_word_embeddings=tied, num_hidden_layers=4,
                        num_key_value_heads=4, vocab_size=301)

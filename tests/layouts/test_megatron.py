@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,21 +13,19 @@ from transformers import AutoModelForCausalLM
 
 from launch.config.schema import Trainer
 from launch.model.architecture import Architecture
-from launch.model.hf_config import from_hf_config
+from launch.model.hf_config import from_hf_config, from_hf_dict
 from launch.plan.plan import TrainingPlan
 from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
 from megatron_rl.layouts.tiles import Tile, tile_view
+from megatron_rl.models import tiny
+from megatron_rl.models.tiny import tiny_config
 from tests.ranks import Rank, run_ranks
 from tests.tiny_models import make_tiny
 from tests.weight_sync.worlds import PADDING, architecture, megatron_shards, numbered, training_plan
 
-FAMILIES = {
-    "llama": {"qkv_bias": False, "qk_norm": False},
-    "qwen2": {"qkv_bias": True, "qk_norm": False},
-    "qwen3": {"qkv_bias": False, "qk_norm": True},
-    "mistral": {"qkv_bias": False, "qk_norm": False},
-    "olmo2": {"qkv_bias": False, "qk_norm": True, "qk_norm_whole": True, "post_norm": True},
-}
+FEATURES = ("qkv_bias", "qk_norm", "qk_norm_whole", "post_norm")
+FAMILIES = {family: {name: getattr(from_hf_dict(tiny_config(family).to_dict()), name) for name in FEATURES}
+            for family in tiny.FAMILIES}
 SIZES = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (4, 2, 1), (1, 2, 2), (2, 2, 2)]
 
 
@@ -199,6 +198,27 @@ def test_the_two_implementations_differ_in_the_names_of_the_fused_norms_only():
         for one, other in zip(local, fused, strict=True):
             layer, suffix = one.name.split(".")[:4], ".".join(one.name.split(".")[4:])
             assert other.name == ".".join([*layer, renamed.get(suffix, suffix)] if suffix else layer)
+
+
+def test_other_names_in_the_checkpoint_are_the_same_tiles():
+    a, names = architecture(), {"q": "attn.query.weight", "mlp_norm": "norm2.weight"}
+    renamed, training = replace(a, names=names), training_plan(a, tp=2)
+    old = {"self_attn.q_proj.weight": names["q"], "post_attention_layernorm.weight": names["mlp_norm"]}
+
+    def as_now(name: str) -> str:
+        *path, kind = name.split(".", 3)
+        return ".".join((*path, old.get(kind, kind)))
+
+    assert [t.name for t in canonical_tensors(renamed)] == [as_now(t.name) for t in canonical_tensors(a)]
+    for before, after in zip(megatron_layout(a, training, 1, "local"), megatron_layout(renamed, training, 1, "local"),
+                             strict=True):
+        assert after == replace(before, tiles=tuple(replace(t, tensor=as_now(t.tensor)) for t in before.tiles))
+
+
+def test_what_megatron_has_no_place_for_is_refused():
+    a = architecture(all_biases=True)
+    with pytest.raises(ValueError, match="no place for down_bias, gate_bias"):
+        megatron_layout(a, training_plan(a), 0, "local")
 
 
 # Traps of public bug reports, each with the smallest case that shows it.

@@ -248,7 +248,7 @@ def test_wrong_words_are_one_message(plan, words):
     assert code == ExitCode.USER_ERROR and not out and "Traceback" not in err and err.count("error:") <= 1
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", "7", '{"schema_version": 2}', '{"schema_version": "x"}',
+@pytest.mark.parametrize("content", ["{", "[]", "{}", "7", '{"schema_version": 3}', '{"schema_version": "x"}',
                                      '{"schema_version": 1, "config_hash": "x"}', "\x00"])
 def test_a_diff_of_garbage(plan, tmp_path, content):
     (tmp_path / "a.json").write_text(content)

@@ -159,6 +159,18 @@ def test_bf16_with_tied_embeddings_changes_its_layout(tmp_path, distributed) -> 
     assert_same_bits(other[0]["at_checkpoint"], unbroken[0]["at_checkpoint"])
 
 
+def test_a_norm_that_is_cut_over_tp_changes_its_layout(tmp_path) -> None:
+    """OLMo-2's q and k norms: each rank's weights are a part of the tensor, and of the gradient's norm."""
+    model = make_tiny(tmp_path / "model", "olmo2")
+    folder = files.checkpoint_folder(tmp_path, 2)
+    unbroken = run_ranks(2, _unbroken, config_of(model, tp=2), folder, 3)[0]
+    resumed = run_ranks(1, _resumed, config_of(model), folder, 1)[0]
+    assert_same_bits(resumed["at_checkpoint"], unbroken["at_checkpoint"])
+    assert worst_difference(resumed["weights"], unbroken["weights"]) < 1e-5
+    norms = resumed["metrics"][0]["train/grad_norm"], unbroken["metrics"][0]["train/grad_norm"]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
 def test_changed_data_tokenizer_and_settings_are_reported(written, llama) -> None:
     _, folder, _ = written
     config = config_of(llama, tp=2, dp=2, run={"steps": 20}, optimizer={"lr": 3e-3})

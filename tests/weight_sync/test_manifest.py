@@ -45,7 +45,8 @@ def worlds(draw):
         layers=pp * vpp if vpp > 1 else draw(st.integers(pp, pp + 2)), hidden=draw(st.sampled_from([5, 7, 11])),
         ffn=lcm(tp, rollout_tp) * draw(st.sampled_from([1, 3, 5])), heads=lcm(heads, rollout_tp), kv_heads=kv_heads,
         head_dim=draw(st.sampled_from([1, 2, 3, 5])), vocab=draw(st.integers(60, 300)),
-        tied=draw(st.booleans()), qkv_bias=draw(st.booleans()), qk_norm=draw(st.booleans()))
+        tied=draw(st.booleans()), qkv_bias=draw(st.booleans()), qk_norm=draw(st.booleans()),
+        qk_norm_whole=draw(st.booleans()), post_norm=draw(st.booleans()))
     dp, cp = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]))
     return a, training_plan(a, tp, pp, vpp, cp, dp), rollout_tp, draw(st.sampled_from([1, 3]))
 

@@ -112,7 +112,7 @@ class Space:
         """Layouts of one engine; how many of them there are and `max_num_seqs` are chosen later."""
         shape = self.shape
         for tp in self._sizes(self.pins.rollout_tp, "rollout TP"):
-            kv_ok = shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0
+            kv_ok = shape.engine_divides_kv_heads(tp)
             ffn = shape.moe_ffn or shape.ffn
             if shape.heads % tp or not kv_ok:
                 self._reject(f"rollout TP {tp}", f"{shape.heads} heads and {shape.kv_heads} KV heads do not divide")
