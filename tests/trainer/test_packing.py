@@ -174,7 +174,7 @@ def test_one_prediction_a_row_where_logits_are_made_for_all_rows() -> None:
 
 def test_rows_that_completions_share_have_no_single_prediction() -> None:
     batch = make_batch([5, 6], 7)
-    with pytest.raises(ValueError, match="one prediction for each"):
+    with pytest.raises(ValueError, match="needs several predictions"):
         pack(batch, ((0, 1),), multiple=4, predict_everywhere=True)
 
 

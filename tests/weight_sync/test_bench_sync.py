@@ -172,7 +172,7 @@ def test_aims_are_met_missed_or_cannot_be_judged(setups):
 def test_growth_is_judged_a_doubling_at_a_time(setups):
     def growth(*seconds: float) -> list[bool | None]:
         rows = [_row(setup, ours) for setup, ours in zip((setups[2], *setups[3:]), seconds, strict=True)]
-        return [aim.met for aim in aims(rows) if "a doubling" in aim.what]
+        return [aim.met for aim in aims(rows) if "per doubling" in aim.what]
 
     assert growth(6.8, 5.5, 6.0, 6.3) == [True, True, True]
     assert growth(38.0, 5.5, 10.9, 21.8) == [False, False, False]           # direct: twice the time a doubling

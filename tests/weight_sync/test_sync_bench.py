@@ -159,7 +159,7 @@ def test_coefficients_are_those_that_a_cluster_file_takes():
 
 @pytest.mark.parametrize("words, fragment", [
     (("configs/70b/grpo.yaml",), "the plan is for configs/clusters/h100x32.yaml, but the measurement is on this"),
-    (("configs/tiny/grpo.yaml", "rollout.replicas=13"), "17 processes, and at most 16")])
+    (("configs/tiny/grpo.yaml", "rollout.replicas=13"), "17 processes, but at most 16")])
 def test_what_cannot_be_measured_here_is_refused(words, fragment):
     with pytest.raises(UserError, match=fragment):
         check(prepare(words[0], words[1:], "cpu"))
