@@ -120,7 +120,7 @@ def switches_of_job(hellos: Mapping[str, Hello], nodes: Sequence[str], slurm: Sl
     if not why:
         return found
     address = hellos[silent[0]].topology
-    say(f"warning topology.unknown: {silent[0]} reports the switches (SLURM_TOPOLOGY_ADDR) "
-        f"{repr(address) if address else 'nothing'}, and `scontrol show topology` is unusable: {why}. The job is "
+    say(f"warning topology.unknown: {silent[0]} reports {repr(address) if address else 'nothing'} as its switches "
+        f"(SLURM_TOPOLOGY_ADDR), and `scontrol show topology` is unusable: {why}. The job is "
         "placed without regard to switches; see TopologyPlugin and TopologyParam in slurm.conf")
     return ()

@@ -22,9 +22,10 @@ def test_a_valid_configuration(run_yaml, cli):
     code, out, err = cli("validate", run_yaml, "trainer.dp=2", "--device", "cpu")
     assert code == 0 and err == ""
     assert out.splitlines()[-1].startswith(f"{run_yaml} is valid, with ")
+    warned = [line.split()[1] for line in out.splitlines() if line.startswith("warning")]
+    out = " ".join(out.split())             # a long path of the test's folder wraps lines elsewhere
     assert f"{of_file(RUN_YAML)} from the file, 1 override, " in out
     assert "4 layers" in out and "8 training ranks, 1 engine of TP 1" in out      # tp 2 x pp 2 x dp 2
-    warned = [line.split()[1] for line in out.splitlines() if line.startswith("warning")]
     # no tokenizer in the folder, data there
     assert "model:" in warned and "data:" not in warned
 

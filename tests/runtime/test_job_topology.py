@@ -75,4 +75,4 @@ def test_a_job_that_is_placed_without_switches_says_so(text, why):
     said = []
     found = switches_of_job(hellos(dict.fromkeys(NODES, ""), ""), NODES, Asked(text), said.append)
     assert found == () and len(said) == 1 and said[0].startswith("warning topology.unknown:") and why in said[0]
-    assert "(SLURM_TOPOLOGY_ADDR) n1 says nothing" in said[0]
+    assert "n1 reports nothing as its switches (SLURM_TOPOLOGY_ADDR)" in said[0]

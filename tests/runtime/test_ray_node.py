@@ -97,7 +97,7 @@ def test_a_temporary_folder_too_long_for_rays_sockets_is_replaced_by_a_short_one
     monkeypatch.setattr(ray_node, "SHORT", tmp_path / "absent")
     with pytest.raises(UserError) as error:
         RaySession()
-    assert re.search(r"paths of Ray's sockets would have \d{3} bytes, and 107 is the most", error.value.what)
+    assert re.search(r"paths of Ray's sockets would have \d{3} bytes, but the limit is 107", error.value.what)
     assert "at most 26 bytes" in error.value.fix
 
 
