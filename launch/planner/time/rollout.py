@@ -14,6 +14,7 @@ Asynchronous: responses are replaced as they end, so that every engine runs at t
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from launch.plan.book import line, part
@@ -56,7 +57,7 @@ class Demand:
 
 
 @dataclass(eq=False)
-class RolloutTime:
+class RolloutTime(ABC):
     """Generation of one step. Rates and counts are of all engines together."""
 
     PREFIX = "rollout"
@@ -69,25 +70,25 @@ class RolloutTime:
     def held(self) -> float:
         return self.demand.slots
 
-    @part
+    @property
+    @abstractmethod
     def tpot_s(self) -> float:
         """Seconds an output token, mean over the tokens."""
-        raise NotImplementedError
-
-    @part
-    def in_flight(self) -> float:
-        """Mean responses running."""
-        raise NotImplementedError
-
-    @part
-    def total_s(self) -> float:
-        """From the first request to the last token (synchronous); responses over their rate (asynchronous)."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
+    def in_flight(self) -> float:
+        """Mean responses running."""
+
+    @property
+    @abstractmethod
+    def total_s(self) -> float:
+        """From the first request to the last token (synchronous); responses over their rate (asynchronous)."""
+
+    @property
+    @abstractmethod
     def tokens_per_s(self) -> float:
         """Output tokens."""
-        raise NotImplementedError
 
     @line("s", "cap x TPOT", key="rollout.longest_s")
     def latency_max_s(self) -> float:
@@ -110,10 +111,10 @@ class RolloutTime:
         return self.in_flight / self.slots
 
     @property
+    @abstractmethod
     def limit(self) -> str:
         """What the time is spent on: weights bandwidth, KV bandwidth, compute, host, all-reduce; KV capacity where the
         cache keeps requests waiting, tail where the last responses take most of it."""
-        raise NotImplementedError
 
     def _limit(self, batch: float, queues: bool) -> str:
         demand = self.demand
