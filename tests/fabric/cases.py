@@ -78,7 +78,7 @@ def workers_of(moved: Traffic, rollout: RolloutLayout) -> dict:
 
 
 def check_coverage(route: Route, case: Case) -> None:
-    """Every GPU gets every byte of its worker exactly once, from somebody who has it."""
+    """Every GPU receives every byte of its worker exactly once, from a member that holds it."""
     moved, workers, wanted = case
     got: dict = defaultdict(list)
     for edge in route.edges:

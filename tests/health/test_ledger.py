@@ -149,7 +149,8 @@ def holder(tmp_path):
 
 
 def test_a_lock_that_is_not_given_up_ends_no_run(tmp_path, holder):
-    """The holder hangs, or the lock service does: who waits cannot tell. It says what is not recorded, and goes on."""
+    """The holder or the lock service hangs, and a waiting process cannot tell which. It reports what is
+    not recorded and continues."""
     ledger, said = Ledger(tmp_path / "ledger.json", cluster_nodes=8, lock_s=0.1), []
     with pytest.raises(UserError, match=f"pid {holder.pid} on .* holds it") as error:
         ledger.add("n1", "gpu.ecc: 4 errors", "preflight.json", "7")

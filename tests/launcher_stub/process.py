@@ -112,7 +112,7 @@ def meet(folder: Path, names: list[str], deadline_s: float) -> None:
     """Wait until all signs are there: a meeting through a shared folder, as there are no collectives.
 
     Raises:
-        TimeoutError: naming who has not come.
+        TimeoutError: names the processes that did not arrive.
     """
     missing = waiting.wait_for(lambda: [name for name in names if not seen(folder / name)], "to arrive", deadline_s,
                                say=print)
