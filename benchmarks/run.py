@@ -54,8 +54,7 @@ training rank uses one and the engine `rollout.threads` (tiny: 1, 135M: 2). Star
 counted, nor are checkpoints and evaluation. The tiny model is measured with one training rank, the 135M model as
 shipped (PP2).
 
-With 256 samples of two tokens the tiny case measures the cost of requests and processes, which TRL's single process
-does not have. For other overrides: `make bench ARGS="--set KEY=VALUE"`. Written by `make bench ARGS=--write-docs`.
+For other overrides: `make bench ARGS="--set KEY=VALUE"`. Written by `make bench ARGS=--write-docs`.
 
 """
 
