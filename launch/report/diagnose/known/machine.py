@@ -13,21 +13,21 @@ MEMORY: tuple[Symptom, ...] = (
             logs=r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA error: out of memory|"
                  r"CUBLAS_STATUS_ALLOC_FAILED"),
     Symptom("kv-cache", "No available memory for the cache blocks",
-            "After loading its weights an engine has no room for a KV cache, or not enough for the longest "
-            "sequence.",
+            "An engine has no room for a KV cache, or not enough for the longest sequence.",
             "Increase rollout.memory_utilization or rollout.tp, or lower max_prompt_tokens and max_new_tokens.",
             logs=r"No available memory for the cache blocks|larger than the available KV cache memory|"
                  r"larger than the maximum number of tokens that can be stored in KV cache"),
     Symptom("ray-memory", "node running low on memory",
             "Ray killed a worker because the node used 95% of its host memory.",
-            "Use fewer or smaller processes per node (reward.workers, rollout.kv_cache_gb on CPUs). `megatron-rl "
-            "logs RUN --role ray-logs` names the largest.",
+            "Lower reward.workers or, on CPUs, rollout.kv_cache_gb. `megatron-rl logs RUN --role ray-logs` names the "
+            "largest.",
             logs=r"[Tt]ask was killed due to the node running low on memory|"
                  r"Workers \(tasks / actors\) killed due to memory pressure",
             weight=0),
     Symptom("host-memory", "MemoryError",
             "The kernel's out-of-memory killer ended a process. Its log stops, and its exit status is -9 or 137.",
-            "Use fewer or smaller processes per node. `dmesg -T | grep -i killed` on the node names the process.",
+            "Lower reward.workers or, on CPUs, rollout.kv_cache_gb. `dmesg -T | grep -i killed` on the node names the "
+            "process.",
             logs=r"Out of memory: Killed process|std::bad_alloc|OSError: \[Errno 12\]|\bMemoryError\b"),
     Symptom("silent-death", "died without an error of its own",
             "A process ended without a message: killed, out of memory, or crashed in native code.",
@@ -36,13 +36,12 @@ MEMORY: tuple[Symptom, ...] = (
             weight=2),
     Symptom("shared-memory", "insufficient shared memory",
             "/dev/shm is full or small (64 MB in many containers). NCCL, Ray, vLLM and data workers need it.",
-            "Start the container with the host's /dev/shm (--ipc=host, or --shm-size). On a node without jobs of "
+            "Start the container with the host's /dev/shm (--ipc=host or --shm-size). On a node without jobs of "
             "yours, `find /dev/shm -user $USER -type f -delete` removes leftovers.",
             logs=r"insufficient shared memory|out of shared memory|unable to (?:open|mmap) shared memory|"
                  r"/dev/shm.*No space"),
     Symptom("disk-full", "No space left on device",
-            "A disk or quota is full: the run's folder, /tmp of a node, or the home folder. Complete checkpoints "
-            "are intact.",
+            "A disk or quota is full: the run's folder, /tmp or the home folder. Complete checkpoints are intact.",
             "Free space, set run.dir to another file system, or lower checkpoint.keep.",
             logs=r"No space left on device|Disk quota exceeded|\[Errno (?:28|122)\]",
             outcome=r"no space left",
@@ -51,8 +50,7 @@ MEMORY: tuple[Symptom, ...] = (
 
 NETWORK: tuple[Symptom, ...] = (
     Symptom("collective-timeout", "Watchdog caught collective operation timeout",
-            "A rank waited for the others until its deadline. Usually secondary: another rank failed, hung or was "
-            "late first.",
+            "A rank waited for the others until its deadline, usually after another rank failed, hung or was late.",
             "Find that rank with `megatron-rl logs RUN --first-error`. If none failed, check the network: "
             "`megatron-rl preflight --tier fabric`.",
             logs=r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for (?:recv|"
@@ -68,20 +66,19 @@ NETWORK: tuple[Symptom, ...] = (
             "InfiniBand gave up sending to a peer (status 12: retries exhausted): a cable, port or switch is down, "
             "or two rails have no route.",
             "Run `ibstat` on both nodes, exclude the node (--exclude) and tell the administrator. For RoCE check "
-            "NCCL_IB_GID_INDEX and NCCL_IB_TC in the site profile.",
+            "NCCL_IB_GID_INDEX and NCCL_IB_TC.",
             logs=r"NET/IB\w* ?: ?Got completion from peer|IBV_WC_RETRY_EXC_ERR|transport retry counter exceeded",
             weight=0),
     Symptom("interface", "Unable to find address for",
             "A configured network interface does not exist on this node. gloo takes one exact name; for NCCL "
             "`=eth0` is exact and `eth0` a prefix.",
-            "Set the interfaces in the site profile (slurm/profiles), or unset NCCL_SOCKET_IFNAME and "
-            "GLOO_SOCKET_IFNAME.",
+            "Set the interfaces in the site profile, or unset NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME.",
             logs=r"Unable to find (?:address|interface) for|no socket interface found|"
                  r"connecting to address  with family",
             weight=0),
     Symptom("port-in-use", "Address already in use",
-            "A port of the job is in use by a leftover process or another job on the node.",
-            "End the leftover by the pid in the message. Unset run.port_base so that the job takes a free block.",
+            "A leftover process or another job on the node uses a port of the job.",
+            "End the leftover by the pid in the message. Unset run.port_base to take a free block.",
             logs=r"[Aa]ddress already in use|EADDRINUSE|\[Errno 98\]",
             outcome=r"port .* (?:in use|taken)",
             weight=0),
@@ -91,7 +88,7 @@ NETWORK: tuple[Symptom, ...] = (
             logs=r"Too many open files|\[Errno 24\]",
             weight=0),
     Symptom("locked-memory", "ibv_reg_mr_iova2 failed",
-            "The limit of locked memory is too low to pin memory for InfiniBand.",
+            "The limit of locked memory is too low for InfiniBand.",
             "Set LimitMEMLOCK=infinity for slurmd; see PropagateResourceLimitsExcept.",
             logs=r"ibv_\w+(?:\(.*\))? failed.*Cannot allocate memory",
             weight=0),
@@ -108,13 +105,13 @@ GPU: tuple[Symptom, ...] = (
             weight=0),
     Symptom("gpu-ordinal", "invalid device ordinal",
             "A process sees fewer GPUs than it was placed on.",
-            "Request one task per node with all GPUs (--gpus-per-node, not --gpus-per-task or --gpu-bind), and do "
-            "not set CUDA_VISIBLE_DEVICES.",
+            "Request one task per node with all GPUs (--gpus-per-node, not --gpus-per-task or --gpu-bind). Do not set "
+            "CUDA_VISIBLE_DEVICES.",
             logs=r"invalid device ordinal",
             weight=0),
     Symptom("driver", "Driver/library version mismatch",
             "The driver was updated on a running system, or is too old for this CUDA.",
-            "Reboot the node or update its driver (administrator). All nodes of a job need the same driver.",
+            "Reboot the node or update its driver (administrator), equal on all nodes of a job.",
             logs=r"[Dd]river/library version mismatch|CUDA driver version is insufficient|"
                  r"provided PTX was compiled with an unsupported toolchain",
             weight=0),

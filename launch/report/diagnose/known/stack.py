@@ -26,8 +26,7 @@ STACK: tuple[Symptom, ...] = (
             weight=0),
     Symptom("tokenizer", "holds no tokenizer",
             "Tokenizer files are missing or damaged, or the chat template does not fit the data.",
-            "Copy tokenizer.json and tokenizer_config.json of the model again. data.chat_template selects the "
-            "template.",
+            "Copy tokenizer.json and tokenizer_config.json of the model again, or set data.chat_template.",
             logs=r"holds no tokenizer|the tokenizer in \S+ cannot be read|[Cc]an't load tokenizer for",
             outcome=r"holds no tokenizer|the tokenizer in \S+ cannot be read|chat template",
             weight=0),
@@ -38,9 +37,9 @@ STACK: tuple[Symptom, ...] = (
                  r"outgoing traffic has been disabled",
             weight=0),
     Symptom("digest", "the engines do not hold what the trainer sent",
-            "After a weight sync an engine holds other weights than the trainer sent: a fault of memory, network or"
-            " this program. They were not served.",
-            "Start again to continue from the checkpoint. If the same node is named twice, exclude it.",
+            "An engine held other weights than the trainer sent: a fault of memory, network or this program. They "
+            "were not served.",
+            "Start again to continue from the checkpoint. Exclude a node that is named twice.",
             logs=r"the engines do not hold what the trainer sent",
             weight=0),
 )
