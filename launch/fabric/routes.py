@@ -79,11 +79,6 @@ class Route:
                    and self.fabric.rail(edge.source.gpu) != self.fabric.rail(edge.destination.gpu))
 
     @property
-    def cross_leaf_bytes(self) -> int:
-        return sum(edge.bytes for edge in self.edges
-                   if self.fabric.leaf(edge.source.node) != self.fabric.leaf(edge.destination.node))
-
-    @property
     def lower_bound_s(self) -> float:
         """Its busiest NIC at line rate."""
         out, into = self.nic_bytes

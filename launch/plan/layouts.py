@@ -11,6 +11,8 @@ from launch.config.auto import MAX_NUM_SEQS
 from launch.model.architecture import Architecture
 
 Precision = Literal["bf16", "fp8", "fp32"]
+PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp8": 1}
+"""Bytes of one element."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,12 +74,6 @@ def matrix_parameters(shape: Architecture) -> int:
     return shape.layers * active + shape.vocab * h
 
 
-def active_parameters(shape: Architecture) -> int:
-    """Parameters of the model less the experts that a token does not visit."""
-    idle = layer(shape).experts // shape.experts * (shape.experts - shape.experts_per_token) if shape.experts else 0
-    return count(shape) - shape.layers * idle
-
-
 @lru_cache(maxsize=256)
 def tensor_count(shape: Architecture) -> int:
     """Tensors of the Hugging Face checkpoint, which a per-tensor path loops over: q, k, v and o apart, each expert's
@@ -226,8 +220,3 @@ def rank_parameters(shape: Architecture, tp: int, ep: int, etp: int, pp: int,
 def parameters_of(shape: Architecture, layout: TrainingLayout) -> RankParameters:
     """What the ranks of a layout hold."""
     return rank_parameters(shape, layout.tp, layout.ep, layout.etp, layout.pp, stage_layers(shape, layout))
-
-
-def stage_parameters(shape: Architecture, layout: TrainingLayout) -> tuple[StageParameters, ...]:
-    """What one rank of each pipeline stage holds."""
-    return parameters_of(shape, layout).stages

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from launch.fabric.shards import Worker, adapter_bytes, flows, held_bytes
 from launch.plan.layouts import RolloutLayout, TrainingLayout
-from launch.planner.parameters import count, stage_parameters
+from launch.planner.parameters import count, parameters_of
 from tests.fabric.cases import LLAMA_70B, MIXTURE, SHAPES, SMALL, TIED
 
 
@@ -40,7 +40,7 @@ def test_no_shard_sends_more_than_its_rank_holds(shape, tp, pp, ep):
     for flow in flows(shape, training, RolloutLayout()):
         sent[flow.shard] += flow.bytes
     for shard, size in sent.items():
-        held = stage_parameters(shape, training)[shard.pp]
+        held = parameters_of(shape, training).stages[shard.pp]
         if shard.routed:
             assert size == 2 * held.experts
         elif shape.heads % tp == 0 and shape.kv_heads % tp == 0:

@@ -19,7 +19,7 @@ from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.planner.memory.activations import in_flight, layer_activations
 from launch.planner.memory.rollout import colocated_memory, kv_bytes_per_token, rollout_memory, weights_on_rank
 from launch.planner.memory.training import lora_parameters, training_memory
-from launch.planner.parameters import count, stage_parameters
+from launch.planner.parameters import count, parameters_of
 
 H100 = gpus.find("h100")
 LLAMA70, QWEN7, QWEN_MOE = from_builtin("llama-3.1-70b"), from_builtin("qwen2.5-7b"), from_builtin("qwen3-30b-a3b")
@@ -163,7 +163,7 @@ def test_state_of_each_kind_of_optimizer():
 
 def test_experts_are_sharded_over_their_own_ranks():
     layout = TrainingLayout(dp=16, ep=16)
-    held = stage_parameters(QWEN_MOE, layout)[0]
+    held = parameters_of(QWEN_MOE, layout).stages[0]
     assert held.experts == 48 * 128 * 3 * 2048 * 768 // 16
     memory = training_memory(QWEN_MOE, layout, 4096, H100).stages[0]
     assert memory.components["optimizer"] == pytest.approx(12 * (held.experts + held.dense / 16), rel=1e-6)

@@ -12,13 +12,12 @@ from launch.model.architecture import Architecture, parameter_count
 from launch.model.builtin import from_builtin
 from launch.plan.layouts import TrainingLayout, even_layers
 from launch.planner.parameters import (
-    active_parameters,
     count,
     flops_per_token,
     layer,
     matrix_parameters,
     padded_vocab,
-    stage_parameters,
+    parameters_of,
 )
 
 PUBLISHED = {
@@ -43,10 +42,11 @@ def test_gpt_style_with_biases_and_positions():
     assert count(GPT2) == 124_439_808       # Hugging Face's gpt2
 
 
-def test_active_parameters_of_experts():
-    assert active_parameters(from_builtin("qwen3-30b-a3b")) == pytest.approx(3.3e9, rel=0.02)       # "3.3B activated"
-    assert active_parameters(from_builtin("qwen3-235b-a22b")) == pytest.approx(22e9, rel=0.02)
-    assert active_parameters(LLAMA70) == count(LLAMA70)
+def test_matrix_parameters_of_experts():
+    """Published activated parameters, which count the input embedding too."""
+    for name, activated in (("qwen3-30b-a3b", 3.3e9), ("qwen3-235b-a22b", 22e9)):
+        shape = from_builtin(name)
+        assert matrix_parameters(shape) + shape.vocab * shape.hidden == pytest.approx(activated, rel=0.02)
 
 
 def test_models_of_the_measured_points():
@@ -78,7 +78,7 @@ def test_against_the_tensors_of_the_checkpoint(sizes):
 def test_ranks_hold_the_model(shape, tp, pp, ep):
     """All TP ranks of all stages (all EP ranks for the experts) together: the model, the padding, what is replicated
     and a tied embedding's second copy; nothing else."""
-    stages = stage_parameters(shape, TrainingLayout(tp=tp, pp=pp, ep=ep, dp=8))
+    stages = parameters_of(shape, TrainingLayout(tp=tp, pp=pp, ep=ep, dp=8)).stages
     held = sum(tp * stage.dense + ep * stage.experts for stage in stages)
     padding = (padded_vocab(shape, tp) - shape.vocab) * shape.hidden * (1 if shape.tied and pp == 1 else 2)
     norm = (2 if shape.all_biases else 1) * shape.hidden
@@ -94,7 +94,7 @@ def test_layers_of_stages():
     assert even_layers(35, 4) == (9, 9, 9, 8)
     assert all(sum(even_layers(layers, pp)) == layers for layers in range(1, 60) for pp in range(1, layers + 1))
     uneven = TrainingLayout(pp=2, layers_of_stage=(50, 30))
-    first, last = stage_parameters(LLAMA70, uneven)
+    first, last = parameters_of(LLAMA70, uneven).stages
     assert first.layers * 3 == last.layers * 5
 
 

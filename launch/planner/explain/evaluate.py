@@ -8,9 +8,9 @@ from dataclasses import fields
 from typing import Any
 
 from launch.plan.book import Book
+from launch.plan.layouts import PRECISION_BYTES
 from launch.planner.search.candidate import Candidate
 
-PRECISION_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 RECOMPUTE_SHARE = {(): 0.0, ("full",): 1.0}
 """How a choice of recomputation stands in the book: 0 none, 1 full, 0.5 some modules."""
 NOT_PLANNED = ("post_norm", "family", "norm_eps", "max_positions", "initializer_range", "rope", "names")

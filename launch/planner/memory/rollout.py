@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from launch.cluster.spec import Gpu
 from launch.coefficients.memory import DEFAULT, MemoryCoefficients
 from launch.model.architecture import Architecture
-from launch.model.padding import round_up
+from launch.model.padding import VLLM_VOCAB_MULTIPLE, round_up
 from launch.plan.book import line, nonzero, part
-from launch.plan.layouts import RolloutLayout
+from launch.plan.layouts import PRECISION_BYTES, RolloutLayout
 from launch.planner import parameters
 from launch.planner.memory.training import TrainingMemory, Verdict, verdict
 
-VOCAB_MULTIPLE = 64
-"""vLLM pads the vocabulary to a multiple of this (and of TP)."""
-WEIGHT_BYTES = {"bf16": 2, "fp8": 1, "fp32": 4}
 PROFILE_TOKENS = 8192
 """Tokens of one engine iteration (chunked prefill) unless set otherwise."""
 COMPONENTS = ("weights", "shadow", "received", "graphs", "workspace", "sync", "context", "kv_cache")
@@ -176,16 +173,16 @@ def weights_on_rank(shape: Architecture, layout: RolloutLayout) -> int:
     and norms stay in bf16 where the matrices are FP8. With PP the first and last stage hold embedding and head."""
     tp, each = layout.tp, parameters.layer(shape)
     layers, matrices = -(-shape.layers // layout.pp), _matrices(shape, tp)
-    rows = round_up(shape.vocab, VOCAB_MULTIPLE * tp) // tp
+    rows = round_up(shape.vocab, VLLM_VOCAB_MULTIPLE * tp) // tp
     copies = 1 if shape.tied or layout.pp > 1 else 2
     wide = 4 if layout.weight_precision == "fp32" else 2
-    return (layers * (matrices * WEIGHT_BYTES[layout.weight_precision] + wide * (each.split // tp + each.replicated))
+    return (layers * (matrices * PRECISION_BYTES[layout.weight_precision] + wide * (each.split // tp + each.replicated))
             + wide * (copies * rows * shape.hidden + shape.hidden))
 
 
 def received_on_rank(shape: Architecture, layout: RolloutLayout) -> int:
     """Bytes of what a quantised engine keeps beside its weights for the sync: the layers' matrices in bf16."""
-    return -(-shape.layers // layout.pp) * _matrices(shape, layout.tp) * WEIGHT_BYTES["bf16"]
+    return -(-shape.layers // layout.pp) * _matrices(shape, layout.tp) * PRECISION_BYTES["bf16"]
 
 
 def _matrices(shape: Architecture, tp: int) -> int:
@@ -202,7 +199,7 @@ def kv_heads_on_rank(shape: Architecture, tp: int) -> int:
 def kv_bytes_per_token(shape: Architecture, layout: RolloutLayout) -> int:
     """Of K and V of one token, on one rank."""
     layers = -(-shape.layers // layout.pp)
-    return 2 * layers * kv_heads_on_rank(shape, layout.tp) * shape.head_dim * WEIGHT_BYTES[layout.kv_precision]
+    return 2 * layers * kv_heads_on_rank(shape, layout.tp) * shape.head_dim * PRECISION_BYTES[layout.kv_precision]
 
 
 def rollout_memory(shape: Architecture, layout: RolloutLayout, gpu: Gpu,

@@ -20,13 +20,11 @@ from launch.cluster.spec import ClusterSpec
 from launch.coefficients.rollout import RolloutCoefficients
 from launch.model.architecture import Architecture
 from launch.plan.book import line, part
-from launch.plan.layouts import RolloutLayout
+from launch.plan.layouts import PRECISION_BYTES, RolloutLayout
 
 EngineClass = Literal["vllm", "trtllm", "vllm_2024"]
 """vllm: versions since 2025 (the V1 engine), trtllm: TensorRT-LLM, vllm_2024: versions to 0.6, bound by the host."""
 Limit = Literal["weights bandwidth", "KV bandwidth", "compute", "host", "all-reduce"]
-
-BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Engine:
     @line("s", "bytes of the weights that every step reads / (TP HBM)")
     def weights_s(self) -> float:
         """Reading the weights that every step needs."""
-        each = BYTES[self.layout.weight_precision]
+        each = PRECISION_BYTES[self.layout.weight_precision]
         head_bytes = max(2, each)       # engines leave the head of an FP8 model in BF16
         return (self.sizes.dense * each + self.sizes.head * head_bytes) / self.layout.tp / self.bandwidth
 
@@ -65,7 +63,7 @@ class Engine:
         """Reading all routed experts."""
         if not self.shape.experts:
             return 0.0
-        return self.sizes.experts * BYTES[self.layout.weight_precision] / self.layout.tp / self.bandwidth
+        return self.sizes.experts * PRECISION_BYTES[self.layout.weight_precision] / self.layout.tp / self.bandwidth
 
     @line("", "k / E")
     def picked(self) -> float:
@@ -85,7 +83,7 @@ class Engine:
     def kv_s(self) -> float:
         """Reading one token of KV cache; with more ranks than KV heads, each head is held by several."""
         shape, layout = self.shape, self.layout
-        size = 2 * shape.layers * shape.kv_width * BYTES[layout.kv_precision]
+        size = 2 * shape.layers * shape.kv_width * PRECISION_BYTES[layout.kv_precision]
         return size / min(layout.tp, shape.kv_heads) / self.bandwidth
 
     @line("s", "c, one sequence")

@@ -52,11 +52,6 @@ class Lengths(ABC):
         """The same responses under another cap. Raises UserError where the mean does not go with it."""
 
     @property
-    def size_biased_mean(self) -> float:
-        """E[l^2] / E[l]: mean length of the response that a randomly chosen token belongs to."""
-        return self.second_moment / self.mean
-
-    @property
     def mean_residual(self) -> float:
         """E[l^2] / (2 E[l]): tokens that an active response has behind it, and still before it, in steady state."""
         return self.second_moment / (2 * self.mean)
@@ -262,15 +257,6 @@ class Counted(Lengths):
         lengths, cumulative, _ = self._steps
         below = (0.0, *(c ** count for c in cumulative))
         return math.fsum(length * (high - low) for length, low, high in zip(lengths, below, below[1:], strict=False))
-
-
-def check_prompt(lengths: Lengths, prompt: float, context: int | None = None) -> None:
-    """Raise UserError where prompt and responses cannot be: a cap below the prompt, or beyond the context window."""
-    if not 0 < prompt <= LONGEST:
-        raise UserError(f"a prompt of {prompt:g} tokens is impossible", fix="a number above 0")
-    if context is not None and prompt + lengths.cap > context:
-        raise UserError(f"a prompt of {prompt:g} tokens and responses of up to {lengths.cap} exceed the context of "
-                        f"{context}", fix=f"a cap of at most {max(0, int(context - prompt))}")
 
 
 def _check_cap(cap: int) -> None:
