@@ -8,7 +8,9 @@ from functools import lru_cache
 from typing import Literal
 
 from launch.config.auto import MAX_NUM_SEQS
+from launch.errors import UserError
 from launch.model.architecture import Architecture
+from launch.plan.plan import RankCoordinates
 
 Precision = Literal["bf16", "fp8", "fp32"]
 PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp8": 1}
@@ -89,11 +91,50 @@ def even_layers(layers: int, pp: int, vpp: int = 1) -> tuple[int, ...]:
     if pp > 1 and (layers + 2) % (pp * vpp) == 0:
         each = (layers + 2) // pp
         return (each - 1, *(each,) * (pp - 2), each - 1)
+    return _spread(layers, pp)
+
+
+def _spread(layers: int, pp: int) -> tuple[int, ...]:
+    """Layers of each stage, as even as possible. The middle stages get what is left over, then the first one."""
     base, left = divmod(layers, pp)
-    takers = [*range(1, pp - 1), 0, pp - 1][:left]
+    takers = [*range(1, pp - 1), 0][:left]
     return tuple(base + (stage in takers) for stage in range(pp))
 
 
 def stage_layers(shape: Architecture, layout: TrainingLayout) -> tuple[int, ...]:
     """Layers of each pipeline stage."""
     return layout.layers_of_stage or even_layers(shape.layers, layout.pp, layout.vpp)
+
+
+def rank_coordinates(tp: int, cp: int, dp: int, pp: int) -> tuple[RankCoordinates, ...]:
+    """Megatron's order: rank = tp + TP (cp + CP (dp + DP pp))."""
+    return tuple(RankCoordinates(rank=rank, tp=rank % tp, cp=rank // tp % cp, dp=rank // (tp * cp) % dp,
+                                 pp=rank // (tp * cp * dp))
+                 for rank in range(tp * cp * dp * pp))
+
+
+def layers_of_stage(layers: int, pp: int, vpp: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """`result[stage][chunk]`: global layer numbers.
+
+    With VPP chunk v of stage p holds the block v PP + p (Narayanan et al., arXiv 2104.04473, section 2.2), all blocks
+    equal. Without, layers left over go to the middle stages, then to the first: the ends also hold the embedding and
+    the logits.
+
+    Raises:
+        UserError: fewer layers than stages, or a VPP that does not divide.
+    """
+    if vpp > 1:
+        if pp == 1 or layers % (pp * vpp):
+            raise UserError(f"{layers} layers do not divide into PP {pp} x VPP {vpp} equal blocks",
+                            where="trainer.pp, trainer.vpp", fix="choose sizes whose product divides the layers")
+        block = layers // (pp * vpp)
+        return tuple(tuple(tuple(range((chunk * pp + stage) * block, (chunk * pp + stage + 1) * block))
+                           for chunk in range(vpp)) for stage in range(pp))
+    if layers < pp:
+        raise UserError(f"PP {pp} has more stages than the model has layers ({layers})", where="trainer.pp",
+                        fix=f"use trainer.pp <= {layers}")
+    stages, start = [], 0
+    for count in _spread(layers, pp):
+        stages.append((tuple(range(start, start + count)),))
+        start += count
+    return tuple(stages)

@@ -16,8 +16,8 @@ from launch.config.resolved import ResolvedConfig, open_keys, value
 from launch.errors import UserError
 from launch.model.architecture import VOCAB_MULTIPLE, Architecture
 from launch.model.padding import round_up, sequence_multiple
+from launch.plan.layouts import layers_of_stage, rank_coordinates
 from launch.plan.plan import BatchPlan, EnginePlan, Plan, RolloutPlan, TrainingPlan
-from launch.planner.build import layers_of_stage, rank_coordinates
 from launch.planner.search.candidate import FEWEST_SEQUENCES, Candidate
 from launch.planner.search.problem import MODES, Origin, Problem, with_token_budget
 from launch.planner.search.space import KEY_OF_PIN, RECOMPUTE, Pins

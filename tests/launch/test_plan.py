@@ -13,8 +13,8 @@ from launch.config.load import load_config
 from launch.errors import UserError
 from launch.model.hf_config import from_hf_dict
 from launch.model.padding import round_up, sequence_multiple
+from launch.plan.layouts import layers_of_stage, rank_coordinates
 from launch.plan.plan import Placement, read_plan
-from launch.planner.build import layers_of_stage, rank_coordinates
 from launch.planner.from_config import plan_of
 from launch.planner.seats.local import place_local
 from launch.ports import Ports

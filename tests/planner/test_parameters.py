@@ -10,7 +10,7 @@ from launch.accuracy import parameters as validation
 from launch.accuracy.score import development_points
 from launch.model.architecture import Architecture, parameter_count
 from launch.model.builtin import from_builtin
-from launch.plan.layouts import TrainingLayout, even_layers
+from launch.plan.layouts import TrainingLayout, even_layers, layers_of_stage
 from launch.planner.parameters import (
     count,
     flops_per_token,
@@ -99,7 +99,6 @@ def test_layers_of_stages():
 
 
 def test_layers_of_a_run_are_those_of_its_plan():
-    from launch.planner.build import layers_of_stage
     for layers in range(1, 80):
         for pp in range(1, min(layers, 12) + 1):
             plan = tuple(sum(map(len, stage)) for stage in layers_of_stage(layers, pp, 1))

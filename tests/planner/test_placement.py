@@ -14,8 +14,7 @@ from launch.cluster.spec import ClusterSpec, Switch
 from launch.cluster.tree import natural_order, topology
 from launch.errors import UserError
 from launch.fabric.gpu_order import engine_gpu_order
-from launch.plan.layouts import RolloutLayout, TrainingLayout
-from launch.planner.build import rank_coordinates
+from launch.plan.layouts import RolloutLayout, TrainingLayout, rank_coordinates
 from launch.planner.seats.cluster import Seating, bind, place
 from launch.ports import Ports
 

@@ -25,6 +25,7 @@ from launch.plan.forecast import (
     Throughput,
     Warned,
 )
+from launch.plan.layouts import layers_of_stage, rank_coordinates
 from launch.plan.plan import (
     BatchPlan,
     EnginePlacement,
@@ -37,7 +38,6 @@ from launch.plan.plan import (
     TrainingPlan,
     read_plan,
 )
-from launch.planner.build import layers_of_stage, rank_coordinates
 
 LLAMA_70B = Architecture(
     family="llama",

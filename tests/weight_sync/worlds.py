@@ -14,8 +14,8 @@ from torch import Tensor
 
 from launch.model.architecture import Architecture
 from launch.model.padding import round_up
+from launch.plan.layouts import layers_of_stage, rank_coordinates
 from launch.plan.plan import TrainingPlan
-from launch.planner.build import layers_of_stage, rank_coordinates
 from megatron_rl.layouts.megatron import EMBEDDING, HEAD, canonical_tensors, megatron_layout
 from megatron_rl.layouts.tiles import ParamLayout, Tile, contiguous_stride, tile_view
 from megatron_rl.weight_sync.plan.buckets import Copy

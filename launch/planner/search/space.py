@@ -11,8 +11,7 @@ from typing import Any
 
 from launch.model.architecture import Architecture
 from launch.model.padding import VLLM_VOCAB_MULTIPLE, round_up
-from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout
-from launch.planner.build import layers_of_stage
+from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout, layers_of_stage
 
 MAX_PP = 16
 RECOMPUTE: dict[str, tuple[str, ...]] = {"none": (), "selective": ("core_attn",), "full": ("full",)}
