@@ -14,8 +14,8 @@ from launch.cluster.spec import ClusterSpec
 from launch.coefficients.rollout import RolloutCoefficients
 from launch.model.architecture import Architecture
 from launch.plan.layouts import Precision, RolloutLayout
-from launch.planner.memory.rollout import rollout_memory
-from launch.planner.time.decode import Engine, EngineClass, engine_of
+from launch.planner.memory.rollout import RolloutMemory
+from launch.planner.time.decode import Engine, EngineClass
 from launch.planner.time.rollout import Demand, SynchronousRollout
 from launch.planner.workload.lengths import LONGEST, Counted, Lengths, LogNormal
 
@@ -136,7 +136,7 @@ def _run(point: Point) -> _Run | str:
     pp = sizes.get("pp", 1)
     layouts = [RolloutLayout(tp=tp, pp=pp, replicas=max(1, gpus // (tp * pp)), weight_precision=weights,
                              kv_precision=kv, max_num_seqs=limit, memory_utilization=UTILIZATION) for tp in tps]
-    caches = [rollout_memory(point.model, layout, point.gpu).kv_tokens for layout in layouts]
+    caches = [RolloutMemory(point.model, layout, point.gpu).kv_tokens for layout in layouts]
     held = [(layout, cache) for layout, cache in zip(layouts, caches, strict=True) if cache >= prompt + lengths.mean]
     if not held:
         return "the cache does not hold one sequence"
@@ -174,7 +174,7 @@ def _lengths(point: Point) -> tuple[float | None, Lengths | None]:
 
 def _predictions(run: _Run, coefficients: RolloutCoefficients) -> dict[str, float]:
     """Predictions for the layout with the highest throughput."""
-    found = [_of_layout(run, engine_of(run.shape, layout, run.cluster, coefficients, run.engine), layout, cache)
+    found = [_of_layout(run, Engine(run.shape, layout, run.cluster, coefficients, run.engine), layout, cache)
              for layout, cache in zip(run.layouts, run.kv_tokens, strict=True)]
     return max(found, key=lambda each: each["output_tokens_per_s_per_gpu"])
 

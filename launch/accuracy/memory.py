@@ -20,7 +20,7 @@ from launch.coefficients.memory import MemoryCoefficients
 from launch.model.architecture import Architecture
 from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout
 from launch.planner.memory.activations import TrainerEngine
-from launch.planner.memory.rollout import colocated_memory, rollout_memory
+from launch.planner.memory.rollout import ColocatedMemory, RolloutMemory
 from launch.planner.memory.training import MANY, StageMemory, TrainingMemory, training_memory
 
 QUANTITIES: Mapping[str, str] = {"peak_memory_bytes": "bytes", "peak_reserved_bytes": "bytes",
@@ -188,7 +188,7 @@ def _fits(point: Point, gpu: Gpu, setup: Setup, memory: TrainingMemory, coeffici
     if share is None:       # not colocated
         return memory.fits
     engine = RolloutLayout(tp=point.integer("rollout_tp", 1), memory_utilization=min(1.0, share))
-    rollout = rollout_memory(setup.shape, engine, gpu, coefficients, max_tokens=point.integer("seq_len", 0))
-    both = colocated_memory(memory, rollout, gpu, coefficients,
-                            trainer_offloaded=bool(point.flag("trainer_offload")))
+    rollout = RolloutMemory(setup.shape, engine, gpu, coefficients, max_tokens=point.integer("seq_len", 0))
+    both = ColocatedMemory(memory, rollout, gpu, coefficients,
+                           trainer_offloaded=bool(point.flag("trainer_offload")))
     return both.fits and rollout.fits

@@ -17,10 +17,10 @@ from launch.errors import UserError
 from launch.model.architecture import Architecture
 from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout
 from launch.planner.memory.activations import TrainerEngine
-from launch.planner.memory.rollout import rollout_memory
+from launch.planner.memory.rollout import RolloutMemory
 from launch.planner.memory.training import training_memory
 from launch.planner.parameters import count, tensor_count
-from launch.planner.time.decode import engine_of
+from launch.planner.time.decode import Engine
 from launch.planner.time.rollout import AsynchronousRollout, Demand, SynchronousRollout
 from launch.planner.time.step import (
     Phases,
@@ -196,7 +196,7 @@ def _job(point: Point) -> _Job | str:
     engines = _engines(point, point.model, point.gpu, rollout_gpus, budget)
     stale = mode == "fully_async" and point.number("staleness", 1.0)
     generate = AsynchronousRollout if stale else SynchronousRollout
-    times = [generate(engine_of(point.model, engine, cluster),
+    times = [generate(Engine(point.model, engine, cluster),
                       Demand(max(1, responses // group), group, prompt, lengths, engine.replicas, MAX_NUM_SEQS, cache)
                       ).total_s for engine, cache in engines]
     if not times:
@@ -281,7 +281,7 @@ def _engines(point: Point, model: Architecture, gpu: Gpu, gpus: int, longest: in
         layout = RolloutLayout(tp=tp, pp=pp, replicas=max(1, gpus // (tp * pp)),
                                weight_precision=_precision(point, "rollout"), max_num_seqs=MAX_NUM_SEQS,
                                memory_utilization=share)
-        cache = rollout_memory(model, layout, gpu).kv_tokens
+        cache = RolloutMemory(model, layout, gpu).kv_tokens
         if cache >= longest:
             found.append((layout, cache))
     return found

@@ -16,7 +16,7 @@ from launch.cluster import gpus
 from launch.plan.layouts import RolloutLayout
 from launch.planner.memory.rollout import kv_bytes_per_token
 from launch.planner.parameters import matrix_parameters
-from launch.planner.time.decode import engine_of
+from launch.planner.time.decode import Engine
 from tests.planner.engines import H100, LLAMA_8B, LLAMA_70B, MOE, C
 
 IDEAL = C.changed({"hbm": 1.0, "gemm": 1.0, "decode_gemm_fp8": 1.0, "nvlink": 1.0, "allreduce_s": 0.0,
@@ -33,7 +33,7 @@ def points():
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_an_ideal_gpu_is_a_roofline(tp):
     """One sequence reads the matrices and its cache; a large batch multiplies at the peak."""
-    engine = engine_of(LLAMA_70B, RolloutLayout(tp=tp), FAST_LINKS, IDEAL)
+    engine = Engine(LLAMA_70B, RolloutLayout(tp=tp), FAST_LINKS, IDEAL)
     matrices, cache = matrix_parameters(LLAMA_70B), kv_bytes_per_token(LLAMA_70B, RolloutLayout(tp=tp))
     assert engine.step_s(1, 1000) == pytest.approx((2 * matrices / tp + 1000 * cache) / GPU.hbm_bandwidth)
     compute = 4096 * 2 * matrices / tp / GPU.bf16_flops
@@ -44,29 +44,29 @@ def test_an_ideal_gpu_is_a_roofline(tp):
 
 def test_prefill_of_an_ideal_gpu():
     """2 FLOPs a matrix element and token (the head runs for the last token only), 2 L A s^2 of causal attention."""
-    engine = engine_of(LLAMA_8B, RolloutLayout(), FAST_LINKS, IDEAL)
+    engine = Engine(LLAMA_8B, RolloutLayout(), FAST_LINKS, IDEAL)
     body = matrix_parameters(LLAMA_8B) - LLAMA_8B.vocab * LLAMA_8B.hidden
     flops = 2 * body * 4096 + 2 * LLAMA_8B.layers * LLAMA_8B.q_width * 4096 ** 2
     assert engine.prefill_s(4096) == pytest.approx(flops / GPU.bf16_flops)
 
 
 def test_fp8_halves_the_body_and_leaves_the_head():
-    bf16, fp8 = (engine_of(LLAMA_8B, RolloutLayout(weight_precision=each), H100, IDEAL) for each in ("bf16", "fp8"))
+    bf16, fp8 = (Engine(LLAMA_8B, RolloutLayout(weight_precision=each), H100, IDEAL) for each in ("bf16", "fp8"))
     head_s = 2 * LLAMA_8B.vocab * LLAMA_8B.hidden / GPU.hbm_bandwidth
     assert fp8.weights_s - head_s == pytest.approx((bf16.weights_s - head_s) / 2)
-    halved = engine_of(LLAMA_8B, RolloutLayout(kv_precision="fp8"), H100, IDEAL)
+    halved = Engine(LLAMA_8B, RolloutLayout(kv_precision="fp8"), H100, IDEAL)
     assert halved.kv_s == pytest.approx(bf16.kv_s / 2)
 
 
 def test_a_gpu_without_fp8_reads_less_and_computes_no_faster():
     a100 = replace(H100, gpu=gpus.find("a100"))
-    bf16, fp8 = (engine_of(LLAMA_8B, RolloutLayout(weight_precision=each), a100) for each in ("bf16", "fp8"))
+    bf16, fp8 = (Engine(LLAMA_8B, RolloutLayout(weight_precision=each), a100) for each in ("bf16", "fp8"))
     assert fp8.weights_s < 0.6 * bf16.weights_s and fp8.compute_s == bf16.compute_s
 
 
 def test_a_batch_reads_the_experts_that_its_tokens_picked():
     """E (1 - (1 - k/E)^b), by drawing."""
-    engine = engine_of(MOE, RolloutLayout(), FAST_LINKS, IDEAL)
+    engine = Engine(MOE, RolloutLayout(), FAST_LINKS, IDEAL)
     chance = random.Random(0)
     for batch in (1, 8, 64):
         drawn = [len({expert for _ in range(batch) for expert in chance.sample(range(128), 8)}) for _ in range(200)]
@@ -77,23 +77,23 @@ def test_a_batch_reads_the_experts_that_its_tokens_picked():
 
 def test_pipeline_stages_take_turns():
     """A token passes all stages: the whole model's weights, b / PP sequences at a time, and the hops between."""
-    flat, deep = (engine_of(LLAMA_70B, RolloutLayout(tp=8, pp=pp), H100) for pp in (1, 4))
+    flat, deep = (Engine(LLAMA_70B, RolloutLayout(tp=8, pp=pp), H100) for pp in (1, 4))
     assert deep.step_s(64, 1000) == pytest.approx(flat.step_s(16, 1000) + 3 * C.node_hop_s)
     assert deep.prefill_s(1000) == pytest.approx(flat.prefill_s(1000) / 4)
 
 
 def test_tensor_parallel_groups_across_nodes_pay_for_the_nics():
-    inside, across = (engine_of(LLAMA_70B, RolloutLayout(tp=tp), H100) for tp in (8, 16))
+    inside, across = (Engine(LLAMA_70B, RolloutLayout(tp=tp), H100) for tp in (8, 16))
     assert across.reduce_s > inside.reduce_s and across.weights_s == pytest.approx(inside.weights_s / 2)
     assert across.kv_s == inside.kv_s       # eight KV heads: sixteen ranks hold each twice
-    slow = engine_of(LLAMA_70B, RolloutLayout(tp=16), replace(H100, nic_bandwidth=5e9))
+    slow = Engine(LLAMA_70B, RolloutLayout(tp=16), replace(H100, nic_bandwidth=5e9))
     assert slow.reduce_token_s > 5 * across.reduce_token_s
 
 
 def test_a_step_grows_with_batch_and_context():
     for shape, layout in ((LLAMA_70B, RolloutLayout(tp=8)), (MOE, RolloutLayout(tp=2)),
                           (LLAMA_8B, RolloutLayout(pp=2))):
-        engine = engine_of(shape, layout, H100)
+        engine = Engine(shape, layout, H100)
         steps = [engine.step_s(batch, 1000) for batch in (1, 2, 8, 64, 512, 2048)]
         assert steps == sorted(steps)
         assert engine.step_s(64, 2000) > engine.step_s(64, 1000)

@@ -17,7 +17,7 @@ from launch.model.architecture import Architecture
 from launch.model.builtin import from_builtin
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.planner.memory.activations import in_flight, layer_activations
-from launch.planner.memory.rollout import colocated_memory, kv_bytes_per_token, rollout_memory, weights_on_rank
+from launch.planner.memory.rollout import ColocatedMemory, RolloutMemory, kv_bytes_per_token, weights_on_rank
 from launch.planner.memory.training import lora_parameters, training_memory
 from launch.planner.parameters import count, parameters_of
 
@@ -199,8 +199,8 @@ def test_log_probs_of_this_trainer_hold_the_logits_once():
 
 def test_kv_tokens_of_a_70b_replica():
     def tokens(tp, utilization=0.85):
-        return rollout_memory(LLAMA70, RolloutLayout(tp=tp, memory_utilization=utilization, max_num_seqs=512), H100,
-                              max_tokens=8704)
+        return RolloutMemory(LLAMA70, RolloutLayout(tp=tp, memory_utilization=utilization, max_num_seqs=512), H100,
+                             max_tokens=8704)
 
     assert tokens(8).kv_tokens == pytest.approx(1.254e6, rel=0.03)
     assert tokens(4).kv_tokens == pytest.approx(412e3, rel=0.05)
@@ -212,29 +212,29 @@ def test_kv_tokens_of_a_70b_replica():
 
 def test_rollout_fits_if_one_longest_sequence_fits():
     layout = RolloutLayout(tp=2, memory_utilization=0.98, max_num_seqs=8)
-    held = rollout_memory(LLAMA70, layout, H100).kv_tokens
+    held = RolloutMemory(LLAMA70, layout, H100).kv_tokens
     assert 0 < held < 100_000
-    assert rollout_memory(LLAMA70, layout, H100, max_tokens=held).fits
-    assert not rollout_memory(LLAMA70, layout, H100, max_tokens=held + 1).fits
+    assert RolloutMemory(LLAMA70, layout, H100, max_tokens=held).fits
+    assert not RolloutMemory(LLAMA70, layout, H100, max_tokens=held + 1).fits
 
 
 def test_a_second_copy_of_the_weights_takes_its_bytes_from_the_cache():
     """70B at TP 8: an eighth of the model, 17.6 GB a GPU, and the tokens that fitted there."""
     layout = RolloutLayout(tp=8, max_num_seqs=512)
-    alone, beside = (rollout_memory(LLAMA70, layout, H100, max_tokens=8704, shadow=shadow) for shadow in (False, True))
+    alone, beside = (RolloutMemory(LLAMA70, layout, H100, max_tokens=8704, second_copy=each) for each in (False, True))
     copy = beside.components["shadow"]
     assert copy == beside.components["weights"] == pytest.approx(2 * count(LLAMA70) / 8, rel=1e-3)
     assert copy / 1e9 == pytest.approx(17.6, abs=0.05) and "shadow" not in alone.components
     assert alone.kv_cache - beside.kv_cache == copy and alone.total == beside.total
     # K and V of 80 layers of one head of 128 in bf16.
     assert alone.kv_tokens - beside.kv_tokens == pytest.approx(copy / (2 * 80 * 128 * 2), abs=1)
-    assert not rollout_memory(LLAMA70, RolloutLayout(tp=4), H100, max_tokens=8704, shadow=True).fits
+    assert not RolloutMemory(LLAMA70, RolloutLayout(tp=4), H100, max_tokens=8704, second_copy=True).fits
 
 
 def test_a_quantised_engine_keeps_what_it_received_in_bf16_beside_its_weights():
     """70B at TP 8: the matrices of 80 layers, 2 bytes an element beside 1; embedding and head are received in place."""
     layout = RolloutLayout(tp=8, max_num_seqs=512, weight_precision="fp8")
-    alone, ours = (rollout_memory(LLAMA70, layout, H100, requantised=each) for each in (False, True))
+    alone, ours = (RolloutMemory(LLAMA70, layout, H100, requantised=each) for each in (False, True))
     matrices = 80 * 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)
     assert ours.components["received"] == 2 * matrices // 8 and "received" not in alone.components
     assert alone.kv_cache - ours.kv_cache == ours.components["received"] and alone.total == ours.total
@@ -255,18 +255,18 @@ def test_rollout_weights():
 
 def test_colocated_takes_turns():
     training = training_memory(QWEN7, TrainingLayout(tp=2, dp=4), 10240, H100)
-    engine = rollout_memory(QWEN7, RolloutLayout(memory_utilization=0.6), H100, max_tokens=10240)
-    both = colocated_memory(training, engine, H100)
+    engine = RolloutMemory(QWEN7, RolloutLayout(memory_utilization=0.6), H100, max_tokens=10240)
+    both = ColocatedMemory(training, engine, H100)
     assert both.generating - engine.total - C.context_bytes == training.stages[0].resident
     assert not both.fits
-    assert colocated_memory(training, engine, H100, trainer_offloaded=True).fits
+    assert ColocatedMemory(training, engine, H100, trainer_offloaded=True).fits
 
 
 def test_a_cpu_has_no_context_and_no_graphs():
     tiny = Architecture(2, 64, 128, 4, 2, 16, 512, True)
     memory = training_memory(tiny, TrainingLayout(dp=2), 512, gpus.find("cpu"))
     assert memory.verdict == "fits" and memory.stages[0].components["context"] == C.process_bytes
-    engine = rollout_memory(tiny, RolloutLayout(), gpus.find("cpu"), max_tokens=512)
+    engine = RolloutMemory(tiny, RolloutLayout(), gpus.find("cpu"), max_tokens=512)
     assert engine.fits and "graphs" not in engine.components
 
 

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.plan.layouts import RolloutLayout
-from launch.planner.time.decode import Engine, engine_of
+from launch.planner.time.decode import Engine
 from launch.planner.time.rollout import AsynchronousRollout, Demand, SynchronousRollout, minimum_staleness
 from launch.planner.workload.lengths import Counted, Lengths, LogNormal
 from tests.planner.engines import H100, LLAMA_70B, C
 
 LAYOUT = RolloutLayout(tp=8, replicas=4)
-ENGINE = engine_of(LLAMA_70B, LAYOUT, H100)
+ENGINE = Engine(LLAMA_70B, LAYOUT, H100)
 SHORT, LONG = LogNormal(300, 0.6, 1200), LogNormal(300, 1.1, 1200)
 
 

@@ -31,14 +31,14 @@ class RolloutMemory:
     shape: Architecture
     layout: RolloutLayout
     gpu: Gpu
-    coefficients: MemoryCoefficients
-    max_tokens: int
+    coefficients: MemoryCoefficients = DEFAULT
+    max_tokens: int = 0
     """Longest sequence, prompt and completion; the engine fits if its cache holds one."""
-    sync_bytes: int
+    sync_bytes: int = 0
     """Staging buffers of the weight sync on this rank."""
-    second_copy: bool
+    second_copy: bool = False
     """The next version is received into a second copy of the weights."""
-    requantised: bool
+    requantised: bool = False
     """The engine is quantised, and receives the layers' matrices in bf16 beside its weights."""
     batched_tokens: int = PROFILE_TOKENS
     """Most tokens of one iteration."""
@@ -139,8 +139,8 @@ class ColocatedMemory:
     trainer: TrainingMemory
     engine: RolloutMemory
     gpu: Gpu
-    coefficients: MemoryCoefficients
-    trainer_offloaded: bool
+    coefficients: MemoryCoefficients = DEFAULT
+    trainer_offloaded: bool = False
 
     @line("bytes", lambda self: f"trainer's context{'' if self.trainer_offloaded else ' and largest resident state'}"
                                 " + engine's total")
@@ -200,17 +200,3 @@ def kv_bytes_per_token(shape: Architecture, layout: RolloutLayout) -> int:
     """Of K and V of one token, on one rank."""
     layers = -(-shape.layers // layout.pp)
     return 2 * layers * kv_heads_on_rank(shape, layout.tp) * shape.head_dim * PRECISION_BYTES[layout.kv_precision]
-
-
-def rollout_memory(shape: Architecture, layout: RolloutLayout, gpu: Gpu,
-                   coefficients: MemoryCoefficients = DEFAULT, *, max_tokens: int = 0,
-                   sync_bytes: int = 0, shadow: bool = False, requantised: bool = False,
-                   batched_tokens: int = PROFILE_TOKENS) -> RolloutMemory:
-    """See `RolloutMemory`; `shadow` is its `second_copy`."""
-    return RolloutMemory(shape, layout, gpu, coefficients, max_tokens, sync_bytes, shadow, requantised, batched_tokens)
-
-
-def colocated_memory(training: TrainingMemory, rollout: RolloutMemory, gpu: Gpu,
-                     coefficients: MemoryCoefficients = DEFAULT, *, trainer_offloaded: bool = False) -> ColocatedMemory:
-    """Whether trainer and engine fit on the same GPUs when they take turns."""
-    return ColocatedMemory(training, rollout, gpu, coefficients, trainer_offloaded)

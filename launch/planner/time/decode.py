@@ -36,7 +36,7 @@ class Engine:
     shape: Architecture
     layout: RolloutLayout
     cluster: ClusterSpec
-    c: RolloutCoefficients
+    c: RolloutCoefficients = RolloutCoefficients()
     program: EngineClass = "vllm"
 
     @part
@@ -179,12 +179,6 @@ class Engine:
         """What most of a step is spent on."""
         terms = self.terms(batch, context)
         return max(terms, key=terms.__getitem__)
-
-
-def engine_of(shape: Architecture, layout: RolloutLayout, cluster: ClusterSpec,
-              coefficients: RolloutCoefficients | None = None, engine: EngineClass = "vllm") -> Engine:
-    """The engine of one replica of `layout` on GPUs of `cluster`."""
-    return Engine(shape, layout, cluster, coefficients or RolloutCoefficients(), engine)
 
 
 @dataclass(eq=False)
