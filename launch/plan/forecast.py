@@ -9,6 +9,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+PhaseName = Literal["rollout", "reward", "logprob", "reference", "train", "sync"]
+Partitions = Literal["training", "rollout", "both"]
+TargetVerdict = Literal["reached", "within its uncertainty", "missed", "no target"]
+
 
 class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
@@ -57,13 +61,13 @@ class MemoryOf(Record):
 class Phase(Record):
     """A phase of the step; phases of an asynchronous step overlap."""
 
-    name: Literal["rollout", "reward", "logprob", "reference", "train", "sync"]
+    name: PhaseName
     seconds: float
     low: float
     high: float
     starts: float
     """Seconds after the step's beginning, for the Gantt chart."""
-    partition: Literal["training", "rollout", "both"]
+    partition: Partitions
 
 
 class Throughput(Record):
@@ -73,7 +77,7 @@ class Throughput(Record):
     nominal: float
     high: float
     target: float | None
-    verdict: Literal["reached", "within its uncertainty", "missed", "no target"]
+    verdict: TargetVerdict
 
 
 class SyncEdge(Record):

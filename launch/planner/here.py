@@ -4,7 +4,6 @@ is searched."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -57,7 +56,7 @@ def this_machine(device: Literal["cpu", "gpu"], plan: Plan, threads: int = 1,
         coefficients=values, sources=sources)
 
 
-def _coefficients(kind: Gpu, described: ClusterSpec | None) -> tuple[Mapping[str, float], Mapping[str, str]]:
+def _coefficients(kind: Gpu, described: ClusterSpec | None) -> tuple[dict[str, float], dict[str, str]]:
     """(by key, the source of each)."""
     if described and described.gpu.name == kind.name:
         return described.coefficients, described.sources

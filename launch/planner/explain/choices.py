@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TypeVar
 
+from launch.fabric.choose import SyncPrediction
 from launch.plan.forecast import Alternative, Choice
 from launch.plan.layouts import TrainingLayout
 from launch.planner.memory.training import TrainingMemory
@@ -25,7 +26,7 @@ def choices(search: Search, found: Candidate) -> tuple[Choice, ...]:
     if found.mode == "disaggregated":
         made.insert(1, _split(search, found))
     if found.sync is not None:
-        made.append(_route(found))
+        made.append(_route(found.sync))
         if "shadow" in found.pauses and (found.problem.asynchronous or found.problem.shadow):
             made.append(_staging(found))
     made.append(_recipe(found))
@@ -190,8 +191,7 @@ def _pace(option: RolloutOption) -> str:
     return f"{option.seconds:.2f} s{longest}"
 
 
-def _route(found: Candidate) -> Choice:
-    sync = found.sync
+def _route(sync: SyncPrediction) -> Choice:
     return Choice(key="weight_sync.route", value=sync.chosen, reason=sync.reason, alternatives=tuple(
         Alternative(value=kind, rejected_by=f"{cost.expected_s:.2f} s") for kind, cost in sync.routes.items()
         if kind != sync.chosen))
@@ -208,6 +208,7 @@ def _staging(found: Candidate) -> Choice:
         return Choice(key="weight_sync.staging", value="in_place", reason=pauses["in_place"],
                       alternatives=(Alternative(value="shadow", rejected_by=pauses["shadow"]),))
     best = Search(replace(found.problem, shadow=False), found.mode).best()
+    assert best is not None, "the found plan fits without its second copy too"
     other = Alternative(value="in_place", rejected_by=f"{pauses['in_place']}; {_per_hour(best)}",
                         prompts_per_hour=best.prompts_per_hour)
     return Choice(key="weight_sync.staging", value="shadow", alternatives=(other,),

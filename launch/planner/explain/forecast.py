@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
+from launch.fabric.choose import SyncPrediction
 from launch.fabric.estimate import Kind
 from launch.plan.forecast import (
     ClusterFacts,
@@ -13,13 +14,16 @@ from launch.plan.forecast import (
     MemoryOf,
     NodeSplit,
     Pareto,
+    Partitions,
     Phase,
+    PhaseName,
     Reliability,
     RolloutForecast,
     Staleness,
     SyncEdge,
     SyncForecast,
     SyncRoute,
+    TargetVerdict,
     Throughput,
 )
 from launch.planner.explain.choices import choices, layout_name
@@ -107,12 +111,14 @@ def _phases(found: Candidate) -> tuple[Phase, ...]:
     """In the order in which a partition runs them; asynchronous, both partitions start together."""
     training, asynchronous = found.training, found.problem.asynchronous
     apart = found.mode == "disaggregated"
-    generating, updating = ("rollout", "training") if apart else ("both", "both")
+    generating: Partitions = "rollout" if apart else "both"
+    updating: Partitions = "training" if apart else "both"
+    parts: tuple[tuple[PhaseName, float, Partitions], ...] = (
+        ("rollout", found.rollout.seconds, generating), ("logprob", training.logprob_s, updating),
+        ("reference", training.reference_s, updating), ("train", training.train_s, updating),
+        ("sync", found.sync_s, "both"))
     at, rows = 0.0, []
-    for name, seconds, partition in (("rollout", found.rollout.seconds, generating),
-                                     ("logprob", training.logprob_s, updating),
-                                     ("reference", training.reference_s, updating),
-                                     ("train", training.train_s, updating), ("sync", found.sync_s, "both")):
+    for name, seconds, partition in parts:
         if not seconds:
             continue
         if name == "sync" and asynchronous and found.problem.shadow:
@@ -139,8 +145,8 @@ def throughput_of(found: Candidate) -> Throughput:
                      / step_seconds(problem, rollout, training, found.sync_s * _spread(found, "sync")[end],
                                     found.rollout.pace_s * _spread(found, "rollout")[end], found.rollout.swap_s))
     low, high = rates
-    verdict = ("no target" if target is None else "reached" if low >= target else
-               "within its uncertainty" if high >= target else "missed")
+    verdict: TargetVerdict = ("no target" if target is None else "reached" if low >= target else
+                              "within its uncertainty" if high >= target else "missed")
     return Throughput(low=low, nominal=found.prompts_per_hour, high=high, target=target, verdict=verdict)
 
 
@@ -184,7 +190,7 @@ def _sync(found: Candidate) -> SyncForecast:
                              chunk_bytes=cost.chunk_bytes,
                              communicators=max(needed[kind][:2]) if gpus else 0,
                              communicator_bytes=max(needed[kind][2:]) if gpus else 0,
-                             edges=_edges(found, kind))
+                             edges=_edges(sync, kind, found.training_nodes))
                    for kind, cost in sync.routes.items())
     return SyncForecast(chosen=sync.chosen, reason=sync.reason, payload_bytes=sync.replica_bytes, routes=routes,
                         staging="shadow" if found.problem.shadow else "in_place",
@@ -201,11 +207,10 @@ def _disk(found: Candidate) -> DiskForecast | None:
     return DiskForecast(every=problem.disk_every, bytes=nbytes, seconds=found.disk_s)
 
 
-def _edges(found: Candidate, kind: Kind) -> tuple[SyncEdge, ...]:
+def _edges(sync: SyncPrediction, kind: Kind, trainers: int) -> tuple[SyncEdge, ...]:
     """What one node sends another over its network cards, shards together; training nodes come first in the fabric."""
-    trainers = found.training_nodes
     together: dict[tuple[int, int, int], int] = defaultdict(int)
-    for edge in found.sync.build(kind).edges:
+    for edge in sync.build(kind).edges:
         if edge.via == "nic":
             together[edge.source.node, edge.destination.node, edge.hop - 1] += edge.bytes
     return tuple(SyncEdge(partition="training" if source < trainers else "rollout",

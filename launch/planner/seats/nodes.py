@@ -40,9 +40,9 @@ def choose_nodes(tree: Topology, stages: int, ring: int, rollout: int, avoid: Co
         if short > 0:
             leaf += [node for node in nodes if node in avoid][:short]
     starts = range(len(free)) if len(free) > 1 else (0,)
-    candidates = [_fill(free, start, whole, stages, ring, rollout) for start in starts for whole in (True, False)]
-    training, chosen = min((each for each in candidates if each is not None),
-                           key=lambda each: _cost(tree, *each, ring))
+    candidates = [found for start in starts for whole in (True, False)
+                  if (found := _fill(free, start, whole, stages, ring, rollout)) is not None]
+    training, chosen = min(candidates, key=lambda each: _cost(tree, ring, *each))
     used = {*training, *chosen}
     return Choice(tuple(training), tuple(chosen),
                   tuple(node for leaf in tree.leaves for node in leaf if node not in used))
@@ -68,7 +68,7 @@ def _fill(leaves: Sequence[Sequence[str]], start: int, whole: bool, stages: int,
     return (training, rest[:rollout]) if len(rest) >= rollout else None
 
 
-def _cost(tree: Topology, training: Sequence[str], rollout: Sequence[str], ring: int) -> tuple[int, ...]:
+def _cost(tree: Topology, ring: int, training: Sequence[str], rollout: Sequence[str]) -> tuple[int, ...]:
     """Smaller is better: rings that cross leaves, leaves with both partitions, leaves of the training, switches
     between consecutive stages."""
     leaf = tree.leaf_of()

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -30,10 +30,16 @@ class Lengths(ABC):
     cap: int
     """The longest response."""
     mean: float
-    second_moment: float
-    """E[l^2]."""
-    capped_share: float
-    """Part of the responses that reach `cap`."""
+
+    @property
+    @abstractmethod
+    def second_moment(self) -> float:
+        """E[l^2]."""
+
+    @property
+    @abstractmethod
+    def capped_share(self) -> float:
+        """Part of the responses that reach `cap`."""
 
     @abstractmethod
     def survival(self, length: float) -> float:
@@ -166,6 +172,10 @@ class Counted(Lengths):
     """The longest that can occur; at least the longest that did."""
     source: str = ""
     """The file or key that they came from; empty for lengths that were assumed."""
+    mean: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mean", math.fsum(length * share for length, share in self.counts))
 
     @staticmethod
     def of(weights: Mapping[int, float], cap: int | None = None, *, source: str = "") -> Counted:
@@ -214,10 +224,6 @@ class Counted(Lengths):
     def capped_share(self) -> float:
         length, share = self.counts[-1]
         return share if length == self.cap else 0.0
-
-    @cached_property
-    def mean(self) -> float:
-        return math.fsum(length * share for length, share in self.counts)
 
     @cached_property
     def second_moment(self) -> float:
