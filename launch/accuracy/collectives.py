@@ -11,7 +11,7 @@ from launch.accuracy.machine import cluster_of
 from launch.accuracy.points import Point
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.collectives import CollectiveCoefficients
-from launch.planner.time.collectives import Fabric, Group
+from launch.planner.time.collectives import CollectiveTime, RankGroup
 
 QUANTITIES: Mapping[str, str] = {"time_s": "s", "bandwidth_bytes_per_s": "bytes/s"}
 
@@ -91,7 +91,7 @@ def _run(point: Point) -> _Run | str:
 
 
 def _seconds(run: _Run, coefficients: CollectiveCoefficients) -> float:
-    fabric = Fabric(run.cluster, coefficients)
+    comm = CollectiveTime(run.cluster, coefficients)
     if run.operation == "all_reduce" and run.own_kernel:
-        return fabric.direct_all_reduce(run.bytes, run.ranks)
-    return getattr(fabric, run.operation)(run.bytes, Group(run.ranks, min(run.ranks, run.cluster.gpus_per_node)))
+        return comm.direct_all_reduce(run.bytes, run.ranks)
+    return getattr(comm, run.operation)(run.bytes, RankGroup(run.ranks, min(run.ranks, run.cluster.gpus_per_node)))

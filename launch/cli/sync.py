@@ -34,11 +34,11 @@ def plan(config: str, overrides: tuple[str, ...], device: options.Device, route:
 
     from launch.errors import UserError
     from launch.fabric.estimate import KINDS
-    from launch.planner.prepare import OnCluster, Predicted, prepare
+    from launch.planner.prepare import OnCluster, PreparedForecast, prepare
     from launch.report.plan import sync_routes
 
     prepared = prepare(config, overrides, device)
-    if not isinstance(prepared, Predicted):
+    if not isinstance(prepared, PreparedForecast):
         raise UserError(f"this plan has no forecast: {prepared.plan.no_forecast}", where=config,
                         fix="correct this, or plan for a cluster: cluster=configs/clusters/h100x8.yaml")
     found, seating = prepared.found, prepared.seating if isinstance(prepared, OnCluster) else None

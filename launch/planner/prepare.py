@@ -49,7 +49,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Predicted(Prepared):
+class PreparedForecast(Prepared):
     """... of which something is predicted."""
 
     plan: ForecastPlan
@@ -58,7 +58,7 @@ class Predicted(Prepared):
 
 
 @dataclass(frozen=True)
-class OnCluster(Predicted):
+class OnCluster(PreparedForecast):
     """... for the nodes of a cluster."""
 
     seating: Seating
@@ -84,8 +84,11 @@ class OnCluster(Predicted):
 
 def prepare(path: str, words: Sequence[str] = (), device: Literal["auto", "cpu", "gpu"] = "auto", *,
             to_run: bool = False, cluster: ClusterSpec | None = None) -> Prepared:
-    """Load, check against the model and the machine or cluster, and plan: a `Prepared` for this machine, a `Predicted`
-    where its kind is known, an `OnCluster` for a cluster.
+    """Load, check against the model and the machine or cluster, and plan.
+
+    Returns:
+        An `OnCluster` for a cluster. For this machine a `PreparedForecast`, or a plain `Prepared` if nothing can be
+        predicted of it.
 
     Args:
         to_run: also check what only a run on this machine needs: tokenizer, complete weights, data files. A plan needs
@@ -218,7 +221,7 @@ def _on_this_machine(loaded: LoadedConfig, described: ClusterSpec | None, device
     found = pinned_candidate(problem, plan)
     sources = {**problem.sources(), "cluster": machine.sources.get("cluster", "this machine"), "trainer": loaded.path,
                "rollout": loaded.path}
-    return Predicted(loaded, resolved.config, folder, plan.predicted(forecast(None, found, sources)), found)
+    return PreparedForecast(loaded, resolved.config, folder, plan.predicted(forecast(None, found, sources)), found)
 
 
 def _check_files(loaded: LoadedConfig) -> Architecture:

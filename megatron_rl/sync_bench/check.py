@@ -8,12 +8,12 @@ from typing import Literal
 import psutil
 
 from launch.errors import UserError
-from launch.planner.prepare import OnCluster, Predicted, Prepared
+from launch.planner.prepare import OnCluster, Prepared, PreparedForecast
 
 MOST_PROCESSES = 16
 
 
-def check(prepared: Prepared, on: Literal["local", "slurm"] = "local") -> Predicted:
+def check(prepared: Prepared, on: Literal["local", "slurm"] = "local") -> PreparedForecast:
     """The plan with its prediction, checked before anything is started.
 
     Args:
@@ -32,7 +32,7 @@ def check(prepared: Prepared, on: Literal["local", "slurm"] = "local") -> Predic
         raise UserError("the plan is for this machine, but --on slurm measures the nodes of an allocation",
                         where=loaded.where("cluster"),
                         fix="name their cluster file: cluster=configs/clusters/h100x2.yaml")
-    if not isinstance(prepared, Predicted) or prepared.found.sync is None:
+    if not isinstance(prepared, PreparedForecast) or prepared.found.sync is None:
         raise UserError(prepared.plan.no_forecast or "this plan transfers no weights", where=loaded.path,
                         fix="plan with placement.mode=disaggregated, and with a workload that can be predicted")
     if not (prepared.model_folder / "config.json").is_file():
@@ -44,7 +44,7 @@ def check(prepared: Prepared, on: Literal["local", "slurm"] = "local") -> Predic
     return prepared
 
 
-def _check_size(prepared: Predicted, replica_bytes: int) -> None:
+def _check_size(prepared: PreparedForecast, replica_bytes: int) -> None:
     training, rollout = prepared.found.training.layout, prepared.found.rollout.layout
     count = training.gpus + rollout.gpus
     if count > MOST_PROCESSES:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from launch.coefficients.sync import SyncCoefficients
 from launch.fabric.simulate import arrivals
-from launch.planner.prepare import Predicted
+from launch.planner.prepare import PreparedForecast
 from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.sync_bench.compare import EdgeTime, Lane, Part, edges, found_coefficients, parts, pauses
 from megatron_rl.sync_bench.lane_probe import LINKS
@@ -49,7 +49,7 @@ class Bench:
     """Measured coefficients, by their keys in a cluster file."""
 
 
-async def bench(prepared: Predicted, site: Site, repeats: int) -> Bench:
+async def bench(prepared: PreparedForecast, site: Site, repeats: int) -> Bench:
     """Start the plan's processes without trainer and engine, sync `repeats` + 1 times and take the median of all but
     the first. Repeat this with engines that receive into a second copy of their weights, for their pause."""
     plan, config, sync, coefficients = prepared.plan, prepared.config, site.sync, site.coefficients

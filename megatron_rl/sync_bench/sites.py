@@ -16,7 +16,7 @@ from launch.fabric.estimate import Kind
 from launch.fabric.lanes import Place, engine_gpus
 from launch.fabric.seated import Seats
 from launch.plan.plan import Placement
-from launch.planner.prepare import OnCluster, Predicted
+from launch.planner.prepare import OnCluster, PreparedForecast
 from launch.planner.search.candidate import Candidate
 from launch.planner.seats.local import place_local
 from launch.ports import allocate
@@ -52,7 +52,7 @@ class Site:
 
 
 @contextmanager
-def this_machine(prepared: Predicted, logs: Path) -> Iterator[Site]:
+def this_machine(prepared: PreparedForecast, logs: Path) -> Iterator[Site]:
     """Run everything on this machine over loopback, routed as planned, as if nodes were separate."""
     plan, found, sync = prepared.plan, prepared.found, _sync_of(prepared.found)
     host = Host("this machine")
@@ -71,7 +71,7 @@ def this_machine(prepared: Predicted, logs: Path) -> Iterator[Site]:
 
 
 @contextmanager
-def allocation(prepared: Predicted, logs: Path) -> Iterator[Site]:
+def allocation(prepared: PreparedForecast, logs: Path) -> Iterator[Site]:
     """Use the nodes of the Slurm job that this process runs in (salloc, sbatch), placed as for a run.
 
     Raises:

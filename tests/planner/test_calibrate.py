@@ -21,7 +21,7 @@ from launch.plan.plan import Plan
 from launch.planner.calibrate.calibrate import Calibration, calibrate, phase_seconds
 from launch.planner.from_config import problem_of, workload_of
 from launch.planner.here import pinned_candidate, this_machine
-from launch.planner.prepare import Predicted, prepare, prepare_for
+from launch.planner.prepare import PreparedForecast, prepare, prepare_for
 from launch.planner.search.candidate import Candidate
 
 HERE = "configs/clusters/local-cpu.yaml"
@@ -174,7 +174,7 @@ def test_everything_else_in_the_file_stays(file, tmp_path):
     assert any(line.lstrip().startswith("#") for line in after)
 
 
-def again(prepared: Predicted, machine: ClusterSpec) -> Candidate:
+def again(prepared: PreparedForecast, machine: ClusterSpec) -> Candidate:
     """The plan of a configuration, computed once more on a machine."""
     resolved = prepared.loaded.resolved(prepared.plan.chosen)
     problem = problem_of(resolved, prepared.plan.architecture, machine)

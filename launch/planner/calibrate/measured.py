@@ -42,7 +42,7 @@ KINDS = (Kind("rollout", ("rollout", "reward"), ("time/rollout", "time/reward"))
          Kind("sync", ("sync",), ("time/sync",)))
 
 
-class Predicted(Record):
+class PredictedSeconds(Record):
     """Seconds that the plan named before the run."""
 
     seconds: float
@@ -62,7 +62,7 @@ class Measured(Record):
 
 class PhaseComparison(Record):
     name: str
-    predicted: Predicted
+    predicted: PredictedSeconds
     measured: Measured
     ratio: float
     """Measured over predicted."""
@@ -130,9 +130,8 @@ def compare(forecast: Forecast | None, rows: Sequence[Row], no_forecast: str = "
         return _nothing(f"{made} step{'s' * (made != 1)}: plan and measurement are compared from {WARM_UP + FEWEST} "
                         f"on, since the first {WARM_UP} are warm-up and a median wants {FEWEST}")
     phases = [found for kind in KINDS if (found := _phase(kind, forecast, measured))]
-    phases.append(_comparison("step", Predicted(seconds=forecast.step_s, low=forecast.step_low_s,
-                                                high=forecast.step_high_s),
-                              seconds(measured, ("time/step",)), ("time/step",)))
+    step = PredictedSeconds(seconds=forecast.step_s, low=forecast.step_low_s, high=forecast.step_high_s)
+    phases.append(_comparison("step", step, seconds(measured, ("time/step",)), ("time/step",)))
     lengths = _lengths(forecast, measured)
     steps = Steps(first=int(measured[0]["step"]), last=int(measured[-1]["step"]), count=len(measured),
                   left_out=WARM_UP)
@@ -150,12 +149,13 @@ def _phase(kind: Kind, forecast: Forecast, rows: Sequence[Row]) -> PhaseComparis
     times = seconds(rows, kind.metrics)
     if not parts or not times:
         return None
-    predicted = Predicted(seconds=sum(part.seconds for part in parts), low=sum(part.low for part in parts),
-                          high=sum(part.high for part in parts))
+    predicted = PredictedSeconds(seconds=sum(part.seconds for part in parts), low=sum(part.low for part in parts),
+                                 high=sum(part.high for part in parts))
     return _comparison(kind.name, predicted, times, kind.metrics)
 
 
-def _comparison(name: str, predicted: Predicted, times: Sequence[float], metrics: tuple[str, ...]) -> PhaseComparison:
+def _comparison(name: str, predicted: PredictedSeconds, times: Sequence[float],
+                metrics: tuple[str, ...]) -> PhaseComparison:
     middle = median(times)
     return PhaseComparison(
         name=name, predicted=predicted, ratio=middle / predicted.seconds,

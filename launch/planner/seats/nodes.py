@@ -14,7 +14,7 @@ from launch.cluster.tree import Topology
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class NodesByRole:
     """Nodes of each role; every node of the topology is in exactly one."""
 
     training: tuple[str, ...]
@@ -23,7 +23,7 @@ class Choice:
     spare: tuple[str, ...]
 
 
-def choose_nodes(tree: Topology, stages: int, ring: int, rollout: int, avoid: Collection[str] = ()) -> Choice:
+def choose_nodes(tree: Topology, stages: int, ring: int, rollout: int, avoid: Collection[str] = ()) -> NodesByRole:
     """Choose stages x ring nodes for training and `rollout` nodes; the rest are spares.
 
     Args:
@@ -44,8 +44,8 @@ def choose_nodes(tree: Topology, stages: int, ring: int, rollout: int, avoid: Co
                   if (found := _fill(free, start, whole, stages, ring, rollout)) is not None]
     training, chosen = min(candidates, key=lambda each: _cost(tree, ring, *each))
     used = {*training, *chosen}
-    return Choice(tuple(training), tuple(chosen),
-                  tuple(node for leaf in tree.leaves for node in leaf if node not in used))
+    return NodesByRole(tuple(training), tuple(chosen),
+                       tuple(node for leaf in tree.leaves for node in leaf if node not in used))
 
 
 def _fill(leaves: Sequence[Sequence[str]], start: int, whole: bool, stages: int, ring: int,

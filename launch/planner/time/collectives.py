@@ -22,7 +22,7 @@ SWITCH_RANKS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """Ranks of a communicator: how many, and how many of them share a node (so many rails it has across nodes)."""
 
     ranks: int
@@ -33,13 +33,13 @@ class Group:
         return -(-self.ranks // self.per_node)
 
 
-def group(ranks: int, stride: int, gpus_per_node: int) -> Group:
+def group(ranks: int, stride: int, gpus_per_node: int) -> RankGroup:
     """The group whose members lie `stride` ranks apart, nodes filled in rank order."""
-    return Group(ranks, max(1, min(ranks, gpus_per_node // max(1, stride))))
+    return RankGroup(ranks, max(1, min(ranks, gpus_per_node // max(1, stride))))
 
 
 @dataclass(eq=False)
-class Fabric:
+class CollectiveTime:
     """The links of a cluster with the coefficients of the library that drives them. All results are seconds."""
 
     cluster: ClusterSpec
@@ -57,15 +57,15 @@ class Fabric:
     def nics_per_gpu(self) -> float:
         return self.cluster.nics_per_node / max(1, self.cluster.gpus_per_node)
 
-    def all_gather(self, size: float, group: Group) -> float:
+    def all_gather(self, size: float, group: RankGroup) -> float:
         """`size`: bytes of the gathered buffer."""
         return self._ring(size, group)
 
-    def reduce_scatter(self, size: float, group: Group) -> float:
+    def reduce_scatter(self, size: float, group: RankGroup) -> float:
         """`size`: bytes of a rank's input."""
         return self._ring(size, group)
 
-    def all_reduce(self, size: float, group: Group) -> float:
+    def all_reduce(self, size: float, group: RankGroup) -> float:
         """`size`: bytes of a rank's buffer. In a node and over two the NVLink switch sums; across nodes a tree of
         them takes 2 log2(nodes) steps where a ring takes all, at no more than the ring's bandwidth (NCCL 2.4 and
         later)."""
@@ -81,18 +81,18 @@ class Fabric:
         return self._pipeline(c.launch_s + steps, wire_s)
 
     @staticmethod
-    def summed_in_switch(nvlink_bandwidth: float, group: Group) -> bool:
+    def summed_in_switch(nvlink_bandwidth: float, group: RankGroup) -> bool:
         """NVLink 4 and later sum in the switch, for groups that fill one or two nodes evenly."""
         return (nvlink_bandwidth >= 400e9 and group.ranks >= SWITCH_RANKS and group.nodes <= 2
                 and group.per_node * group.nodes == group.ranks)
 
-    def broadcast(self, size: float, group: Group) -> float:
+    def broadcast(self, size: float, group: RankGroup) -> float:
         """ncclBroadcast, which is always a ring."""
         if group.ranks <= 1 or size <= 0:
             return 0.0
         return self._pipeline(self._latency(group), size / self._ring_bandwidth(group))
 
-    def dispatch(self, size: float, copies: int, group: Group) -> float:
+    def dispatch(self, size: float, copies: int, group: RankGroup) -> float:
         """Tokens to `copies` ranks each, drawn evenly; `size`: bytes of the tokens, once. A token crosses to another
         node once, however many of its experts are there, and is spread over NVLink behind the NIC (DeepEP's and
         Megatron's flexible dispatcher)."""
@@ -122,20 +122,20 @@ class Fabric:
         wire_s = 2 * (ranks - 1) / ranks * size / (self.c.ring_share * self.nvlink)
         return self.c.launch_s + wire_s + 2 * math.sqrt(self.c.hop_s * wire_s)
 
-    def _ring(self, size: float, group: Group) -> float:
+    def _ring(self, size: float, group: RankGroup) -> float:
         n = group.ranks
         if n <= 1 or size <= 0:
             return 0.0
         wire_s = (n - 1) / n * size / self._ring_bandwidth(group)
         return self._pipeline(self._latency(group), wire_s)
 
-    def _ring_bandwidth(self, group: Group) -> float:
+    def _ring_bandwidth(self, group: RankGroup) -> float:
         inside = self.c.ring_share * self.nvlink
         if group.nodes <= 1:
             return inside
         return min(inside, self.c.nic_share * self.nic * self.nics_per_gpu * group.per_node)
 
-    def _latency(self, group: Group) -> float:
+    def _latency(self, group: RankGroup) -> float:
         c, nodes = self.c, group.nodes
         across = c.network_s + (nodes - 1) * c.node_hop_s if nodes > 1 else 0.0
         return c.launch_s + (group.ranks - nodes) * c.hop_s + across

@@ -126,7 +126,7 @@ class Engine:
         return 4 * shape.layers * shape.q_width / self.layout.tp / (self.cluster.gpu.bf16_flops * self.c.gemm)
 
     @part
-    def sizes(self) -> Sizes:
+    def sizes(self) -> MatrixSizes:
         return _sizes(self.shape)
 
     @property
@@ -182,7 +182,7 @@ class Engine:
 
 
 @dataclass(eq=False)
-class Sizes:
+class MatrixSizes:
     """Matrix elements of a model."""
 
     shape: Architecture
@@ -212,4 +212,4 @@ class Sizes:
         return self.shape.vocab * self.shape.hidden
 
 
-_sizes = lru_cache(maxsize=256)(Sizes)
+_sizes = lru_cache(maxsize=256)(MatrixSizes)

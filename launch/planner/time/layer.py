@@ -26,7 +26,7 @@ from launch.model.architecture import Architecture
 from launch.plan.book import line, made, part
 from launch.plan.layouts import TrainingLayout
 from launch.planner.parameters import RankParameters, padded_vocab
-from launch.planner.time.collectives import Fabric, group
+from launch.planner.time.collectives import CollectiveTime, group
 from launch.planner.workload.work import Work
 
 EXP_WIDTH = 64
@@ -41,7 +41,7 @@ LOGIT_BACKWARD_BYTES = 16
 
 
 @dataclass(eq=False)
-class Rates:
+class GpuRates:
     """What a GPU gives, in FLOP/s and bytes/s."""
 
     gpu: Gpu
@@ -107,8 +107,8 @@ class Pass:
     PREFIX = "training"
     trains = True
     """With a backward pass; else a forward pass only."""
-    fabric = made(Fabric, cluster="cluster", c="collectives")
-    rates = made(Rates, gpu="cluster.gpu", layout="layout", c="c")
+    comm = made(CollectiveTime, cluster="cluster", c="collectives")
+    rates = made(GpuRates, gpu="cluster.gpu", layout="layout", c="c")
 
     @line("tokens", "tokens of a micro-batch / CP")
     @part
@@ -196,9 +196,9 @@ class LayerTime:
         size = of.tokens_per_rank * of.shape.hidden * of.rates.element_bytes
         ranks = group(layout.tp, 1, of.cluster.gpus_per_node)
         if layout.sequence_parallel:
-            each_s = of.fabric.all_gather(size, ranks) + of.fabric.reduce_scatter(size, ranks)
+            each_s = of.comm.all_gather(size, ranks) + of.comm.reduce_scatter(size, ranks)
         else:
-            each_s = of.fabric.all_reduce(size, ranks)
+            each_s = of.comm.all_reduce(size, ranks)
         exposed = 1.0 if layout.fsdp > 1 else of.c.tp_exposed        # FSDP engines do not overlap them
         return self.each_pass(2 * each_s * exposed)
 
@@ -208,7 +208,7 @@ class LayerTime:
         if layout.cp <= 1:
             return 0.0
         size = 2 * (of.shape.kv_width / layout.tp) * of.tokens_per_rank * of.rates.element_bytes
-        ring_s = (layout.cp - 1) * of.fabric.p2p(size, layout.tp * layout.cp <= of.cluster.gpus_per_node)
+        ring_s = (layout.cp - 1) * of.comm.p2p(size, layout.tp * layout.cp <= of.cluster.gpus_per_node)
         scores_s, scores_backward_s = self.scores_s
         forward_s = max(0.0, ring_s - scores_s)
         if not of.trains:
@@ -224,7 +224,7 @@ class LayerTime:
         # EP takes the place of TP in the experts, then of CP and DP
         ranks = group(layout.ep, 1, of.cluster.gpus_per_node)
         row = of.tokens_per_rank / layout.tp * of.shape.hidden * of.rates.element_bytes
-        return self.each_pass(2 * of.fabric.dispatch(row, of.shape.experts_per_token, ranks))
+        return self.each_pass(2 * of.comm.dispatch(row, of.shape.experts_per_token, ranks))
 
     def each_pass(self, seconds: float) -> float:
         """Of what takes as long in each pass: forward, backward, and forward again where all is recomputed."""
@@ -379,7 +379,7 @@ class Experts(Mlp):
         return 8 * self.rows * self.of.shape.hidden / self.of.tokens_per_rank
 
 
-def _product(weights: float, io: float, flops: float, rates: Rates) -> float:
+def _product(weights: float, io: float, flops: float, rates: GpuRates) -> float:
     return flops / rates.matmul + (weights + io) * rates.operand_bytes / rates.operands
 
 

@@ -133,7 +133,7 @@ class TrainingTime(Pass):
             return 0.0
         m = self.work.micro_batches
         size = self.tokens_per_rank * self.shape.hidden * self.rates.element_bytes / layout.tp
-        each = (2 if self.trains else 1) * self.fabric.p2p(size, layout.gpus <= self.cluster.gpus_per_node)
+        each = (2 if self.trains else 1) * self.comm.p2p(size, layout.gpus <= self.cluster.gpus_per_node)
         return each * (m + pp - 1 if v == 1 else self.c.overlap_cost * m * v + pp - 1)
 
     @line("s", "gradients and parameters over DP x CP: what the compute does not hide + overlap_cost of what it does; "
@@ -206,8 +206,8 @@ class TrainingTime(Pass):
         each = parameters / buckets
         turns = min(layout.pp, self.work.micro_batches) if layout.vpp > 1 else 1
         exposed = 0.0
-        reduced = self.fabric.reduce_scatter(each * layout.grad_bytes, ranks)
-        gathered = self.fabric.all_gather(each * self.rates.element_bytes, ranks)
+        reduced = self.comm.reduce_scatter(each * layout.grad_bytes, ranks)
+        gathered = self.comm.all_gather(each * self.rates.element_bytes, ranks)
         for last, window in ((reduced, turns * self.slot_s * 2 / 3), (gathered, turns * self.slot_s / 3)):
             hidden = min(last * (buckets - 1), window)
             exposed += last * buckets - hidden + self.c.overlap_cost * hidden
@@ -219,9 +219,9 @@ class TrainingTime(Pass):
         layout = self.layout
         size = max(stage.total for stage in self.held.stages) * self.rates.element_bytes
         ranks = group(layout.fsdp, layout.tp * layout.cp, self.cluster.gpus_per_node)
-        comm = (2 if self.trains else 1) * self.fabric.all_gather(size, ranks)
+        comm = (2 if self.trains else 1) * self.comm.all_gather(size, ranks)
         if self.trains and not self.lora_rank:
-            comm += self.fabric.reduce_scatter(size * layout.grad_bytes / self.rates.element_bytes, ranks)
+            comm += self.comm.reduce_scatter(size * layout.grad_bytes / self.rates.element_bytes, ranks)
         times = self.work.micro_batches if layout.pp == 1 else 1
         return times * (max(0.0, comm - self.slot_s) + self.c.overlap_cost * min(comm, self.slot_s))
 
