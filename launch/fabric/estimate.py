@@ -19,7 +19,7 @@ from math import ceil, sqrt
 from typing import Literal
 
 from launch.coefficients.sync import SyncCoefficients
-from launch.fabric.lanes import Demand, Fabric, NodeKind, Traffic
+from launch.fabric.lanes import Fabric, NodeKind, ShardDemand, Traffic
 from launch.fabric.shards import Shard
 from launch.plan.book import line, part
 
@@ -148,7 +148,7 @@ class RouteCost:
         return max((_transfers(self.traffic, each) for each in self.traffic.kinds), default=0)
 
     @property
-    def by_kind(self) -> list[tuple[NodeKind, Sequence[Demand]]]:
+    def by_kind(self) -> list[tuple[NodeKind, Sequence[ShardDemand]]]:
         return list(zip(self.traffic.kinds, self.traffic.demands, strict=True))
 
     @property
@@ -180,7 +180,7 @@ def swap_seconds(weight_bytes: float, coefficients: SyncCoefficients) -> float:
             + weight_bytes / coefficients.digest_rate)
 
 
-def dealt_whole(each: NodeKind, demands: Sequence[Demand]) -> bool:
+def dealt_whole(each: NodeKind, demands: Sequence[ShardDemand]) -> bool:
     """Whether the senders of a shard deal its receivers out among themselves (`direct`): where that costs no time,
     since they divide evenly or the busiest sender is done before its receivers are. Else every sender sends its part
     of every copy. One answer for all shards of a kind of node: the two do not share a Latin square."""
@@ -215,7 +215,7 @@ def _egress(traffic: Traffic, kind: Kind) -> float:
     return most * min(shared, traffic.training.gpus)
 
 
-def _hops(each: NodeKind, demands: Sequence[Demand], kind: Kind) -> int:
+def _hops(each: NodeKind, demands: Sequence[ShardDemand], kind: Kind) -> int:
     """NIC hops into nodes of one kind, where receivers forward."""
     behind = ceil(len(each.nodes) / min(demand.senders for demand in demands))
     return behind if kind == "chain" else behind.bit_length()

@@ -126,7 +126,7 @@ class NodeKind(NamedTuple):
     """Most bytes into one GPU over NVLink."""
 
 
-class Demand(NamedTuple):
+class ShardDemand(NamedTuple):
     """One copy of what a rollout node takes from a shard on one rail."""
 
     shard: Shard
@@ -151,7 +151,7 @@ class Traffic:
     fabric: Fabric
     training: TrainingLayout
     kinds: tuple[NodeKind, ...]
-    demands: tuple[tuple[Demand, ...], ...]
+    demands: tuple[tuple[ShardDemand, ...], ...]
     """Of a node of each kind."""
     order: tuple[int, ...]
     """GPUs of the engines' ranks (see `gpu_order`)."""
@@ -203,7 +203,7 @@ def assemble(fabric: Fabric, training: TrainingLayout, kinds: tuple[NodeKind, ..
              replica_bytes: int, senders_limit: int = 0, seats: tuple[Place | None, ...] = ()) -> Traffic:
     """Node kinds with the senders of what they take."""
     demands = tuple(tuple(
-        Demand(shard, rail, size, *_senders(training, fabric, shard, rail, senders_limit, seats))
+        ShardDemand(shard, rail, size, *_senders(training, fabric, shard, rail, senders_limit, seats))
         for (shard, rail), size in kind.egress_per_copy.items()) for kind in kinds)
     return Traffic(fabric, training, kinds, demands, order, replica_bytes, senders_limit, seats)
 
