@@ -1,7 +1,7 @@
 """The book of a plan: every number with its formula, its inputs and where they came from.
 
-A model is a class whose numbers are computed when they are asked for. Those that `megatron-rl plan explain` prints are
-its lines:
+A model is a class that computes its numbers on demand. Its lines are the numbers that `megatron-rl plan explain`
+prints:
 
     @dataclass(frozen=True)
     class TrainingTime:
@@ -13,15 +13,15 @@ its lines:
         def pp_bubble_s(self) -> float:
             return (sum(self.slots) - self.slot_s) / self.layout.vpp
 
-A search reads `time.pp_bubble_s`, a property like any other. An explanation reads the same
-attribute of `book.view(time)`: what the method reads on its way is noted, and these are the inputs of the line. Nothing
-is written down a second time, and no input can be forgotten:
+A search reads `time.pp_bubble_s`, a property like any other. An explanation reads the same attribute of
+`book.view(time)`. The view records every attribute that the method reads, and these become the inputs of the line. So
+no formula is written twice and no input can be forgotten:
 
-- A number reaches a method only through `self`, and every attribute of a view is noted, whether it decides a value or a
-  branch. Hence the inputs are those that matter, and guards ("is it 1?").
-- A `part` is a value without a line of its own: who reads it has read all that it was computed from.
-- An object that a part makes carries what the part read, and gives it to whoever reads one of its fields. One that is
-  `made` of attributes gives what that attribute was read from.
+- A method gets numbers only through `self`. The view records each attribute, whether it decides a value or a branch, so
+  the inputs include guards ("is it 1?").
+- A `part` is a value without a line of its own. Reading it counts as reading everything that it was computed from.
+- An object that a part creates carries the inputs of that part. Reading a field of the object counts as reading them.
+  For an object that is `made` of attributes, reading a field counts as reading the inputs of that attribute only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class part(Generic[T]):
-    """A value of an object that is computed when it is first read, and kept: `functools.cached_property` without its
+    """A value that is computed when it is first read, and then kept. It is `functools.cached_property` without the
     lock, which costs more than most formulas."""
 
     line: Line | None = None
@@ -66,8 +66,8 @@ class part(Generic[T]):
 
 
 class made(part[T]):
-    """A part that is an object made of attributes of its owner, one for each of the first parameters of `kind`:
-    `made(Demand, prompts="problem.workload.prompts", ...)`."""
+    """A part that is an object made of attributes of its owner. Each attribute is an argument of `kind`:
+    `made(Demand, prompts="problem.workload.prompts", ...)`. The arguments are the first parameters of `kind`."""
 
     def __init__(self, kind: Callable[..., T], /, **fields: str) -> None:
         names = list(inspect.signature(kind).parameters)[:len(fields)]
@@ -84,7 +84,7 @@ class made(part[T]):
 
 @dataclass(frozen=True)
 class Line:
-    """What the book says of a number beside its value and its inputs; see `line`."""
+    """What the book says about a number, besides its value and its inputs; see `line`."""
 
     unit: str
     formula: str | Callable[[Any], str]
@@ -94,7 +94,7 @@ class Line:
 
 
 class _Property(property):
-    """A line that is computed at each read."""
+    """A line that is computed at every read."""
 
     line: Line | None = None
 
@@ -102,67 +102,68 @@ class _Property(property):
 def line(unit: str, formula: str | Callable[[Any], str], *, key: str = "",
          written: Callable[[Any, Any], bool] = lambda owner, value: True,
          shown: Callable[[Any], Any] = lambda value: value) -> Callable[[Callable[[Any], T] | part[T]], part[T]]:
-    """A method that computes a number of the book: a property, or a part where it is read more than once.
+    """Decorates a method that computes a number of the book. The method becomes a property, or a part if it is
+    decorated as a `part` too, for a number that is read more than once.
 
     Args:
         unit: bytes, s, FLOP, tokens/s, ... or empty.
-        formula: in the field's symbols, with the paper or page it comes from where it is not plain arithmetic; or what
-            gives it for an object.
-        key: with a dot the whole key, without one what stands for the name of the method behind the object's `PREFIX`.
-        written: (object, value) -> whether there is such a line; one that is not written counts as a part.
-        shown: value -> how it stands in the book (round).
+        formula: the formula in the field's symbols, with its paper or page unless it is plain arithmetic; or a function
+            that returns the formula of an object.
+        key: the whole key if it contains a dot; otherwise a name that replaces the method's name after the object's
+            `PREFIX`.
+        written: (object, value) -> whether the line is written. A line that is not written counts as a part.
+        shown: value -> the value that the book shows, such as `round`.
     """
     def decorated(function: Callable[[Any], T] | part[T]) -> part[T]:
         found = function if isinstance(function, part) else _Property(function)
         found.line = Line(unit, formula, key, written, shown)
-        return cast("part[T]", found)       # what a type checker has to know of either
+        return cast("part[T]", found)       # for a type checker, both are descriptors that return T
     return decorated
 
 
 def nonzero(owner: Any, value: float) -> bool:
-    """For `line`: a number that is 0 has no line."""
+    """For `line(written=...)`: a number that is 0 has no line."""
     return value != 0
 
 
 class Book:
-    """Entries in the order in which they were written, an input before what rests on it. A key is written once; writing
-    the same number again is allowed, writing another is a bug."""
+    """Entries in the order in which they were written. Inputs precede the numbers that are computed from them. Writing
+    the same number again under a key is allowed; writing another number is a bug."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Number] = {}
         self._views: dict[int, _View] = {}
         self._reading: list[dict[str, None]] = []
-        """Keys read so far by the lines and parts being computed, the innermost last."""
+        """The keys that each line or part in computation has read so far, the innermost last."""
 
     def given(self, key: str, value: float, unit: str, source: str) -> float:
-        """Write down an input and return it."""
+        """Write an input and return it."""
         self._write(Number(key=key, value=value, unit=unit, source=source))
         return value
 
     def computed(self, key: str, value: float, unit: str, formula: str, inputs: Iterable[str]) -> float:
-        """Write down a result and return it. Every input must have been written before."""
+        """Write a result and return it. Every input must have been written before."""
         entry = Number(key=key, value=value, unit=unit, formula=formula, inputs=tuple(inputs))
         missing = [name for name in entry.inputs if name not in self._entries]
         if missing:
-            raise KeyError(f"{key} is computed from {', '.join(missing)}, which nobody has written down")
+            raise KeyError(f"{key} is computed from {', '.join(missing)}, which are not in the book")
         self._write(entry)
         return value
 
     def name(self, target: object, attribute: str, key: str) -> None:
-        """Who reads this attribute of `target` reads the number `key`."""
+        """Reading this attribute of `target` counts as reading the number `key`."""
         self._view(target)._keys[attribute] = key
 
     def describe(self, target: object, *keys: str) -> None:
-        """Who reads any other attribute of `target`, or calls a method, reads all of these numbers: they are what the
-        book says of it."""
+        """Reading any other attribute of `target`, or calling a method, counts as reading all of these numbers."""
         self._view(target)._others = keys
 
     def view(self, target: T) -> T:
-        """`target`, as an object whose attributes are computed anew and whose reads are noted."""
+        """`target` as an object that computes its attributes anew and records which of them are read."""
         return cast(T, self._view(target))
 
     def write(self, *targets: object) -> None:
-        """Write all lines of these objects, in the order of their classes, those of a base class first."""
+        """Write all lines of these objects, in the order of their definition, those of base classes first."""
         for target in targets:
             view = self._view(target)
             for kind in reversed(type(view._target).__mro__):
@@ -178,7 +179,7 @@ class Book:
         return self._views[id(target)]
 
     def _read(self, view: _View, name: str) -> Any:
-        """An attribute of a view, computed once; its keys count as read by whatever is being computed."""
+        """An attribute of a view, computed once. Its keys are added to those that the current computation has read."""
         if name not in view._known:
             self._reading.append({})
             try:
@@ -192,7 +193,7 @@ class Book:
         return value
 
     def _value(self, view: _View, name: str) -> Any:
-        """Computes an attribute; what is noted while it does are the attribute's keys."""
+        """Computes an attribute. The keys that are recorded meanwhile are the attribute's keys."""
         target, noted = view._target, self._reading[-1]
         if name in view._keys or view._others:
             noted.update(dict.fromkeys([view._keys[name]] if name in view._keys else view._others))
@@ -204,7 +205,7 @@ class Book:
         if isinstance(found, made):
             value = self._view(found.kind(*found.read(view)))
             value._makers, value._maker = found.fields, view
-            noted.clear()                   # each of its fields has its own
+            noted.clear()                   # each field has its own keys
             return value
         if isinstance(found, (part, property)):
             value = (found.function if isinstance(found, part) else found.fget)(view)       # type: ignore[misc]
@@ -226,7 +227,7 @@ class Book:
         return self._seen(value, view._made_from)
 
     def _seen(self, value: Any, made_from: tuple[str, ...] = (), maker: _View | None = None) -> Any:
-        """A value as a line sees it: objects as views, which carry what they were made from."""
+        """A value as a line sees it. An object becomes a view, which carries the keys that it was made from."""
         if type(value) is tuple:
             return tuple(self._seen(each, made_from, maker) for each in value)
         if type(value) is dict:
@@ -240,7 +241,7 @@ class Book:
 
     def _write(self, entry: Number) -> None:
         if self._entries.setdefault(entry.key, entry) != entry:
-            raise ValueError(f"{entry.key} is in the book as {self._entries[entry.key]}, not {entry}")
+            raise ValueError(f"{entry.key} is already in the book as {self._entries[entry.key]}, not {entry}")
 
     def __getitem__(self, key: str) -> Number:
         return self._entries[key]
@@ -259,7 +260,7 @@ _HASHES = itertools.count()
 
 
 class _View:
-    """An object whose reads are noted."""
+    """An object that records which of its attributes are read."""
 
     __slots__ = ("_book", "_keys", "_known", "_made_from", "_maker", "_makers", "_others", "_target")
 
@@ -276,6 +277,6 @@ class _View:
         return self._book._read(self, name)
 
     def __hash__(self) -> int:
-        """Another one each time: no `lru_cache` answers for what has to be read, and none keeps what was read here for
-        anybody else."""
+        """A new value at every call, so that no `lru_cache` returns a cached result instead of reading, or keeps a
+        result of this view."""
         return next(_HASHES)

@@ -1,6 +1,6 @@
-"""What a plan predicts, and why it is what it is: the part of `plan.json` that no process of a run depends on.
+"""The predictions of a plan and the reasons for its choices. No process of a run depends on this part of `plan.json`.
 
-Integers for bytes, floats for seconds. A number that no machine produced is a prediction, and every number here is one.
+Bytes are integers, seconds are floats. Every number here is a prediction, none is a measurement.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Record(BaseModel):
 
 
 class ClusterFacts(Record):
-    """The cluster that was planned for."""
+    """The cluster that the plan is for."""
 
     name: str
     nodes: int
@@ -30,48 +30,48 @@ class ClusterFacts(Record):
     """bytes/s of one NIC."""
     rails: int
     leaves: tuple[int, ...]
-    """Nodes under each leaf switch; one number where all share one."""
+    """Number of nodes under each leaf switch; one number if all share a leaf."""
     source: str
-    """The file, or the live system, that it was read from."""
+    """The file or the live system that describes the cluster."""
 
 
 class NodeSplit(Record):
     mode: Literal["disaggregated", "colocated", "hybrid"]
     training: int
-    """Nodes that train (colocated and hybrid: all that are used)."""
+    """Nodes that train; in the modes colocated and hybrid, all nodes in use."""
     rollout: int
-    """Nodes that roll out only."""
+    """Nodes that only roll out."""
     spare: int
-    """Nodes that the plan leaves out: asked for, or left over by the layouts."""
+    """Nodes that the plan does not use: requested spares, and nodes that the layouts leave over."""
 
 
 class MemoryOf(Record):
-    """Memory of one GPU of a role."""
+    """Memory of one GPU of a partition."""
 
     role: Literal["training", "rollout"]
     name: str
     """`stage 0`, ..., or `engine`."""
     components: dict[str, int]
-    """bytes; they sum to `total`."""
+    """Bytes; the sum is `total`."""
     total: int
     limit: int
     verdict: Literal["fits", "tight", "no"]
 
 
 class Phase(Record):
-    """A phase of the step; phases of an asynchronous step overlap."""
+    """A phase of the step. The phases of an asynchronous step overlap."""
 
     name: PhaseName
     seconds: float
     low: float
     high: float
     starts: float
-    """Seconds after the step's beginning, for the Gantt chart."""
+    """Seconds from the start of the step, for the Gantt chart."""
     partition: Partitions
 
 
 class Throughput(Record):
-    """Prompts an hour."""
+    """Prompts per hour."""
 
     low: float
     nominal: float
@@ -81,21 +81,21 @@ class Throughput(Record):
 
 
 class SyncEdge(Record):
-    """Weight traffic from one node to another, all shards of a sync together."""
+    """Weight traffic from one node to another: all shards of a sync together."""
 
     partition: Literal["training", "rollout"]
-    """Where the sender belongs; a rollout node forwards."""
+    """Partition of the sender. A rollout node forwards what it received."""
     source: int
-    """Number of the sender inside its partition."""
+    """Number of the sender within its partition."""
     target: int
-    """Number of the receiver inside the rollout partition."""
+    """Number of the receiver within the rollout partition."""
     bytes: int
     hop: int
-    """0 from a training node, 1 from a node that got it from there, ..."""
+    """0: the sender is a training node; 1: the sender received the bytes from a training node; ..."""
 
 
 class SyncRoute(Record):
-    """A way for the weights to travel."""
+    """A route of the weights."""
 
     route: Literal["direct", "chain", "tree", "in place"]
     lower_bound_s: float
@@ -104,62 +104,62 @@ class SyncRoute(Record):
     busiest_nic_in_bytes: int
     hops: int
     chunk_bytes: int = 0
-    """Of a bucket; 0 where nothing crosses a network."""
+    """Size of a bucket; 0 if nothing crosses a network."""
     communicators: int = 0
-    """Most that a GPU takes part in; 0 without GPUs."""
+    """Largest number of communicators that a GPU takes part in; 0 without GPUs."""
     communicator_bytes: int = 0
-    """Most that they take of a GPU."""
+    """Most memory that communicators take on a GPU."""
     edges: tuple[SyncEdge, ...] = ()
-    """Node to node, for the picture; () where nothing crosses a network."""
+    """Traffic between nodes, for the picture; () if nothing crosses a network."""
 
 
 class DiskForecast(Record):
     """A version of the weights on disk (`weight_sync.disk`)."""
 
     every: int
-    """Steps between two of them."""
+    """Steps between two versions on disk."""
     bytes: int
     seconds: float
-    """Written and read back, beside a rollout."""
+    """Time to write a version and read it back, during a rollout."""
 
 
 class SyncForecast(Record):
     chosen: str
     reason: str
     payload_bytes: int
-    """Bytes of one copy of what travels."""
+    """Bytes of one copy of the weights that travel."""
     routes: tuple[SyncRoute, ...]
     gpu_order: tuple[int, ...]
-    """Local GPU of each TP rank of an engine, so that its traffic stays on its rail; () where any order does."""
+    """Local GPU of each TP rank of an engine, chosen so that traffic stays on its rail; () if any order works."""
     staging: Literal["in_place", "shadow"] = "in_place"
-    """Where engines receive: into the weights that they serve, or into a second copy."""
+    """Where engines receive weights: `in_place` overwrites the served weights, `shadow` fills a second copy."""
     pauses: dict[str, float] = {}
-    """Staging -> seconds for which the engines serve nothing at a sync; {} where nothing crosses a network."""
+    """Staging -> seconds of a sync in which the engines serve nothing; {} if nothing crosses a network."""
     cross_rail_bytes_natural: int
     cross_rail_bytes: int
-    """Bytes that leave their rail, an engine and sync, in natural order and in `gpu_order`."""
+    """Bytes that leave their rail, per engine and sync: in the natural order, and in `gpu_order`."""
     disk: DiskForecast | None = None
     """None: no version is written to disk."""
 
 
 class RolloutForecast(Record):
     tpot_s: float
-    """Seconds an output token at the mean running batch."""
+    """Seconds per output token at the mean running batch."""
     tokens_per_s_per_gpu: float
     in_flight: float
-    """Mean sequences running, all engines together."""
+    """Mean number of running sequences, all engines together."""
     capacity: float
     """Sequences that the KV cache of all engines holds at the mean context."""
     load: float
-    """in_flight over what the engines can hold at once."""
+    """`in_flight` divided by the number of sequences that the engines can hold at once."""
     longest_s: float
-    """Seconds of a completion that runs to the cap, alone in a small batch."""
+    """Seconds of a completion that runs to the cap, at the mean TPOT."""
     bound_by: str
 
 
 class Staleness(Record):
     versions: int
-    """Most versions that a sample is old when it is trained on: ceil(longest completion / step); 0 when synchronous."""
+    """Largest age, in versions, of a sample in training: ceil(longest completion / step); 0 if synchronous."""
     mean: float
     limit: int | None
     """`algorithm.max_staleness`."""
@@ -171,11 +171,11 @@ class Reliability(Record):
     checkpoint_every_steps: int
     restart_s: float
     effective_time_ratio: float
-    """Share of the time that is progress."""
+    """Fraction of the time in which the job makes progress."""
 
 
 class Alternative(Record):
-    """What was not chosen, and the number that rejected it."""
+    """A value that was not chosen, and the number that rejected it."""
 
     value: str
     rejected_by: str
@@ -190,7 +190,7 @@ class Choice(Record):
 
 
 class Pareto(Record):
-    """A point of the front: no other plan has both fewer GPUs and more prompts an hour."""
+    """A point of the Pareto front: no other plan has both fewer GPUs and more prompts per hour."""
 
     nodes: int
     training: int
@@ -201,7 +201,7 @@ class Pareto(Record):
 
 class Warned(Record):
     code: str
-    """`W001`, ...: docs/plan.md explains each."""
+    """`W001`, ...; docs/plan.md explains each code."""
     message: str
 
 
@@ -226,7 +226,7 @@ class Forecast(Record):
     step_low_s: float
     step_high_s: float
     bottleneck: str
-    """What a faster step needs: the phase or partition that sets its length, and what binds it."""
+    """The phase or partition that sets the length of the step, and the resource that limits it."""
     throughput: Throughput
     rollout: RolloutForecast
     staleness: Staleness

@@ -1,5 +1,5 @@
-"""Parallel layouts of the two partitions, as the planner's models take them. Sizes only: ranks, hosts and GPUs come
-later (`place`)."""
+"""Parallel layouts of the two partitions: their sizes, Megatron's order of ranks, and the layers of each pipeline
+stage. The placement (`launch.planner.seats`) assigns nodes and GPUs later. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp8": 1}
 
 @dataclass(frozen=True, slots=True)
 class TrainingLayout:
-    """Megatron's parallel sizes and what else decides memory and time of a training rank."""
+    """Megatron's parallel sizes, and the other options that decide the memory and time of a training rank."""
 
     tp: int = 1
     pp: int = 1
     vpp: int = 1
-    """Model chunks a rank (1: plain 1F1B)."""
+    """Model chunks per rank; 1: plain 1F1B."""
     cp: int = 1
     dp: int = 1
     ep: int = 1
     """Expert parallel size, inside DP x CP."""
     etp: int = 1
-    """TP ranks that split each expert; 1, as recipes set it, has whole experts and EP over TP x DP x CP."""
+    """TP ranks that split each expert. 1, as recipes set it: experts are whole, and EP spans TP x DP x CP."""
     fsdp: int = 1
-    """Ranks that shard parameters (published FSDP runs only); 1: the distributed optimizer."""
+    """Ranks that shard the parameters (only in published FSDP runs); 1: the distributed optimizer."""
     sequence_parallel: bool = True
-    """Activations outside the matrices are split over TP; without effect at TP 1."""
+    """Splits activations outside the matrices over TP. It has no effect at TP 1."""
     recompute: tuple[str, ...] = ()
-    """() none, ("full",), or modules: core_attn, mlp, layernorm, ..."""
+    """(): nothing is recomputed; ("full",): all; else modules: core_attn, mlp, layernorm, ..."""
     precision: Precision = "bf16"
     grad_bytes: int = 4
-    """Bytes of an accumulated gradient element."""
+    """Bytes per element of the accumulated gradient."""
     distributed_optimizer: bool = True
     fused_attention: bool = True
-    """False: scores are stored (Megatron before FlashAttention; published runs of 2021 and 2022 only)."""
+    """False: attention scores are stored (Megatron before FlashAttention, only in published runs of 2021 and 2022)."""
     layers_of_stage: tuple[int, ...] = ()
-    """Layers of each pipeline stage, all its chunks together; () splits evenly."""
+    """Number of layers of each pipeline stage, all its chunks together; (): an even split."""
 
     def at_dp(self, dp: int) -> TrainingLayout:
-        """With another DP: `dataclasses.replace`, which takes a search three times as long."""
+        """The layout with another DP. `dataclasses.replace` would make a search three times as long."""
         return TrainingLayout(self.tp, self.pp, self.vpp, self.cp, dp, self.ep, self.etp, self.fsdp,
                               self.sequence_parallel,
                               self.recompute, self.precision, self.grad_bytes, self.distributed_optimizer,
@@ -59,13 +59,13 @@ class TrainingLayout:
 
     @property
     def replica_gpus(self) -> int:
-        """GPUs of one model replica (one DP index)."""
+        """GPUs of one model replica, that is of one DP index."""
         return self.tp * self.pp * self.cp
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutLayout:
-    """Engines of the rollout partition."""
+    """The engines of the rollout partition."""
 
     tp: int = 1
     pp: int = 1
@@ -83,9 +83,12 @@ class RolloutLayout:
 
 @lru_cache(maxsize=1024)
 def even_layers(layers: int, pp: int, vpp: int = 1) -> tuple[int, ...]:
-    """Layers of each stage where a run does not say: equal; else embedding and head counted as a layer each, where
-    that makes all chunks equal (Megatron's `account_for_embedding_in_pipeline_split`: 126 layers on PP 8); else what
-    is left over goes to the middle stages, then to the first."""
+    """Number of layers of each stage if a run does not state it.
+
+    The split is equal if PP divides the layers. Otherwise embedding and head count as one layer each if that makes all
+    chunks equal (Megatron's `account_for_embedding_in_pipeline_split`: 126 layers on PP 8). Otherwise the layers are
+    spread as by `layers_of_stage`.
+    """
     if layers % pp == 0:
         return (layers // pp,) * pp
     if pp > 1 and (layers + 2) % (pp * vpp) == 0:
@@ -95,14 +98,14 @@ def even_layers(layers: int, pp: int, vpp: int = 1) -> tuple[int, ...]:
 
 
 def _spread(layers: int, pp: int) -> tuple[int, ...]:
-    """Layers of each stage, as even as possible. The middle stages get what is left over, then the first one."""
+    """Number of layers of each stage, as even as possible. The middle stages get the remainder, then the first one."""
     base, left = divmod(layers, pp)
     takers = [*range(1, pp - 1), 0][:left]
     return tuple(base + (stage in takers) for stage in range(pp))
 
 
 def stage_layers(shape: Architecture, layout: TrainingLayout) -> tuple[int, ...]:
-    """Layers of each pipeline stage."""
+    """Number of layers of each pipeline stage."""
     return layout.layers_of_stage or even_layers(shape.layers, layout.pp, layout.vpp)
 
 
@@ -114,11 +117,11 @@ def rank_coordinates(tp: int, cp: int, dp: int, pp: int) -> tuple[RankCoordinate
 
 
 def layers_of_stage(layers: int, pp: int, vpp: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """`result[stage][chunk]`: global layer numbers.
+    """Global layer numbers: `result[stage][chunk]`.
 
-    With VPP chunk v of stage p holds the block v PP + p (Narayanan et al., arXiv 2104.04473, section 2.2), all blocks
-    equal. Without, layers left over go to the middle stages, then to the first: the ends also hold the embedding and
-    the logits.
+    With VPP, chunk v of stage p holds block v PP + p, and all blocks are equal (Narayanan et al., arXiv 2104.04473,
+    section 2.2). Without VPP, the middle stages get the remainder, then the first one, because the ends also hold the
+    embedding and the logits.
 
     Raises:
         UserError: fewer layers than stages, or a VPP that does not divide.

@@ -1,7 +1,7 @@
-"""The plan and the placement: what the launcher decides and every process reads.
+"""The plan and the placement. The launcher decides both, and every process reads them.
 
-A plan is logical and immutable (which rank holds which coordinates, which engine holds which GPUs of which
-partition node); a placement binds it to hosts for one attempt. Nobody derives a coordinate a second time.
+A plan is logical and immutable: it holds the parallel sizes, the coordinates of every rank and the engines. A placement
+binds a plan to nodes, GPUs and ports for one attempt. No process derives a coordinate a second time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TrainingPlan(Frozen):
     padded_vocab: int
     """Vocabulary rounded up to a multiple of 128 x TP, as Megatron shards it."""
     layers_of_stage: tuple[tuple[tuple[int, ...], ...], ...]
-    """`layers_of_stage[pp][vpp]`: global layer numbers, in order."""
+    """Global layer numbers, in order: `layers_of_stage[pp][vpp]`."""
     ranks: tuple[RankCoordinates, ...]
 
     @property
@@ -65,9 +65,9 @@ class BatchPlan(Frozen):
     samples_per_step: int
     updates_per_batch: int
     token_budget: int
-    """Most tokens of a packed micro-batch."""
+    """Maximum number of tokens of a packed micro-batch."""
     sequence_multiple: int
-    """Each sequence is padded to a multiple of this: 2 CP when CP > 1, times TP with sequence parallelism."""
+    """Each sequence is padded to a multiple of this number: 2 CP if CP > 1, times TP with sequence parallelism."""
     share_prompts: bool = False
     """Whether the completions of a group share one copy of their prompt in a micro-batch."""
 
@@ -81,38 +81,37 @@ class Plan(Frozen):
     rollout: RolloutPlan
     batch: BatchPlan
     no_forecast: str = ""
-    """Why nothing is predicted, where nothing is."""
+    """The reason if nothing is predicted."""
     chosen: dict[str, bool | int | float | str] = {}
-    """Dotted keys of the configuration -> the values that the user did not write: what was `auto`, and what an attempt
-    changes (fewer nodes, a longer start). This is the only document in which they travel: an attempt's `config.yaml`
-    keeps the user's `auto`, and `launch.run.attempts.Attempt.config` puts the two together."""
+    """Dotted keys of the configuration -> values that the user did not write: values of keys that were `auto`, and
+    changes by an attempt (fewer nodes, a longer start). Only the plan holds them. An attempt's `config.yaml` keeps the
+    user's `auto`, and `launch.run.attempts.Attempt.config` combines the two."""
 
     def fingerprint(self) -> str:
-        """Hash of all that a run depends on: a better forecast of the same plan does not change it. (What was chosen is
-        in `config_hash`.)"""
+        """Hash of everything that a run depends on. A better forecast of the same plan does not change it. The chosen
+        values enter through `config_hash`."""
         prediction = {"forecast", "no_forecast", "chosen"}
         return hashlib.sha256(self.model_dump_json(exclude=prediction).encode()).hexdigest()[:16]
 
     def predicted(self, forecast: Forecast) -> ForecastPlan:
-        """The same plan with what is predicted of it."""
+        """The same plan with its forecast."""
         return ForecastPlan(**{**dict(self), "forecast": forecast})
 
 
 class ForecastPlan(Plan):
-    """A plan of which something is predicted: every plan for a cluster, and one for this machine where its kind of GPU
-    and the lengths of its data are known."""
+    """A plan with a forecast. Every plan for a cluster has one. A plan for this machine has one if the machine's kind
+    of GPU and the lengths of the data are known."""
 
     forecast: Forecast
-    """What is predicted, and why the plan is as it is."""
 
 
 def forecast_of(plan: Plan) -> Forecast | None:
-    """What is predicted of a plan, if anything is."""
+    """The forecast of a plan, if it has one."""
     return plan.forecast if isinstance(plan, ForecastPlan) else None
 
 
 def read_plan(content: object) -> Plan:
-    """A plan from parsed JSON, with its forecast where there is one. Raises ValidationError."""
+    """A plan from parsed JSON, with its forecast if there is one. Raises ValidationError."""
     if isinstance(content, dict) and content.get("forecast") is None:       # older plans wrote a null
         return Plan.model_validate({key: value for key, value in content.items() if key != "forecast"})
     return ForecastPlan.model_validate(content)
@@ -125,9 +124,9 @@ class RankPlacement(Frozen):
     gpu: int | None
     """Local GPU index; None on a CPU."""
     port: int
-    """Port of this rank's weight-sync lane (it listens on its node's job interface)."""
+    """Port of this rank's weight-sync lane. The rank listens on its node's job interface."""
     nic: int | None = None
-    """Index of the NIC next to the GPU; None where it is not known."""
+    """Index of the NIC next to the GPU; None if it is unknown."""
 
 
 class EnginePlacement(Frozen):
@@ -137,7 +136,7 @@ class EnginePlacement(Frozen):
     gpus: tuple[int, ...]
     """Local GPU of each rank of the engine, in rank order."""
     nics: tuple[int, ...] = ()
-    """The NIC next to each of `gpus`; () where they are not known."""
+    """The NIC next to each of `gpus`; () if they are unknown."""
     nodes: tuple[str, ...] = ()
     """Node of each of `gpus`; () for an engine inside one node."""
 
@@ -147,19 +146,19 @@ class Placement(Frozen):
     plan_fingerprint: str
     nodes: tuple[str, ...]
     addresses: dict[str, str]
-    """Ray node name -> address inside the job's network."""
+    """Ray node name -> address in the job's network."""
     training: tuple[RankPlacement, ...]
     rollout: tuple[EnginePlacement, ...]
     master_port: int
-    """Port of the training ranks' rendezvous on rank 0's node."""
+    """Port of the training ranks' rendezvous, on the node of rank 0."""
     spares: tuple[str, ...] = ()
     """Nodes of the allocation that no process runs on."""
     ports: dict[str, int] = {}
-    """Node -> first port of its block (`launch.ports`). Empty: one block serves all of them."""
+    """Node -> first port of its block (`launch.ports`). Empty: one block serves all nodes."""
     interfaces: dict[str, str] = {}
-    """Node -> the network interface that its address belongs to. Empty: loopback, the job is on one machine."""
+    """Node -> the network interface of its address. Empty: the job runs on one machine and uses loopback."""
     leaves: dict[str, int] = {}
-    """Node -> number of its leaf switch. Empty: all hang on one."""
+    """Node -> number of its leaf switch. Empty: all nodes share one."""
 
     nics: dict[str, tuple[str, ...]] = {}
     """Node -> names of its NICs in rail order, such as `mlx5_0`. Empty: NCCL finds them."""

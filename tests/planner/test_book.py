@@ -133,7 +133,7 @@ def test_a_key_is_written_once_and_rests_on_what_is_written():
     book.given("x", 1, "", "here")
     with pytest.raises(ValueError, match="x is in the book"):
         book.given("x", 2, "", "here")
-    with pytest.raises(KeyError, match="y, which nobody has written down"):
+    with pytest.raises(KeyError, match="y, which are not in the book"):
         book.computed("z", 1, "", "y", ("y",))
 
 
