@@ -146,7 +146,7 @@ class Book:
         entry = Number(key=key, value=value, unit=unit, formula=formula, inputs=tuple(inputs))
         missing = [name for name in entry.inputs if name not in self._entries]
         if missing:
-            raise KeyError(f"{key} is computed from {', '.join(missing)}, which are not in the book")
+            raise KeyError(f"{key} is computed from numbers that are not in the book: {', '.join(missing)}")
         self._write(entry)
         return value
 

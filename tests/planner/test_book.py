@@ -131,9 +131,9 @@ def test_a_key_is_written_once_and_rests_on_what_is_written():
     book = Book()
     book.given("x", 1, "", "here")
     book.given("x", 1, "", "here")
-    with pytest.raises(ValueError, match="x is in the book"):
+    with pytest.raises(ValueError, match="x is already in the book"):
         book.given("x", 2, "", "here")
-    with pytest.raises(KeyError, match="y, which are not in the book"):
+    with pytest.raises(KeyError, match="z is computed from numbers that are not in the book: y"):
         book.computed("z", 1, "", "y", ("y",))
 
 

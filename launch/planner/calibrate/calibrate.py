@@ -1,16 +1,16 @@
-"""Refits a site's few coefficients to runs made there, and writes them into the cluster file.
+"""Refits the few coefficients of a site to runs made there, and writes them into the cluster file.
 
-The plan of each run's own configuration is computed again, with the lengths that the run had. Then, phase by phase:
+The plan of each run is computed again from its configuration, with the lengths of the run. Then, phase by phase:
 
     train     = updates x pre-training time / eta + updates x t_update      eta = rl.train_efficiency
     log-prob  = passes x train x forward / training x factor                factor = rl.logprob_factor
     rollout   = generation / eta_r + responses x t_response                 eta_r = rl.rollout_efficiency
     sync      = wire(NIC efficiency) + what grows with bytes + fixed        fixed = sync.pause_s + sync.barrier_s
 
-Train and rollout are a slope and a fixed cost; one run is one number, so it sets the slope and keeps the file's fixed
-cost. Runs of different sizes set both, by least squares of the relative error. Why eta_r, and not the engine's host
-time: one run says how much an output token takes in all, not on which term of the step; the scale of the whole keeps
-the dependence on batch and context that was fitted to many published points. docs/calibration.md
+Train and rollout each have a slope and a fixed cost. One run gives one number: it sets the slope and keeps the fixed
+cost of the file. Runs of different sizes set both, by least squares of the relative error. Rollout refits eta_r and not
+the engine's host time, because a run measures the total time of an output token, not its terms. Scaling the total keeps
+the dependence on batch and context, which was fitted to many published points. See docs/calibration.md.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from launch.planner.calibrate.run import CalibrationRun, read_run
 from launch.planner.search.candidate import Candidate
 
 MOST_FIXED = 0.9
-"""Share of a measured phase that a fixed cost may take before a run refutes it."""
+"""Maximum share of a measured phase for a fixed cost. With a larger share, the run refutes the fixed cost."""
 APART = 1.2
-"""Ratio of slope to fixed cost, between two runs, from which on they tell the two apart."""
+"""Slope over fixed cost must differ by this factor between two runs to fit both."""
 BULK_BYTES = 64 << 20
-"""Bytes through the busiest NIC below which a transfer measures latency, not the NIC's rate."""
+"""A transfer with fewer bytes through its busiest NIC measures latency, not the NIC's rate."""
 LEAST_NIC, MOST_NIC = 1e-3, 1.0
-"""Between which a NIC's efficiency is sought."""
+"""Range in which a NIC's efficiency is sought."""
 RL, SYNC = "coefficients.rl", "coefficients.sync"
 ENDS = ("_low", "_high")
-"""The range of an efficiency moves with it."""
+"""Suffixes of the ends of an efficiency's range. The range moves with the efficiency."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A coefficient of the file."""
+    """A changed coefficient of the file."""
 
     key: str
     old: float
@@ -52,21 +52,21 @@ class Change:
 
 @dataclass(frozen=True)
 class RunOfPhase:
-    """A phase of one run, in seconds: measured once, predicted twice."""
+    """A phase of one run, in seconds: one measurement and two predictions."""
 
     run: str
     measured: float
     before: float
-    """Predicted with the file as it was ..."""
+    """Predicted with the old coefficients of the file."""
     after: float
-    """... and as it is."""
+    """Predicted with the new ones."""
 
 
 @dataclass(frozen=True)
 class PhaseFit:
     phase: str
     changes: tuple[Change, ...]
-    """() where the coefficients were left; `note` says why."""
+    """() if the coefficients were kept; `note` gives the reason."""
     runs: tuple[RunOfPhase, ...]
     note: str = ""
 
@@ -85,7 +85,7 @@ class _Fitting:
     spec: ClusterSpec
     runs: tuple[CalibrationRun, ...]
     values: dict[str, float]
-    """By key, those of the file with what was fitted so far."""
+    """The coefficients of the file by key, with those fitted so far."""
 
     def candidates(self) -> list[Candidate]:
         return [run.candidate(replace(self.spec, coefficients=dict(self.values))) for run in self.runs]
@@ -95,7 +95,7 @@ class _Fitting:
         return getattr(getattr(SiteCoefficients.of(self.values), group), name)
 
     def set(self, new: dict[str, float]) -> tuple[Change, ...]:
-        """Set coefficients; the ends of their ranges keep their distance, relative to them."""
+        """Set coefficients. The ends of their ranges keep their relative distance."""
         changes = []
         for key, value in new.items():
             old = self.value(key)
@@ -110,12 +110,12 @@ def calibrate(run: Path, cluster_file: str, *others: Path) -> Calibration:
     """Refit the coefficients of a cluster file to one run or several, and write them into it.
 
     Args:
-        run: a run's folder, or one attempt of it (`runs/NAME/attempts/2`).
-        others: runs of other sizes (prompts a step, lengths, model): they separate slopes from fixed costs.
+        run: a run's folder, or one of its attempts (`runs/NAME/attempts/2`).
+        others: runs of other sizes (prompts per step, lengths, model). They separate slopes from fixed costs.
 
     Raises:
-        UserError: see `calibration_run.read_run`; a run on another kind of GPU than the file's; a file that
-            cannot be read or written. The file is then as it was.
+        UserError: see `launch.planner.calibrate.run.read_run`; a run used another kind of GPU than the file describes;
+            the file cannot be read or written. The file is then unchanged.
     """
     spec = load_cluster(cluster_file)
     runs = tuple(read_run(path) for path in (run, *others))
@@ -139,7 +139,7 @@ def calibrate(run: Path, cluster_file: str, *others: Path) -> Calibration:
 
 
 def phase_seconds(found: Candidate) -> dict[str, float]:
-    """Predicted seconds by the names of `planner.measured`; without the phases that the recipe does not have."""
+    """Predicted seconds of the recipe's phases, by the names of `launch.planner.calibrate.measured`."""
     training = found.training
     every = {"rollout": found.rollout.seconds, "log-prob": training.logprob_s + training.reference_s,
              "train": training.train_s, "sync": found.sync_s}
@@ -154,7 +154,7 @@ def _check_kind(run: CalibrationRun, spec: ClusterSpec, cluster_file: str) -> No
 
 
 _Fit = tuple[tuple[Change, ...], str]
-"""What was set, and what there is to say."""
+"""The changed coefficients, and a note."""
 
 
 def _train(fitting: _Fitting) -> _Fit:
@@ -187,8 +187,12 @@ def _logprob(fitting: _Fitting) -> _Fit:
 
 def _slope_and_fixed(fitting: _Fitting, phase: str, efficiency: str, fixed: str,
                      terms: Callable[[Candidate], tuple[float, float]], apart: str) -> _Fit:
-    """Refit `slope / efficiency + count x fixed`; `terms` gives (slope, count) of a run, `apart` names runs in which
-    their ratio differs."""
+    """Refit `slope / efficiency + count x fixed`.
+
+    Args:
+        terms: candidate of a run -> (slope, count).
+        apart: names runs with another ratio of the two, for the note.
+    """
     points = [(*terms(found), run.measured[phase])
               for run, found in zip(fitting.runs, fitting.candidates(), strict=True) if run.measured.get(phase)]
     if not points:
@@ -201,8 +205,8 @@ def _slope_and_fixed(fitting: _Fitting, phase: str, efficiency: str, fixed: str,
     if share <= MOST_FIXED:
         return fitting.set({efficiency: 1 / _slope(points, cost)}), ""
     halved = median(measured / count for _, count, measured in points) / 2
-    note = (f"{fixed} = {cost:.3g} s alone would take {share:.2g} x the measured phase; what was measured does not "
-            f"tell it from the rest, so each gets half. {apart} would tell")
+    note = (f"{fixed} = {cost:.3g} s alone would take {share:.2g} x the measured phase; the measurement does not "
+            f"separate it from the rest, so each gets half. {apart} would separate them")
     return fitting.set({efficiency: 1 / _slope(points, halved), fixed: halved}), note
 
 
@@ -213,8 +217,8 @@ def _slope(points: Sequence[tuple[float, float, float]], cost: float) -> float:
 
 
 def _both(points: Sequence[tuple[float, float, float]]) -> tuple[float, float] | None:
-    """(x, y) that minimise the sum of ((x slope + y count - measured) / measured)^2 with x > 0, y >= 0; None where
-    the runs do not tell the two apart."""
+    """(x, y) that minimise the sum of ((x slope + y count - measured) / measured)^2 with x > 0, y >= 0; None if the
+    runs do not determine both."""
     ratios = [slope / count for slope, count, _ in points]
     if max(ratios) < APART * min(ratios):
         return None
@@ -234,7 +238,7 @@ def _sync(fitting: _Fitting) -> _Fit:
     runs = [run for run in fitting.runs
             if run.measured.get("sync") and (run.plan.forecast.cluster.nodes > 1 or not many)]
     if not runs:
-        return (), ("weights stayed in one node, and the file describes several" if many else "not measured")
+        return (), ("weights stayed in one node, but the file describes several" if many else "not measured")
     changes, said = _nic(fitting, runs)
     pause, barrier = f"{SYNC}.pause_s", f"{SYNC}.barrier_s"
     fixed = fitting.value(pause) + fitting.value(barrier)
@@ -243,7 +247,7 @@ def _sync(fitting: _Fitting) -> _Fit:
     new = (sum((1 - rest / measured) / measured for measured, rest in points)
            / sum(1 / measured ** 2 for measured, _ in points))
     if new <= 0:
-        beyond = "what grows with the weights' bytes alone is predicted longer than measured: fixed costs left"
+        beyond = "the predicted sync without fixed costs takes longer than the measured one: fixed costs kept"
         return changes, "; ".join(filter(None, (said, beyond)))
     if not fixed:
         return (*changes, *fitting.set({pause: new})), said
@@ -252,7 +256,7 @@ def _sync(fitting: _Fitting) -> _Fit:
 
 
 def _nic(fitting: _Fitting, runs: Sequence[CalibrationRun]) -> _Fit:
-    """The NIC's efficiency from the transfer alone, where enough bytes pass a NIC to measure it."""
+    """Refit the NIC's efficiency to the transfer alone, if enough bytes pass a NIC to measure it."""
     key = f"{SYNC}.nic_efficiency"
     named = {run.name for run in runs}
 
@@ -264,7 +268,7 @@ def _nic(fitting: _Fitting, runs: Sequence[CalibrationRun]) -> _Fit:
                 if run.name in named and run.transfer_s and found.sync is not None]
 
     if not any(size >= BULK_BYTES for _, _, size in wires()):
-        return (), f"less than {BULK_BYTES >> 20} MiB passes a NIC: its efficiency is left, all else counts as fixed"
+        return (), f"less than {BULK_BYTES >> 20} MiB passes a NIC: its efficiency is kept, all else counts as fixed"
 
     def excess(efficiency: float) -> float:
         fitting.values[key] = efficiency
@@ -275,7 +279,7 @@ def _nic(fitting: _Fitting, runs: Sequence[CalibrationRun]) -> _Fit:
     if excess(high) > 0 or excess(low) < 0:
         why = "faster than at line rate" if excess(high) > 0 else f"slower than at {low:g} of the line rate"
         fitting.values[key] = old
-        return (), f"the transfer was {why}: nic_efficiency left"
+        return (), f"the transfer was {why}: nic_efficiency kept"
     for _ in range(60):
         middle = (low * high) ** 0.5
         low, high = (low, middle) if excess(middle) < 0 else (middle, high)

@@ -1,10 +1,10 @@
-"""What a run was predicted to take beside what it took. Every number is labelled as one or the other.
+"""Predicted and measured times of a run, side by side. Every number is labelled as one or the other.
 
-    rollout    predicted: generation and each response's share of host work; measured: time/rollout + time/reward
-    log-prob   predicted: the passes for old and for reference log-probs;    measured: time/logprob
-    train      time/train
-    sync       time/sync
-    step       the whole;                                                    measured: time/step
+    rollout    predicted: generation, and host work per response             measured: time/rollout + time/reward
+    log-prob   predicted: the passes for old and for reference log-probs     measured: time/logprob
+    train      predicted: all optimizer steps                                measured: time/train
+    sync       predicted: the weight sync                                    measured: time/sync
+    step       predicted: the whole step                                     measured: time/step
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from launch.run.metrics import Row, series
 
 SCHEMA_VERSION = 1
 WARM_UP = 2
-"""First steps of an attempt, which are left out: engines and allocators warm up."""
+"""Steps at the start of an attempt that are left out, because engines and allocators warm up."""
 FEWEST = 3
-"""Steps after them, below which a median says nothing."""
+"""Minimum number of steps after the warm-up for a median."""
 LENGTH_TOLERANCE = 0.1
-"""Relative difference of a length above which it is named as a cause."""
+"""A length with a larger relative difference is named as a cause."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A phase as both sides know it."""
+    """A phase: its names in the prediction and in the measurement."""
 
     name: str
     predicted: tuple[str, ...]
@@ -43,7 +43,7 @@ KINDS = (Kind("rollout", ("rollout", "reward"), ("time/rollout", "time/reward"))
 
 
 class PredictedSeconds(Record):
-    """Seconds that the plan named before the run."""
+    """Seconds that the plan predicted before the run."""
 
     seconds: float
     low: float
@@ -51,13 +51,13 @@ class PredictedSeconds(Record):
 
 
 class Measured(Record):
-    """Seconds that the run took; over the steps of `PlanVsMeasured.steps`."""
+    """Seconds that the run took, over the steps of `PlanVsMeasured.steps`."""
 
     median: float
     lowest: float
     highest: float
     metrics: tuple[str, ...]
-    """Names in metrics.jsonl; of several the sum of each step."""
+    """Names in metrics.jsonl. Several metrics are summed in each step."""
 
 
 class PhaseComparison(Record):
@@ -67,14 +67,14 @@ class PhaseComparison(Record):
     ratio: float
     """Measured over predicted."""
     in_range: bool
-    """Whether the measured median lies in the predicted range."""
+    """Whether the measured median is in the predicted range."""
 
 
 class Length(Record):
-    """Tokens that the plan assumed and that the run had."""
+    """A length in tokens, as assumed by the plan and as measured in the run."""
 
     name: str
-    """prompt, response (mean of each), or step (prompt and response tokens of all sequences)."""
+    """`prompt` or `response` (means), or `step` (prompt and response tokens of all sequences)."""
     assumed: float
     measured: float
     """Mean over the steps."""
@@ -89,7 +89,7 @@ class Steps(Record):
     last: int
     count: int
     left_out: int
-    """Warm-up steps of the attempt."""
+    """Number of warm-up steps of the attempt."""
 
 
 class PlanVsMeasured(Record):
@@ -100,9 +100,9 @@ class PlanVsMeasured(Record):
     phases: tuple[PhaseComparison, ...]
     lengths: tuple[Length, ...]
     notes: tuple[str, ...]
-    """What explains a difference."""
+    """Explanations of differences."""
     nothing: str | None = None
-    """Why there is no comparison; null where there is one."""
+    """The reason if there is no comparison; null if there is one."""
 
 
 def steady(rows: Sequence[Row]) -> list[Row]:
@@ -117,10 +117,10 @@ def seconds(rows: Sequence[Row], metrics: Iterable[str]) -> list[float]:
 
 
 def compare(forecast: Forecast | None, rows: Sequence[Row], no_forecast: str = "") -> PlanVsMeasured:
-    """Plan against measured, for the metrics of one attempt. Pure.
+    """The plan compared with the metrics of one attempt. Pure.
 
     Args:
-        no_forecast: why there is none.
+        no_forecast: the reason if the plan has no forecast.
     """
     measured = steady(rows)
     if forecast is None:
@@ -128,7 +128,7 @@ def compare(forecast: Forecast | None, rows: Sequence[Row], no_forecast: str = "
     if len(measured) < FEWEST:
         made = len([row for row in rows if "time/step" in row])
         return _nothing(f"{made} step{'s' * (made != 1)}: plan and measurement are compared from {WARM_UP + FEWEST} "
-                        f"on, since the first {WARM_UP} are warm-up and a median wants {FEWEST}")
+                        f"on, since the first {WARM_UP} are warm-up and a median needs {FEWEST}")
     phases = [found for kind in KINDS if (found := _phase(kind, forecast, measured))]
     step = PredictedSeconds(seconds=forecast.step_s, low=forecast.step_low_s, high=forecast.step_high_s)
     phases.append(_comparison("step", step, seconds(measured, ("time/step",)), ("time/step",)))
@@ -144,7 +144,7 @@ def _nothing(why: str) -> PlanVsMeasured:
 
 
 def _phase(kind: Kind, forecast: Forecast, rows: Sequence[Row]) -> PhaseComparison | None:
-    """None for a phase that the recipe does not have."""
+    """The comparison of a phase; None if the recipe does not have it."""
     parts = [phase for phase in forecast.phases if phase.name in kind.predicted]
     times = seconds(rows, kind.metrics)
     if not parts or not times:

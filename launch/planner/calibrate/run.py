@@ -1,4 +1,4 @@
-"""A run as calibration takes it: its plan, what it measured, and its plan computed again for other coefficients."""
+"""A run as input of the calibration: its plan, its measurements, and the plan computed again for other coefficients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from launch.planner.search.problem import Problem
 from launch.run.metrics import Row, attempt_dirs, metric_rows
 
 FEWEST_TO_FIT = 4
-"""Steps after the warm-up."""
+"""Minimum number of steps after the warm-up."""
 
 
 @dataclass(frozen=True)
@@ -30,21 +30,21 @@ class CalibrationRun:
     """One attempt."""
 
     name: str
-    """As it was named: the source of what it measured."""
+    """The path that the user gave: the source of the measurements."""
     problem: Problem
-    """On the cluster that its plan saw, without coefficients; with the lengths that the run had."""
+    """The problem on the cluster of the run's plan, without coefficients, with the lengths of the run."""
     plan: ForecastPlan
     steps: int
     measured: dict[str, float]
-    """Median seconds by the names of `planner.measured.KINDS`."""
+    """Median seconds by the names of `launch.planner.calibrate.measured.KINDS`."""
     transfer_s: float | None
-    """Median of the sync's transfer alone."""
+    """Median seconds of the sync's transfer alone."""
     response_tokens: float
     prompt_tokens: float
     """Means."""
 
     def candidate(self, spec: ClusterSpec) -> Candidate:
-        """The run's plan with the coefficients of `spec`, on the machine that the run's own plan saw."""
+        """The run's plan with the coefficients of `spec`, on the machine of the run's plan."""
         own = self.problem.cluster
         same = len(own.nodes) == len(spec.nodes)
         machine = replace(spec, nodes=spec.nodes if same else own.nodes, switches=spec.switches if same else (),
@@ -54,15 +54,16 @@ class CalibrationRun:
 
 
 def read_run(path: Path) -> CalibrationRun:
-    """A run's only attempt, or the attempt that `path` is.
+    """Read the only attempt of a run, or the attempt at `path`.
 
     Raises:
-        UserError: not a run, several attempts, no plan or metrics, asynchronous, too few steps.
+        UserError: `path` is not a run, has several attempts, no plan or no metrics, is asynchronous, or has too few
+            steps.
     """
     attempt = _attempt(path)
     plan = _plan(attempt)
     if plan.forecast.asynchronous:
-        raise UserError(f"{path} is asynchronous: its phases overlap, so that a phase's time is no phase's work",
+        raise UserError(f"{path} is asynchronous: its phases overlap, so the time of a phase is not its work",
                         where=str(attempt), fix="calibrate with a synchronous run of the same model")
     metrics = attempt / "metrics.jsonl"
     if not metrics.is_file():
@@ -103,7 +104,7 @@ def _attempt(path: Path) -> Path:
 
 
 def _machine(forecast: Forecast) -> ClusterSpec:
-    """What a plan says of its cluster."""
+    """The cluster that a plan describes."""
     facts, numbers = forecast.cluster, {each.key: each.value for each in forecast.numbers}
     gpu = gpus.find(facts.gpu)
     rates = {each.name: type(getattr(gpu, each.name))(numbers[f"gpu.{each.name}"]) for each in fields(gpu)

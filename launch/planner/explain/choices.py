@@ -1,4 +1,4 @@
-"""Why the plan is as it is: for each choice the alternatives, with the number that rejected each."""
+"""The reasons for a plan: the alternatives of each choice, with the number that rejected each of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launch.planner.search.search import Search
 
 T = TypeVar("T")
 MOST = 12
-"""Alternatives that a choice lists."""
+"""Maximum number of alternatives of a choice."""
 GB = 1e9
 
 
@@ -34,7 +34,7 @@ def choices(search: Search, found: Candidate) -> tuple[Choice, ...]:
 
 
 def layout_name(layout: TrainingLayout) -> str:
-    """`TP4 CP2 PP4 VPP5 DP5`, with EP and `recompute` where there is any."""
+    """`TP4 CP2 PP4 VPP5 DP5`, with EP and `recompute` if the layout has any."""
     vpp = f" VPP{layout.vpp}" if layout.vpp > 1 else ""
     again = f" recompute {'+'.join(layout.recompute)}" if layout.recompute else ""
     ep = f" EP{layout.ep}" if layout.ep > 1 else ""
@@ -86,7 +86,7 @@ def _split(search: Search, found: Candidate) -> Choice:
 
 
 def binding(found: Candidate) -> str:
-    """What sets the length of the step."""
+    """The phase or limit that sets the length of the step."""
     training, rollout = found.training.seconds, found.rollout.seconds
     if found.waits:
         return f"algorithm.max_staleness = {found.problem.max_staleness} sets the pace ({found.rollout.pace_s:.1f} s)"
@@ -116,7 +116,7 @@ def _training_layout(search: Search, found: Candidate) -> Choice:
 
 
 def _slower(search: Search, found: Candidate, layout: TrainingLayout, seconds: float) -> str:
-    """Why not this layout, which fits."""
+    """Why a layout that fits was not chosen."""
     mine = found.training
     if seconds >= mine.seconds:
         return f"training {seconds:.1f} s against {mine.seconds:.1f} s"
@@ -129,8 +129,8 @@ def _slower(search: Search, found: Candidate, layout: TrainingLayout, seconds: f
 
 def _one_of_each(rows: Iterable[tuple[TrainingLayout, T]], besides: TrainingLayout | None = None
                  ) -> list[tuple[TrainingLayout, T]]:
-    """The first row of each TP, EP, CP and PP: what differs in VPP alone is told once. Of the chosen layout's own
-    family the plain 1F1B schedule is kept too."""
+    """The first row of each (TP, EP, CP, PP), since layouts that differ only in VPP are listed once. The family of the
+    chosen layout also keeps the plain 1F1B schedule."""
     seen, kept = set() if besides is None else {_family(besides)}, []
     for layout, value in rows:
         plain = besides is not None and _family(layout) == _family(besides) and layout.vpp == 1
@@ -173,7 +173,7 @@ def _fastest_of_each_tp(options: Iterable[RolloutOption]) -> list[RolloutOption]
 
 
 def _sequences(search: Search, found: Candidate) -> Choice:
-    """How many sequences an engine runs at once."""
+    """The number of sequences that an engine runs at once."""
     problem, mine = search.problem, found.rollout
     others = [option for option in search.engine_options(mine.layout, mine.units)
               if option.layout.max_num_seqs != mine.layout.max_num_seqs]
@@ -185,8 +185,7 @@ def _sequences(search: Search, found: Candidate) -> Choice:
 
 
 def _pace(option: RolloutOption) -> str:
-    """The seconds that tell two engines apart: of a step's rollout and, where staleness is bounded, of its longest
-    response."""
+    """The seconds that rank engines: the rollout of a step and, if staleness is bounded, its longest response."""
     longest = f", {option.pace_s:.1f} s for max_staleness" if option.pace_s else ""
     return f"{option.seconds:.2f} s{longest}"
 
@@ -198,7 +197,7 @@ def _route(sync: SyncPrediction) -> Choice:
 
 
 def _staging(found: Candidate) -> Choice:
-    """Where the engines receive, and what the other way would cost: seconds against KV cache."""
+    """Where the engines receive weights, and the cost of the alternative: seconds against KV cache."""
     mine = found.rollout
     copy, per_token = mine.memory.weights, mine.memory.kv_bytes_per_token
     pauses = {"in_place": f"engines stop {found.sync_s:.2f} s for a sync",
@@ -216,7 +215,7 @@ def _staging(found: Candidate) -> Choice:
 
 
 def _recipe(found: Candidate) -> Choice:
-    """The lean recipe against the careful one, on the same problem."""
+    """The lean recipe and the careful one, compared on the same problem."""
     problem = found.problem
     workload, rows = problem.workload, []
     for name, logprob, reference in (("lean: no log-prob pass, no KL term", False, False),

@@ -1,5 +1,5 @@
-"""The book of the chosen candidate: its given numbers, and all lines of its models, read from the very objects that the
-search compared."""
+"""The book of the chosen candidate: its given numbers, and all lines of its models. The lines are read from the same
+objects that the search compared."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from launch.plan.layouts import PRECISION_BYTES
 from launch.planner.search.candidate import Candidate
 
 RECOMPUTE_SHARE = {(): 0.0, ("full",): 1.0}
-"""How a choice of recomputation stands in the book: 0 none, 1 full, 0.5 some modules."""
+"""Recomputation as a number in the book: 0 none, 1 full, 0.5 some modules."""
 NOT_PLANNED = ("post_norm", "family", "norm_eps", "max_positions", "initializer_range", "rope", "names")
-"""Fields of the model that change no number."""
+"""Fields of the model that affect no number."""
 UNITS = {"hbm_bytes": "bytes", "usable_bytes": "bytes", "hbm_bandwidth": "bytes/s", "nvlink_bandwidth": "bytes/s",
          "bf16_flops": "FLOP/s", "fp8_flops": "FLOP/s", "fp32_flops": "FLOP/s", "weight_bytes": "bytes",
          "kv_bytes": "bytes", "grad_bytes": "bytes", "precision": "bytes"}
 
 Source = Callable[[str], str]
-"""Key -> where its value came from."""
+"""Key -> source of its value."""
 
 
 def book_of(found: Candidate, sources: Mapping[str, str]) -> Book:
     """Every number of the candidate.
 
     Args:
-        sources: key of a given number, or a prefix of it (`model`, `trainer.tp`) -> where it came from.
+        sources: key of a given number, or a prefix of it (`model`, `trainer.tp`) -> its source.
     """
     book = Book()
     write_givens(book, found, _source_of(sources))
     found = book.view(found)
     training, rollout = found.training, found.rollout
     held, memory, engine = training.held, training.memory, rollout.memory
-    _ = found.parameters    # reading it writes its lines, which come first
+    _ = found.parameters    # reading it writes its lines, which must come first
     book.write(training.work, held, *held.stages, memory, *memory.stages)
     for time in (training.time, training.forward):
         book.write(time.layer, time.head, time)
@@ -48,8 +48,8 @@ def book_of(found: Candidate, sources: Mapping[str, str]) -> Book:
 
 
 def write_givens(book: Book, found: Candidate, source: Source) -> None:
-    """The given numbers: all fields of the model's shape, of the GPU, of the layouts and of the coefficients that are
-    numbers, and what formulas read of the cluster, the workload and the configuration."""
+    """Write the given numbers: all numeric fields of the model's shape, the GPU, the layouts and the coefficients, and
+    the numbers of the cluster, the workload and the configuration that formulas read."""
     problem, cluster, workload = found.problem, found.problem.cluster, found.problem.workload
 
     def given(target: object, attribute: str, key: str, unit: str, origin: str = "",
@@ -101,8 +101,8 @@ def write_givens(book: Book, found: Candidate, source: Source) -> None:
 
 
 def _number(name: str, value: Any) -> float | None:
-    """How a field stands in the book: a precision as bytes, recomputation as a share, layers of the first stage for
-    those of all; None: not at all."""
+    """A field as a number in the book: a precision in bytes, recomputation as a share, the layers of the first stage
+    for all stages. None: the book does not show the field."""
     if name == "recompute":
         return RECOMPUTE_SHARE.get(value, 0.5)
     if name == "layers_of_stage":

@@ -1,4 +1,4 @@
-"""The forecast of a candidate: its numbers in the form that the plan keeps."""
+"""The forecast of a candidate: its numbers in the form of `plan.json`."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from launch.planner.search.search import Search
 from launch.planner.time.reliability import WEIGHT_BYTES
 
 FRONT = 12
-"""Sizes of the cluster at which the Pareto front is sampled."""
+"""Number of cluster sizes at which the Pareto front is sampled."""
 
 
 def forecast(search: Search | None, found: Candidate, sources: Mapping[str, str]) -> Forecast:
-    """Everything that is predicted of a candidate, with reasons.
+    """All predictions for a candidate, with reasons.
 
     Args:
-        search: what found it; None: its sizes were given, there are no choices to explain.
+        search: the search that found it; None: its sizes were given, so there are no choices to explain.
         sources: see `book_of`.
     """
     problem, failures = found.problem, found.failures
@@ -94,7 +94,7 @@ def _memory(found: Candidate) -> tuple[MemoryOf, ...]:
 
 
 def _spread(found: Candidate, name: str) -> tuple[float, float]:
-    """(fastest, slowest) over the nominal time of a phase: what the calibration's points scatter."""
+    """(fastest, slowest) time of a phase relative to its nominal time: the spread of the calibration's points."""
     rl = found.problem.coefficients.rl
     if name == "rollout":
         return (rl.rollout_efficiency / rl.rollout_efficiency_high, rl.rollout_efficiency / rl.rollout_efficiency_low)
@@ -103,12 +103,13 @@ def _spread(found: Candidate, name: str) -> tuple[float, float]:
     fast, slow = rl.train_efficiency / rl.train_efficiency_high, rl.train_efficiency / rl.train_efficiency_low
     if name == "train":
         return fast, slow
-    # A pass without gradients is predicted from the training's time.
+    # The time of a pass without gradients is predicted from the training time.
     return fast * rl.logprob_factor_low / rl.logprob_factor, slow * rl.logprob_factor_high / rl.logprob_factor
 
 
 def _phases(found: Candidate) -> tuple[Phase, ...]:
-    """In the order in which a partition runs them; asynchronous, both partitions start together."""
+    """The phases, in the order in which a partition runs them. In an asynchronous step both partitions start together.
+    """
     training, asynchronous = found.training, found.problem.asynchronous
     apart = found.mode == "disaggregated"
     generating: Partitions = "rollout" if apart else "both"
@@ -122,7 +123,7 @@ def _phases(found: Candidate) -> tuple[Phase, ...]:
         if not seconds:
             continue
         if name == "sync" and asynchronous and found.problem.shadow:
-            partition = "training"              # the engines go on; their swap is too short to be seen
+            partition = "training"              # engines continue; their swap is too short for the picture
         elif name == "sync":
             at = found.step_s - seconds
         fast, slow = _spread(found, name)
@@ -133,7 +134,7 @@ def _phases(found: Candidate) -> tuple[Phase, ...]:
 
 
 def throughput_of(found: Candidate) -> Throughput:
-    """Prompts an hour: nominal, and with all phases at their slow and at their fast end."""
+    """Prompts per hour: nominal, with all phases at their slow end, and with all at their fast end."""
     problem, target = found.problem, found.problem.workload.target
     rates = []
     for end in (1, 0):      # all phases at their slow end, then all at their fast end
@@ -164,13 +165,14 @@ def _bottleneck(found: Candidate) -> str:
              "element-wise kernels": time.elementwise_s,
              "gaps between kernels": time.gaps_s, "TP communication": time.tp_s, "CP communication": time.cp_s,
              "the pipeline's bubble": time.pp_bubble_s, "DP communication": time.dp_s,
-             "the optimizer and what each step costs": time.optimizer_s}
+             "the optimizer and the fixed cost of a step": time.optimizer_s}
     largest = max(parts, key=parts.__getitem__)
     return f"training, most of it {largest} ({parts[largest] / time.total_s:.0%})"
 
 
 def _mean_staleness(found: Candidate) -> float:
-    """Versions that pass while a completion of mean length is generated, and one more while it waits for its batch."""
+    """Mean age of a sample in versions: those that pass while a completion of mean length is generated, plus half a
+    version while it waits for its batch."""
     if not found.problem.asynchronous:
         return 0.0
     return found.rollout.time.latency_mean_s / found.step_s + 0.5
@@ -208,7 +210,7 @@ def _disk(found: Candidate) -> DiskForecast | None:
 
 
 def _edges(sync: SyncPrediction, kind: Kind, trainers: int) -> tuple[SyncEdge, ...]:
-    """What one node sends another over its network cards, shards together; training nodes come first in the fabric."""
+    """Bytes that one node sends to another over its NICs, all shards together. Training nodes are numbered first."""
     together: dict[tuple[int, int, int], int] = defaultdict(int)
     for edge in sync.build(kind).edges:
         if edge.via == "nic":
@@ -219,7 +221,7 @@ def _edges(sync: SyncPrediction, kind: Kind, trainers: int) -> tuple[SyncEdge, .
 
 
 def _front(search: Search, found: Candidate) -> tuple[Pareto, ...]:
-    """Best plans of smaller clusters, those that are not beaten by one with fewer nodes."""
+    """The best plans of smaller clusters, without those that a plan with fewer nodes beats."""
     problem, most = search.problem, search.problem.units
     sizes = sorted({most, *(max(1, round(most * i / FRONT)) for i in range(1, FRONT + 1))})
     per_unit = 1 if len(problem.cluster.nodes) > 1 else 0

@@ -1,5 +1,4 @@
-"""No plan fits: the smallest changes to the problem that would make one, with the words to write into the
-configuration."""
+"""If no plan fits: the smallest changes to the problem that make one fit, with the overrides that apply them."""
 
 from __future__ import annotations
 
@@ -20,15 +19,15 @@ LORA_RANK = 32
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that makes a plan, and what the plan then is."""
+    """A change that makes a plan fit, and the throughput of that plan."""
 
     change: str
-    """As overrides, or a change of the cluster."""
+    """Overrides, or a change of the cluster."""
     prompts_per_hour: float
 
 
 def remedies(problem: Problem) -> list[Remedy]:
-    """At most three, the smallest change first; each was planned with."""
+    """At most three remedies, the smallest change first. Each was planned."""
     found: list[Remedy] = []
     for change in sorted(_changes(problem), key=lambda change: change.size):
         rate = _rate(changed) if len(found) < MOST and (changed := change.make(problem)) is not None else 0.0
@@ -39,7 +38,7 @@ def remedies(problem: Problem) -> list[Remedy]:
 
 
 def _rate(problem: Problem) -> float:
-    """Prompts an hour of the best plan; 0 without one."""
+    """Prompts per hour of the best plan; 0 if none fits."""
     try:
         check_pins(problem)
     except UserError:
@@ -49,8 +48,8 @@ def _rate(problem: Problem) -> float:
 
 
 def with_nodes(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
-    """The cluster with another number of nodes: the first ones, or more of the same kind. Switches are kept where they
-    still describe it; nodes that no switch knows stand under one."""
+    """The cluster with another number of nodes: its first nodes, or more of the same kind. A smaller cluster keeps its
+    switches. A larger one has none, which puts all nodes under one leaf."""
     if nodes == len(cluster.nodes):
         return cluster
     names = cluster.nodes[:nodes] + tuple(f"{cluster.name}-more{number}" for number in
@@ -62,7 +61,7 @@ def with_nodes(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
 
 
 def _without_empty(switches: Iterable[Switch]) -> list[Switch]:
-    """Drop switches that connect nothing any more, from the leaves up."""
+    """Drop switches that no longer connect anything, from the leaves up."""
     left = list(switches)
     while True:
         names = {switch.name for switch in left if switch.nodes or switch.switches}
@@ -75,14 +74,14 @@ def _without_empty(switches: Iterable[Switch]) -> list[Switch]:
 
 @dataclass(frozen=True)
 class _Change:
-    """One change of a problem, and the words that write it into the configuration."""
+    """A change of a problem, and the overrides that apply it."""
 
     size: float
-    """The smallest is told first."""
+    """Remedies are sorted by size, the smallest first."""
     words: str
     """Overrides; "" for more nodes."""
     make: Callable[[Problem], Problem | None]
-    """None: it is none after all."""
+    """Returns None if the change is impossible."""
 
 
 def _changes(problem: Problem) -> Iterator[_Change]:
@@ -105,11 +104,11 @@ def _changes(problem: Problem) -> Iterator[_Change]:
     if not pins.tp_across_nodes:
         yield _Change(2.6, "placement.tp_across_nodes=true",
                       lambda it: replace(it, pins=replace(it.pins, tp_across_nodes=True)))
-    if pins.rollout_precision == "fp8":     # what they receive in bf16 lies next to their weights: bf16 takes less
+    if pins.rollout_precision == "fp8":     # engines hold received bf16 weights next to fp8 ones: bf16 needs less
         yield _Change(2.7, "rollout.dtype=bf16",
                       lambda it: replace(it, pins=replace(it.pins, rollout_precision="bf16")))
     yield _Change(4.0, "", _more_nodes)
-    # The configuration's check refuses a second copy of the weights with either of the two that follow.
+    # The configuration's check rejects a second copy of the weights together with either of the next two changes.
     if problem.modes == ("disaggregated",) and not problem.shadow:
         synchronous = " algorithm.asynchronous=false" if problem.asynchronous else ""
         yield _Change(4.5, f"placement.mode=colocated{synchronous}",
@@ -127,14 +126,14 @@ def _shorter(size: float, cap: int) -> _Change:
     def make(problem: Problem) -> Problem | None:
         try:
             return with_token_budget(replace(problem, workload=problem.workload.capped(cap)))
-        except UserError:       # the mean that is given is longer
+        except UserError:       # the given mean is longer than the cap
             return None
 
     return _Change(size, f"rollout.max_new_tokens={cap}", make)
 
 
 def _more_nodes(problem: Problem) -> Problem | None:
-    """The fewest more that make a plan: twice as many until one fits, then halved back."""
+    """The fewest additional nodes that make a plan fit: doubled until one fits, then bisected."""
     def fits(count: int) -> bool:
         return Search(replace(problem, cluster=with_nodes(problem.cluster, count)), problem.modes[0]).feasible()
 

@@ -1,4 +1,4 @@
-"""Coded warnings of a plan. docs/plan.md explains each code."""
+"""Warnings of a plan, each with a code. docs/plan.md explains the codes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from launch.plan.forecast import Warned
 from launch.planner.search.candidate import Candidate
 
 MIN_CROSSING = 0.01
-"""Share of a copy of the weights below which what leaves its rail (norms, vocabulary rows on a border) is not told."""
+"""Bytes that leave their rail (norms, vocabulary rows on a border) are reported above this share of the weights."""
 MAX_HOST = 0.8
-"""Share of a host's memory that may be pinned; data, checkpoints in flight and page cache need the rest."""
+"""Maximum share of a host's memory that may be pinned. Data, checkpoints in flight and page cache need the rest."""
 MAX_CAPPED_GROUPS = 0.5
-"""Share of the groups with a completion that was cut off, above which the reward of the cap teaches more than the
-task."""
+"""Maximum share of groups with a truncated completion. Above it, the reward at the cap teaches more than the task."""
 DOCUMENTED: dict[str, str] = {
     "W001": "a training stage fills almost all of its GPU",
     "W002": "an engine's KV cache has no room for one more completion of maximum length",
@@ -35,14 +34,14 @@ DOCUMENTED: dict[str, str] = {
     "W016": "the communicators of the weight sync may not fit in GPU memory",
     "W017": "writing a version to disk takes longer than the steps between two versions",
 }
-"""Code -> what it means."""
+"""Code -> meaning."""
 
 
 def cautions(found: Candidate, low: float, high: float) -> tuple[Warned, ...]:
     """All warnings of a plan.
 
     Args:
-        low, high: range of the throughput, prompts an hour.
+        low, high: range of the throughput in prompts per hour.
     """
     return tuple(Warned(code=code, message=message) for code, message in
                  sorted(_all(found, low, high)))
@@ -56,15 +55,15 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
         yield "W001", (f"stage {worst.stage} needs {worst.total / 1e9:.1f} GB of {training.memory.limit / 1e9:.1f} GB "
                        "a GPU: a lower trainer.token_budget, or trainer.recompute=full, would leave room")
     if problem.asynchronous and rollout.time.limit == "KV capacity":
-        # A request starts when one has ended, so that no queue grows without end, as a service's does near full load:
-        # what counts is whether a long completion finds room or throws others out of the cache.
+        # A request starts when another ends, so the queue does not grow without end, unlike that of a service near
+        # full load. What matters is whether a long completion finds room or evicts others from the cache.
         cache = problem.kv_tokens or rollout.memory.kv_tokens
         free = cache * (1 - found.rollout_load)
         if free < workload.longest:
             yield "W002", (f"caches are {found.rollout_load:.0%} full: {free:,.0f} of an engine's {cache:,} tokens are "
                            f"free, "
-                           f"and one completion to the cap takes {workload.longest:,}; engines will recompute what "
-                           "they throw out. A larger rollout.tp, or more rollout nodes, makes room")
+                           f"and one completion to the cap takes {workload.longest:,}; engines will evict and "
+                           "recompute sequences. A larger rollout.tp, or more rollout nodes, makes room")
     if found.staleness > 1:
         yield "W003", (f"a completion of {workload.lengths.cap:,} tokens spans {found.staleness} steps: weights change "
                        "while it is generated; keep algorithm.importance_cap, or use more prompts a step")
@@ -105,7 +104,7 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
         yield "W014", (f"{workload.lengths.capped_share:.0%} of the completions run into the cap of "
                        f"{workload.lengths.cap:,} "
                        f"tokens, and with them {capped:.0%} of the groups of {workload.group}: a larger "
-                       "rollout.max_new_tokens, or a reward that does not punish what was cut off")
+                       "rollout.max_new_tokens, or a reward that does not punish truncation")
     yield from _communicators(found)
     if problem.shadow and (not problem.asynchronous or problem.max_staleness == 0):
         copy = rollout.memory.weights
@@ -133,8 +132,8 @@ def _communicators(found: Candidate) -> Iterator[tuple[str, str]]:
             ("rollout", needed.rollout, needed.rollout_bytes, gpu.usable_bytes - rollout.memory.total,
              "a lower rollout.memory_utilization")):
         if size > free:
-            yield "W016", (f"{count} communicators of the sync take {size / 1e9:.1f} GB of a {side} GPU beside what "
-                           f"the plan counts, and {max(0, free) / 1e9:.1f} GB of it are free: {fix}, or another "
+            yield "W016", (f"{count} communicators of the sync take {size / 1e9:.1f} GB of a {side} GPU in addition to "
+                           f"the planned memory, and {max(0, free) / 1e9:.1f} GB are free: {fix}, or another "
                            "weight_sync.route")
 
 

@@ -1,6 +1,6 @@
-"""Both partitions at once: what a pair of layouts costs, and what the whole step then is.
+"""Options of the two partitions, and candidates, which combine one option of each into a plan with its costs.
 
-A *unit* is what the search divides between the partitions: a node, or a GPU where the cluster has one node only.
+A *unit* is what the search divides between the partitions: a node, or a GPU if the cluster has only one node.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from launch.planner.workload.lengths import Lengths
 from launch.planner.workload.work import PackedWork
 
 TRAINER_BUCKETS, ENGINE_BUCKETS = 2, 6
-"""Buckets that stay allocated for the weight sync: two of each transfer that a GPU takes part in at once, of which a
-receiver that forwards in both halves of a tree has three."""
+"""Buckets that stay allocated for the weight sync: two for each concurrent transfer of a GPU. A receiver that forwards
+in both halves of a tree has three transfers."""
 FEWEST_SEQUENCES, MOST_SEQUENCES = 16, 1024
-"""Of an engine at once, where the number is searched."""
+"""Range of the concurrent sequences of an engine if the search chooses them."""
 SYNC_TICK_S = 1e-3
-"""A predicted sync over the network is no finer than this: plans that differ by less are equal in it, so that
-microseconds decide nothing."""
+"""Resolution of a predicted sync over the network. Plans that differ by less have equal syncs, so microseconds decide
+nothing."""
 
 
 HANDOVER = {"colocated": "fixed + tensors x time of one + bytes / rate, as in published colocated systems",
             "hybrid": "pause + barriers + what a node lacks / its NICs + an engine rank's weights (1 / NVLink + 1 / "
                       "digest rate)"}
-"""Formula of a hand-over inside the GPUs."""
+"""Formula of a hand-over of weights on the same GPUs."""
 _PASS = {"shape": "problem.shape", "layout": "layout", "held": "held", "work": "work", "cluster": "problem.cluster",
          "c": "problem.coefficients.training", "collectives": "problem.coefficients.collectives"}
 
 
 @dataclass(eq=False)
 class TrainingOption:
-    """A layout (with its DP) of the training partition on `units` units, with what it costs, whether it fits or not."""
+    """A layout (including DP) of the training partition on `units` units, with its costs. It need not fit."""
 
     PREFIX = "phase"
 
@@ -78,7 +78,7 @@ class TrainingOption:
     @line("s", "updates x (pre-training time x imbalance / eta + t_update)")
     @part
     def train_s(self) -> float:
-        """All optimizer steps of a GRPO step."""
+        """Seconds of all optimizer steps of a GRPO step."""
         problem = self.problem
         return rl_step.train_seconds(self.time.total_s, problem.workload.updates, self.imbalance,
                                      bool(problem.shape.experts), problem.coefficients.rl)
@@ -86,7 +86,7 @@ class TrainingOption:
     @line("s", "train x forward / training x factor")
     @part
     def pass_s(self) -> float:
-        """A log-prob pass over all completions of a GRPO step."""
+        """Seconds of a log-prob pass over all completions of a GRPO step."""
         return rl_step.pass_seconds(self.train_s, self.time.total_s, self.forward.total_s, self.problem.coefficients.rl)
 
     @line("s", "one pass", written=nonzero)
@@ -101,7 +101,7 @@ class TrainingOption:
 
     @property
     def seconds(self) -> float:
-        """Of one GRPO step: all its optimizer steps and log-prob passes."""
+        """Seconds of training in a GRPO step: all optimizer steps and log-prob passes."""
         return self.train_s + self.logprob_s + self.reference_s
 
     @property
@@ -115,7 +115,7 @@ class TrainingOption:
 
     @property
     def sync_bytes(self) -> int:
-        """Staged on a rank for the weight sync."""
+        """Staging buffers of the weight sync on a rank."""
         return TRAINER_BUCKETS * self.problem.bucket_bytes
 
     @property
@@ -125,7 +125,7 @@ class TrainingOption:
 
 @dataclass(eq=False)
 class RolloutOption:
-    """Engines of one layout (with its replicas) on `units` units, with what a step takes them."""
+    """Engines of one layout (including replicas) on `units` units, with their costs."""
 
     PREFIX = "rollout"
 
@@ -154,7 +154,7 @@ class RolloutOption:
           written=lambda self, value: self.problem.kv_tokens is None and value > self.memory.kv_tokens)
     @part
     def kv_tokens(self) -> int:
-        """Cache of one engine."""
+        """Tokens in the KV cache of one engine."""
         if self.problem.kv_tokens is not None:
             return self.problem.kv_tokens
         return max(self.memory.kv_tokens, self.problem.workload.longest)
@@ -162,18 +162,20 @@ class RolloutOption:
     @line("s", "generation / eta_rollout + responses x t_response", key="phase.rollout_s")
     @part
     def seconds(self) -> float:
-        """Of one GRPO step: until the longest completion ends, or, asynchronous, the completions over their rate."""
+        """Seconds of the rollout of a GRPO step. Synchronous: until the longest completion ends. Asynchronous: the
+        number of completions divided by their rate."""
         return rl_step.rollout_seconds(self.time.total_s, self.problem.workload.sequences, self.problem.coefficients.rl)
 
     @part
     def pace_s(self) -> float:
-        """The step may not be shorter: the longest completion over the versions that it may span; 0 without a limit."""
+        """Lower bound of the step in seconds: the longest completion divided by the versions that it may span. 0 if
+        there is no limit."""
         limit = self.problem.max_staleness if self.problem.asynchronous else None
         return self.time.latency_max_s / limit if limit else 0.0
 
     @property
     def sync_bytes(self) -> int:
-        """Staged on a rank for the weight sync."""
+        """Staging buffers of the weight sync on a rank."""
         return ENGINE_BUCKETS * self.problem.bucket_bytes
 
     @property
@@ -184,13 +186,13 @@ class RolloutOption:
     @line("s", "pause + barriers/3 + weights/copy rate + weights/digest rate", key="sync.swap_s")
     @part
     def swap_s(self) -> float:
-        """For how long the engines stop for a sync that is received into a second copy of the weights."""
+        """Seconds for which the engines stop at a sync into a second copy of the weights."""
         return swap_seconds(self.memory.weights, self.problem.coefficients.sync)
 
 
 @dataclass(eq=False)
 class Candidate:
-    """A whole plan, in numbers."""
+    """A complete plan in numbers."""
 
     mode: Mode
     training: TrainingOption
@@ -204,7 +206,7 @@ class Candidate:
     """Weights over the network; see `sync`."""
     shared = made(ColocatedMemory, trainer="training.memory", engine="rollout.memory", gpu="problem.cluster.gpu",
                   coefficients="problem.coefficients.memory", trainer_offloaded="trainer_offloaded")
-    """GPUs that both partitions use; see `colocated`."""
+    """Memory of GPUs that both partitions use; see `colocated`."""
     failures = made(Failures, parameters="trained_parameters", step_s="step_s", nodes="nodes",
                     training_nodes="training_nodes", cluster="problem.cluster", c="problem.coefficients.reliability",
                     precision="training.layout.precision")
@@ -215,12 +217,12 @@ class Candidate:
 
     @property
     def weight_bytes(self) -> int:
-        """Of an element on the wire."""
+        """Bytes of an element on the wire."""
         return 4 if self.training.layout.precision == "fp32" else 2
 
     @property
     def trainer_offloaded(self) -> bool:
-        """While engines generate on the same GPUs."""
+        """Whether the trainer's state is on the host while engines generate."""
         return self.mode == "colocated"
 
     @property
@@ -229,7 +231,7 @@ class Candidate:
 
     @property
     def sync(self) -> SyncPrediction | None:
-        """None where nothing travels between GPUs."""
+        """The sync over the network; None if trainer and engines share GPUs."""
         return self.network if self.mode == "disaggregated" else None
 
     @property
@@ -265,8 +267,8 @@ class Candidate:
           key="memory.host.needed", written=nonzero)
     @part
     def host_bytes(self) -> int:
-        """Of the fullest node's host: the weights of an offloaded reference, and the trainer's state while a colocated
-        engine generates. Pages of both are pinned, so that none can be swapped out."""
+        """Pinned bytes on the host of the fullest node: the weights of an offloaded reference, and the trainer's state
+        while a colocated engine generates. Pinned pages cannot be swapped out."""
         memory, stages = self.training.memory, self.training.memory.stages
         offloaded = max(stage.weights for stage in stages) if memory.reference == "offloaded" else 0
         asleep = max(stage.resident for stage in stages) if self.mode == "colocated" else 0
@@ -282,7 +284,7 @@ class Candidate:
 
     @property
     def formula(self) -> str:
-        """Of the step, in words."""
+        """The formula of the step, in words."""
         problem = self.problem
         formula = ("(rollout + train + log-prob + reference + sync)" if not problem.asynchronous else
                    "max(rollout + swap, train + log-prob + reference + sync)" if problem.shadow else
@@ -298,7 +300,7 @@ class Candidate:
                             "parameters / (bandwidth x training nodes)", key="sync.disk_s", written=nonzero)
     @part
     def disk_s(self) -> float:
-        """Until a version of the weights is on disk, read back; 0 where none is written."""
+        """Seconds until a version of the weights is on disk and read back; 0 if none is written."""
         if not self.problem.disk_every:
             return 0.0
         return disk_seconds(self.parameters, self.training_nodes, self.problem.coefficients.reliability,
@@ -306,7 +308,7 @@ class Candidate:
 
     @property
     def nodes(self) -> int:
-        """In use."""
+        """Nodes in use."""
         return sum(self.nodes_used)
 
     @property
@@ -315,9 +317,8 @@ class Candidate:
 
     @property
     def nodes_used(self) -> tuple[int, int]:
-        """(nodes that train, nodes that only roll out); a single node that does both counts as a training node. Without
-        GPUs an engine fills no slots of a node: each has a node to itself as far as the nodes go
-        (`launch.planner.seats.local`)."""
+        """(nodes that train, nodes that only roll out). A single node that does both counts as a training node. Without
+        GPUs, each engine gets its own node as long as there are nodes left (`launch.planner.seats.local`)."""
         nodes = len(self.problem.cluster.nodes)
         if nodes == 1:
             return 1, 0
@@ -328,50 +329,50 @@ class Candidate:
 
     @property
     def waits(self) -> bool:
-        """Whether the limit on the staleness sets the step."""
+        """Whether the limit on staleness sets the length of the step."""
         return self.rollout.pace_s >= self.step_s
 
     @property
     def rollout_busy(self) -> float:
-        """Share of the step in which the engines are asked for completions: the rest they wait for the trainer."""
+        """Fraction of the step in which the engines generate. In the rest they wait for the trainer."""
         return min(1.0, self.rollout.seconds / self.step_s) if self.problem.asynchronous else 1.0
 
     @property
     def rollout_load(self) -> float:
-        """Completions in flight over what the engines hold, at the step's real length."""
+        """Completions in flight divided by the number that the engines can hold, over the whole step."""
         return self.rollout.time.load * self.rollout_busy
 
     @property
     def units(self) -> int:
-        """In use."""
+        """Units in use."""
         if self.mode == "disaggregated":
             return self.training.units + self.rollout.units
         return self.training.units
 
     @property
     def pauses(self) -> dict[str, float]:
-        """Staging -> seconds for which the engines serve nothing at a sync. Adapters alone and weights that the engine
-        quantises are never received into a second copy."""
+        """Staging -> seconds of a sync in which the engines serve nothing. Engines never receive adapters, or weights
+        that they quantise, into a second copy."""
         shadow = not self.problem.lora_rank and self.rollout.layout.weight_precision != "fp8"
         return {"in_place": self.sync_s} | ({"shadow": self.rollout.swap_s} if shadow else {})
 
     @property
     def staleness(self) -> int:
-        """Versions: ceil(longest completion / step), 0 when synchronous."""
+        """Largest age of a sample in versions: ceil(longest completion / step); 0 if synchronous."""
         if not self.problem.asynchronous:
             return 0
         return max(1, minimum_staleness(self.rollout.time, self.step_s))
 
 
 def shares(problem: Problem) -> tuple[float, ...]:
-    """Of a GPU, that an engine beside a trainer may get: what the configuration allows, then in steps of 0.05."""
+    """Shares of a GPU's memory for an engine beside a trainer: the configured one, then less in steps of 0.05."""
     most = problem.pins.memory_utilization
     return (most, *(step / 20 for step in range(19, 0, -1) if step / 20 < most))
 
 
 def share_left(problem: Problem, mode: Mode, memory: TrainingMemory) -> float:
-    """The largest of `shares` that fits beside a trainer that sleeps: its context and (hybrid) its resident state stay;
-    0 if none does."""
+    """The largest of `shares` that fits beside a sleeping trainer; 0 if none fits. The trainer's context stays in
+    memory, and in mode hybrid its resident state too."""
     resident = max(stage.resident for stage in memory.stages) if mode == "hybrid" else 0
     left = memory.limit - memory.context - resident
     usable = problem.cluster.gpu.usable_bytes
@@ -380,7 +381,7 @@ def share_left(problem: Problem, mode: Mode, memory: TrainingMemory) -> float:
 
 def step_seconds(problem: Problem, rollout_s: float, training_s: float, sync_s: float, pace_s: float,
                  swap_s: float) -> float:
-    """Of a whole step; see `rl_step.step_seconds`. `pace_s`, `swap_s`: see `RolloutOption`."""
+    """Seconds of a whole step; see `rl_step.step_seconds`. For `pace_s` and `swap_s` see `RolloutOption`."""
     return rl_step.combined_seconds(problem.asynchronous, rollout_s, training_s, sync_s,
                                     problem.coefficients.rl.other_share,
                                     pace_s, swap_s if problem.shadow else None)
@@ -392,8 +393,8 @@ def _imbalance(lengths: Lengths, prompt_tokens: float, sequences: int, dp: int) 
 
 
 def max_num_seqs_to_try(problem: Problem, replicas: int) -> tuple[int, ...]:
-    """For an engine: the pinned one; else powers of two, synchronous up to what a step asks of an engine (asynchronous,
-    completions of several steps are in flight), and never more than the tokens of an iteration."""
+    """Values of `max_num_seqs` to try: the pinned one, or powers of two up to the tokens of an iteration. Synchronous
+    engines need no more than their share of a step; asynchronous ones run completions of several steps at once."""
     if problem.pins.max_num_seqs:
         return (problem.pins.max_num_seqs,)
     tokens = problem.pins.max_num_batched_tokens or MOST_SEQUENCES
@@ -403,13 +404,13 @@ def max_num_seqs_to_try(problem: Problem, replicas: int) -> tuple[int, ...]:
 
 
 def in_ticks(problem: Problem, seconds: float) -> float:
-    """Rounded up to `SYNC_TICK_S` between nodes; as it is on one machine."""
+    """`seconds` rounded up to `SYNC_TICK_S`; unchanged on a cluster of one node."""
     if len(problem.cluster.nodes) == 1:
         return seconds
     return math.ceil(seconds / SYNC_TICK_S - 1e-9) * SYNC_TICK_S
 
 
 def sync_arguments(problem: Problem, training: TrainingLayout, rollout: RolloutLayout) -> dict[str, Any]:
-    """What `launch.fabric` must know of a sync beside the layouts."""
+    """The arguments of `launch.fabric` for a sync, besides the layouts."""
     return {"weight_bytes": 4 if training.precision == "fp32" else 2, "lora_rank": problem.lora_rank,
             "rollout_precision": rollout.weight_precision, "bucket_bytes": problem.bucket_bytes}

@@ -1,5 +1,5 @@
-"""What is fixed, checked against the cluster before anything is searched: a size that no plan can have is a mistake in
-the input, with a message of its own, and not "nothing fits"."""
+"""Checks pinned sizes against the cluster before the search. A size that no plan can have is a mistake in the input and
+gets its own message instead of "no plan fits"."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from launch.planner.search.problem import Problem
 
 
 def check_pins(problem: Problem) -> None:
-    """Refuse sizes that contradict each other or the cluster. Raises UserError showing all of them."""
+    """Reject sizes that contradict each other or the cluster. Raises a UserError that shows all of them."""
     checker = _Checker(problem)
     checker.modes()
     checker.nodes()
@@ -29,7 +29,7 @@ class _Checker:
         self.problems.add(what, where=self.problem.origin.where(*keys), fix=fix)
 
     def pin(self, key: str) -> int | None:
-        """The value of a key; None where it is open."""
+        """The value of a key; None if it is open."""
         return self.problem.pins.of(key)
 
     def modes(self) -> None:
@@ -39,8 +39,8 @@ class _Checker:
                      "the same GPUs", "placement.mode", "algorithm.asynchronous",
                      fix="use algorithm.asynchronous=false, or placement.mode=disaggregated")
         if mode == "disaggregated" and problem.asynchronous and problem.max_staleness == 0:
-            self.add("algorithm.max_staleness = 0 with algorithm.asynchronous = true: generation that goes on during "
-                     "an update gives samples at least one version old", "algorithm.max_staleness",
+            self.add("algorithm.max_staleness = 0 with algorithm.asynchronous = true: samples that are generated "
+                     "during an update are at least one version old", "algorithm.max_staleness",
                      "algorithm.asynchronous", fix="use algorithm.max_staleness >= 1, or algorithm.asynchronous=false")
 
     def nodes(self) -> None:
@@ -53,7 +53,7 @@ class _Checker:
             spare = f", {spares} of them spare" if spares else ""
             what = f"placement.training_nodes = {training} leaves no node for rollout: the cluster has {have}{spare}"
             if have == 1:
-                self.add(f"{what}, whose GPUs the two partitions share out", "placement.training_nodes", "cluster",
+                self.add(f"{what}, and the two partitions divide its GPUs", "placement.training_nodes", "cluster",
                          fix="use placement.training_nodes=auto")
             elif training >= left:
                 self.add(what, "placement.training_nodes", "cluster",

@@ -1,7 +1,8 @@
-"""What the search solves: a model, the work of a step, a cluster, what is fixed, and where all that was written down.
+"""The problem that the search solves: a model, the work of a step, a cluster, the pinned sizes, and where each of them
+was written.
 
-`launch.planner.from_config` makes a `Problem` from a configuration. Nothing that reads one asks the configuration
-again: what a remedy would change, it changes here, and says by which words of the configuration.
+`launch.planner.from_config` makes a `Problem` from a configuration. Code that has a `Problem` never reads the
+configuration. A remedy changes the `Problem` and names the keys of the configuration that would do the same.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ MODES: tuple[Mode, ...] = ("disaggregated", "colocated", "hybrid")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a problem was written down: for messages, and for the sources of the book."""
+    """Where a problem was written, for messages and for the sources in the book."""
 
     path: str = "the problem"
     """The configuration's file."""
     places: Mapping[str, str] = field(default_factory=dict)
     """Dotted key -> `configs/7b/grpo.yaml:14, trainer.tp`."""
     given: Mapping[str, str] = field(default_factory=dict)
-    """Key of a number in the book, or a prefix of it -> its source, of what the user wrote."""
+    """Key of a number in the book, or a prefix of it -> its source. It holds what the user wrote."""
 
     def where(self, *keys: str) -> str:
-        """For messages; several keys are joined."""
+        """The places of these keys, joined for a message."""
         return "; ".join(self.places.get(key, f"{self.path}, {key}") for key in keys)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be planned."""
+    """The input of the planner."""
 
     shape: Architecture
     workload: Workload
@@ -48,23 +49,23 @@ class Problem:
     pins: Pins
     coefficients: SiteCoefficients
     modes: tuple[Mode, ...] = ("disaggregated",)
-    """To search; several where the fastest is asked for."""
+    """The modes to search; several if the user asks for the fastest."""
     asynchronous: bool = False
     lora_rank: int = 0
     token_budget: int = 8192
-    """Of a micro-batch: the pinned one, or that of `with_token_budget`."""
+    """Tokens of a micro-batch: the pinned number, or the one of `with_token_budget`."""
     bucket_bytes: int = 256 << 20
     route: str = "auto"
     shadow: bool = False
-    """Engines receive new weights into a second copy, and stop for the swap only."""
+    """Engines receive new weights into a second copy, and stop only for the swap."""
     max_staleness: int | None = None
-    """Versions that a sample may be old, when asynchronous; the trainer waits rather than use an older one."""
+    """Maximum age of a sample in versions, for asynchronous runs. The trainer waits instead of using an older one."""
     kv_tokens: int | None = None
-    """Cache of an engine where the configuration fixes it (CPU); None: what the GPU's memory leaves."""
+    """Tokens in the KV cache of an engine if the configuration fixes it (CPU); None: the GPU's memory decides."""
     spare_nodes: int = 0
-    """Nodes that the plan leaves alone."""
+    """Nodes that the plan does not use."""
     disk_every: int = 0
-    """Steps between versions of the weights that are written to disk; 0: none is."""
+    """Steps between two versions of the weights on disk; 0: none is written."""
     origin: Origin = field(default=Origin(), compare=False)
 
     @property
@@ -76,21 +77,21 @@ class Problem:
         return (len(self.cluster.nodes) - self.spare_nodes) * self.cluster.gpus_per_node // self.unit_gpus
 
     def sources(self, chosen: Collection[str] = ()) -> dict[str, str]:
-        """Where the given numbers of the book came from, by key or a prefix of it.
+        """The sources of the book's given numbers, by key or prefix of a key.
 
         Args:
-            chosen: keys whose values the user did not write.
+            chosen: keys with values that the user did not write.
         """
         given = {key: source for key, source in self.origin.given.items() if key not in chosen}
         return {**given, "gpu": self.cluster.gpu.source, **self.cluster.sources}
 
     def on(self, cluster: ClusterSpec) -> Problem:
-        """The same on another cluster."""
+        """The same problem on another cluster."""
         return replace(self, cluster=cluster, coefficients=SiteCoefficients.of(cluster.coefficients))
 
 
 def with_token_budget(problem: Problem) -> Problem:
-    """With the pinned budget, or one that every multiple divides to which a layout of the search pads sequences."""
+    """The problem with the pinned token budget, or with one that is a multiple of every padding in the search."""
     pins, node = problem.pins, problem.cluster.gpus_per_node
     tp, cp = pins.tp or 1, pins.cp or 1
     fitting = token_budget(problem.workload.longest, math.lcm(64, 2 * tp * cp, 2 * node * cp))
@@ -98,6 +99,6 @@ def with_token_budget(problem: Problem) -> Problem:
 
 
 def in_mode(problem: Problem, mode: Mode) -> Problem:
-    """The problem as a mode has it: trainer and engine that take turns on a GPU are synchronous, and nothing is
-    received while an engine serves."""
+    """The problem in one mode. If trainer and engine take turns on a GPU, the run is synchronous, and the engine
+    receives no weights while it serves."""
     return problem if mode == "disaggregated" else replace(problem, asynchronous=False, shadow=False)

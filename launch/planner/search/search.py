@@ -1,7 +1,7 @@
-"""The search: every layout of both partitions and every division of the cluster, with bounds that cut what cannot win.
+"""The search over all layouts of both partitions and all divisions of the cluster, with branch and bound.
 
-Exact: the result is the best candidate of the model. What is skipped has a lower bound that is no better than a
-candidate already found: the two partitions' times, and the least time in which engines can take their weights.
+The search is exact: it finds the best candidate of the model. It skips a candidate only if its lower bound is no better
+than a candidate already found. The bound consists of the times of the two partitions and the least time of a sync.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from launch.planner.time.step import combined_seconds
 
 
 class _Timed(NamedTuple):
-    """A training layout that fits, before all else about it is computed."""
+    """A training layout that fits, with its time. Everything else is computed later."""
 
     seconds: float
     layout: TrainingLayout
@@ -42,7 +42,7 @@ class _Timed(NamedTuple):
 
 @dataclass
 class Search:
-    """One problem, searched for any number of units; what was computed for one number is kept for the next."""
+    """The search of one problem, for any number of units. Results for one number are reused for the next."""
 
     problem: Problem
     mode: Mode = "disaggregated"
@@ -66,11 +66,11 @@ class Search:
         self._sorted_units = 0
 
     def best(self, units: int | None = None, training_units: int | None = None) -> Candidate | None:
-        """The candidate with the shortest step on at most `units` units (default: all); of equals, the one on fewer
-        units, then the one that trains faster. None: nothing fits.
+        """The candidate with the shortest step on at most `units` units (default: all); None if nothing fits. Among
+        equal steps, the candidate on fewer units wins, then the one that trains faster.
 
         Args:
-            training_units: only this division.
+            training_units: search only the division with this many training units.
         """
         units = self.problem.units if units is None else units
         if self.mode != "disaggregated":
@@ -81,7 +81,7 @@ class Search:
         return found
 
     def feasible(self, units: int | None = None) -> bool:
-        """Whether `best` finds anything; without looking for the best."""
+        """Whether any candidate fits. This is cheaper than `best`."""
         units = self.problem.units if units is None else units
         if self.mode != "disaggregated":
             return self.best(units) is not None
@@ -89,18 +89,18 @@ class Search:
         return any(self.fitting(training) for training in self._divisions(units, None) if training + engines <= units)
 
     def fitting(self, units: int) -> bool:
-        """Whether any layout fits that uses exactly these units."""
+        """Whether any training layout fits on exactly these units."""
         return any(next(self._fitting(layout, units), None) is not None for layout in self._layouts)
 
     def training_options(self, units: int) -> list[TrainingOption]:
-        """Layouts that use exactly these units and fit, the fastest first."""
+        """Training layouts that fit on exactly these units, the fastest first."""
         return [TrainingOption(self.problem, layout, units) for _, layout in self._timed(units)]
 
     def rollout_options(self, units: int, share: float | None = None) -> list[RolloutOption]:
         """Engines on exactly these units, the fastest first.
 
         Args:
-            share: of a GPU that an engine may use; default: what the configuration allows.
+            share: fraction of a GPU's memory for an engine; default: the configured one.
         """
         share = self.problem.pins.memory_utilization if share is None else share
         if (units, share) not in self._rollout:
@@ -110,7 +110,7 @@ class Search:
         return self._rollout[units, share]
 
     def unfit(self, units: int) -> Iterator[tuple[TrainingLayout, TrainingMemory]]:
-        """Layouts of these units that do not fit, with what they would need at the most recomputation allowed."""
+        """Training layouts on these units that do not fit, with their memory at the most recomputation allowed."""
         for layout in self._layouts:
             dp = self._dp(layout, units)
             if dp:
@@ -120,7 +120,7 @@ class Search:
                     yield last, memory
 
     def engines_without_room(self, units: int) -> list[Alternative]:
-        """Engines whose cache does not hold the longest sequence."""
+        """Engines with a cache that cannot hold the longest sequence."""
         problem, found = self.problem, []
         for layout in self._engines:
             placed = next(iter(self._placed(layout, units)), None)
@@ -134,7 +134,7 @@ class Search:
         return found
 
     def _divisions(self, units: int, training_units: int | None) -> Iterator[int]:
-        """Numbers of training units, the middle first: good candidates early cut the rest."""
+        """Numbers of training units, the middle ones first: an early good candidate prunes the rest."""
         pinned = training_units or self.problem.pins.training_nodes
         if pinned is not None:
             yield from (pinned,) if 0 < pinned < units else ()
@@ -147,7 +147,7 @@ class Search:
         rollouts = self._engines_on(most_rollout)
         for seconds, layout in self._timed(training):
             if rollouts and self._loses(found, rollouts[0].seconds, seconds, rollouts[0].pace_s):
-                break               # the options are sorted: no later one can be faster either
+                break               # options are sorted, so no later one is faster
             mine = None
             for engines in rollouts:
                 if self._loses(found, engines.seconds, seconds, engines.pace_s):
@@ -161,7 +161,7 @@ class Search:
         return found
 
     def _best_together(self, units: int) -> Candidate | None:
-        """Both partitions on the same units; the engine gets what the trainer leaves of the memory."""
+        """The best candidate with both partitions on the same units. Engines get the memory that the trainer leaves."""
         found: Candidate | None = None
         for number in range(units, 0, -1):
             if self._loses(found, 0.0, self._least_training_s(number), 0.0):
@@ -185,7 +185,7 @@ class Search:
         return found
 
     def _engines_on(self, units: int) -> list[RolloutOption]:
-        """On at most these units, in the order of the step that nothing else would hold up."""
+        """Engines on at most these units, sorted by the step that they alone would allow."""
         if units > self._sorted_units:
             self._sorted_units = units
             self._sorted = [option for number in range(1, units + 1) for option in self.rollout_options(number)]
@@ -205,7 +205,7 @@ class Search:
         return (step_s, units) >= (found.step_s, found.units)
 
     def _step_s(self, rollout_s: float, training_s: float, sync_s: float, pace_s: float) -> float:
-        """A bound where the engines stop for the swap only: it takes none there."""
+        """The step; a lower bound if the engines stop only for the swap, which counts as 0 here."""
         return combined_seconds(self.problem.asynchronous, rollout_s, training_s, sync_s, self._other_share, pace_s,
                                 0.0 if self.problem.shadow else None)
 
@@ -215,7 +215,7 @@ class Search:
         return found
 
     def _fastest_engine_s(self, units: int) -> float:
-        """Of all engines on at most `units` units."""
+        """Least rollout time of all engines on at most `units` units."""
         if units not in self._engine_s:
             known = max((number for number in self._engine_s if number < units), default=0)
             least = self._engine_s.get(known, float("inf"))
@@ -225,7 +225,7 @@ class Search:
         return self._engine_s[units]
 
     def _least_training_s(self, units: int) -> float:
-        """A step of any layout takes the FLOPs of its matrix products at the rate of a large one, at least."""
+        """Lower bound of the training time: the FLOPs of the matrix products at the rate of a large product."""
         problem, c = self.problem, self.problem.coefficients
         gpu, shape, workload, lora = problem.cluster.gpu, problem.shape, problem.workload, problem.lora_rank
         rate = max(gpu.bf16_flops, gpu.fp32_flops, gpu.fp8_flops if problem.pins.precision == "fp8" else 0.0)
@@ -237,7 +237,7 @@ class Search:
         return max(0.0, workload.updates * seconds)
 
     def _timed(self, units: int) -> list[_Timed]:
-        """Layouts that use exactly these units and fit, the fastest first."""
+        """Training layouts that fit on exactly these units, the fastest first."""
         if units not in self._training:
             fitting = (placed for layout in self._layouts for placed in self._fitting(layout, units))
             self._training[units] = sorted((_Timed(TrainingOption(self.problem, layout, units).seconds, layout)
@@ -245,8 +245,8 @@ class Search:
         return self._training[units]
 
     def _fitting(self, layout: TrainingLayout, units: int) -> Iterator[TrainingLayout]:
-        """With the least recomputation that fits; with every one where the GPU is shared and a fit alone says
-        little."""
+        """The layout with the least recomputation that fits. If partitions share GPUs, with every one that fits, since
+        the engine may need the memory that more recomputation frees."""
         dp = self._dp(layout, units)
         for each in self._variants[layout] if dp else ():
             if dp >= self._smallest_dp(each):
@@ -255,8 +255,8 @@ class Search:
                     return
 
     def _smallest_dp(self, layout: TrainingLayout) -> int:
-        """At which the layout fits. More DP never needs more memory: optimizer shards and the micro-batches in flight
-        only shrink."""
+        """The smallest DP at which the layout fits. More DP never needs more memory, because it only reduces optimizer
+        shards and micro-batches in flight."""
         if layout not in self._least_dp:
             low, high = 0, self.problem.cluster.total_gpus // layout.replica_gpus + 1
             while high - low > 1:
@@ -267,8 +267,8 @@ class Search:
         return self._least_dp[layout]
 
     def _dp(self, layout: TrainingLayout, units: int) -> int:
-        """DP on all GPUs of these units, or the pinned one if it takes so many units; 0 if they are no whole number of
-        replicas, or of sequences."""
+        """DP on all GPUs of these units, or the pinned DP if it takes exactly these units; 0 if the units are no whole
+        number of replicas, or if there are too few sequences."""
         dp = self._whole(units, layout.replica_gpus, self.problem.pins.dp)
         workload = self.problem.workload
         if not dp or dp * layout.cp % layout.ep:
@@ -277,15 +277,15 @@ class Search:
         return 0 if workload.sequences // workload.updates < needed else dp
 
     def _whole(self, units: int, gpus: int, pinned: int | None) -> int:
-        """How many times `gpus` fill these units, or the pinned number if it takes so many units and fills the last one
-        in part; else 0."""
+        """How many groups of `gpus` GPUs fill these units, or the pinned number if it takes exactly these units (it may
+        fill the last one in part); else 0."""
         number, rest = divmod(units * self.problem.unit_gpus, gpus)
         if pinned is None:
             return 0 if rest else number
         return pinned if -(-pinned * gpus // self.problem.unit_gpus) == units else 0
 
     def _packs(self, layout: TrainingLayout) -> bool:
-        """Whether the longest sequence, padded as the layout pads it, fits into a micro-batch."""
+        """Whether the longest sequence, padded for this layout, fits into a micro-batch."""
         multiple = sequence_multiple(layout.tp, layout.cp, layout.sequence_parallel)
         budget, longest = self.problem.token_budget, round_up(self.problem.workload.longest, multiple)
         if longest <= budget and budget % multiple == 0:
@@ -299,13 +299,13 @@ class Search:
         return TrainingOption(self.problem, layout, 0).memory
 
     def engine_options(self, layout: RolloutLayout, units: int) -> list[RolloutOption]:
-        """Engines of one layout on these units with each number of sequences at once, the fastest first."""
+        """Engines of one layout on these units, with each value of `max_num_seqs`, the fastest first."""
         placed = (RolloutOption(self.problem, each, units) for each in self._placed(layout, units))
         return sorted((option for option in placed if option.memory.fits),
                       key=lambda option: (option.seconds, option.layout.max_num_seqs))
 
     def _undominated(self, layout: RolloutLayout, units: int) -> Iterator[RolloutOption]:
-        """Without those that are slower than another and let the trainer go no faster."""
+        """The engine options without those that are slower than another and allow no shorter step."""
         pace_s = float("inf")
         for option in self.engine_options(layout, units):
             if option.pace_s < pace_s:
@@ -313,7 +313,7 @@ class Search:
                 yield option
 
     def _placed(self, layout: RolloutLayout, units: int) -> list[RolloutLayout]:
-        """The layout on these units with each number of sequences at once, the fewest first; [] where it cannot be."""
+        """The layout on these units with each value of `max_num_seqs`, the smallest first; [] if it does not fit."""
         replicas = self._whole(units, layout.tp * layout.pp, self.problem.pins.replicas)
         if not replicas or replicas > self.problem.workload.prompts:
             return []
@@ -323,7 +323,7 @@ class Search:
     def _seconds_of_sync(self, training: TrainingLayout, rollout: RolloutLayout) -> float:
         problem = self.problem
         if problem.route != "auto":
-            return 0.0                      # `candidate` computes it
+            return 0.0                      # `Candidate` computes it
         key = (*self._moved(training, rollout), training.cp * training.dp, rollout.replicas)
         if key not in self._sync_s:
             seconds = fastest(problem.shape, training, rollout, self._fabric, problem.coefficients.sync,
@@ -332,7 +332,7 @@ class Search:
         return self._sync_s[key]
 
     def _least_sync_s(self, training: TrainingLayout, rollout: RolloutLayout) -> float:
-        """A bound of the sync, whatever DP and the number of engines."""
+        """Lower bound of the sync for any DP and any number of engines."""
         problem = self.problem
         full = min(rollout.replicas, max(1, self._fabric.gpus_per_node // (rollout.tp * rollout.pp)))
         key = (*self._moved(training, rollout), full)
@@ -344,14 +344,14 @@ class Search:
 
     @staticmethod
     def _moved(training: TrainingLayout, rollout: RolloutLayout) -> tuple:
-        """What decides which bytes of a shard an engine rank takes. Which chunk of a stage a layer is in matters only
-        to an engine with stages of its own."""
+        """The sizes that decide which bytes of a shard an engine rank takes. The chunk of a layer matters only to an
+        engine with pipeline stages."""
         return (training.tp, training.pp, training.vpp if rollout.pp > 1 else 1, training.ep, training.etp,
                 training.layers_of_stage, rollout.tp, rollout.pp)
 
 
 def _no_room(memory: RolloutMemory, longest: int) -> str:
-    """Why an engine cannot run, in numbers."""
+    """The reason why an engine cannot run, in numbers."""
     fixed = sum(size for name, size in memory.components.items() if name != "kv_cache")
     if not memory.kv_tokens:
         return (f"no room: {memory.components['weights'] / 1e9:.1f} GB of weights, {fixed / 1e9:.1f} GB with all else, "

@@ -1,7 +1,7 @@
-"""The layouts that the search tries: every one that divides, obeys the pins and stays where NVLink is.
+"""The layouts that the search tries: all that divide the model, obey the pins, and keep TP groups within NVLink.
 
-What is left out here is left out by arithmetic (a TP that does not divide the heads), and each reason is kept for the
-explanation."""
+Layouts are rejected here by arithmetic only, for example a TP that does not divide the heads. Each reason is kept for
+the explanation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECOMPUTE: dict[str, tuple[str, ...]] = {"none": (), "selective": ("core_attn",)
 
 @dataclass(frozen=True)
 class Pins:
-    """Sizes that the configuration fixes; None is searched."""
+    """Sizes that the configuration fixes. The search chooses those that are None."""
 
     tp: int | None = None
     pp: int | None = None
@@ -40,19 +40,19 @@ class Pins:
     cuda_graphs: bool = True
     tp_across_nodes: bool = False
     max_num_batched_tokens: int | None = None
-    """An engine takes no more sequences at once than that."""
+    """Upper bound on the sequences that an engine runs at once."""
     kv_cache_bytes: int | None = None
-    """Of an engine on a CPU."""
+    """Cache of an engine on a CPU."""
     allow_cp: bool = True
-    """Context parallelism goes with the configuration's other keys."""
+    """The other keys of the configuration allow context parallelism."""
     allow_sequence_parallel: bool = True
 
     def of(self, key: str) -> Any:
-        """The size of a dotted key of `KEY_OF_PIN`; None where it is searched."""
+        """The size for a dotted key of `KEY_OF_PIN`; None if it is searched."""
         return getattr(self, PIN_OF_KEY[key])
 
     def without(self, *names: str) -> Pins:
-        """The same with these fields searched."""
+        """The same pins without these fields, which are then searched."""
         searched: dict[str, Any] = dict.fromkeys(names)
         return replace(self, **searched)
 
@@ -62,7 +62,7 @@ KEY_OF_PIN = {
     "sequence_parallel": "trainer.sequence_parallel", "recompute": "trainer.recompute", "replicas": "rollout.replicas",
     "rollout_tp": "rollout.tp", "max_num_seqs": "rollout.max_num_seqs",
     "training_nodes": "placement.training_nodes", "token_budget": "trainer.token_budget"}
-"""Field of `Pins` -> the key of the configuration, of what may also be searched."""
+"""Field of `Pins` -> key of the configuration, for the fields that may also be searched."""
 PIN_OF_KEY = {key: name for name, key in KEY_OF_PIN.items()}
 
 
@@ -74,10 +74,10 @@ class Space:
     gpus_per_node: int
     pins: Pins
     rejected: dict[str, str] = field(default_factory=dict)
-    """`TP 16` -> why no plan has it."""
+    """Rejected value, such as `TP 16` -> the reason."""
 
     def training(self) -> Iterator[TrainingLayout]:
-        """Layouts of one replica (DP 1), the least recomputation first."""
+        """Layouts of one replica (DP 1), those with the least recomputation first."""
         for tp in self._training_tp():
             for cp in self._cp(tp):
                 for pp in self._pp():
@@ -96,19 +96,19 @@ class Space:
             layers_of_stage=tuple(sum(map(len, stage)) for stage in stages))
 
     def _ep(self, tp: int) -> tuple[int, ...]:
-        """Expert parallel sizes, inside a node with TP; DP x CP must be a multiple (the search looks)."""
+        """Expert parallel sizes that stay inside a node with TP. The search checks that DP x CP is a multiple."""
         if not self.shape.experts:
             return (1,)
         return tuple(ep for ep in _divisors(max(1, self.gpus_per_node // tp)) if self.shape.experts % ep == 0)
 
     def recomputations(self, layout: TrainingLayout) -> Iterator[TrainingLayout]:
-        """The layout with each amount of recomputation that may be tried, the least first. (With flash attention
-        `selective` saves nothing that is kept, so `auto` goes from none to full.)"""
+        """The layout with each allowed amount of recomputation, the least first. `auto` tries none, then full: with
+        flash attention, `selective` saves no memory."""
         for name in (self.pins.recompute,) if self.pins.recompute else ("none", "full"):
             yield replace(layout, recompute=RECOMPUTE[name])
 
     def rollout(self) -> Iterator[RolloutLayout]:
-        """Layouts of one engine; how many of them there are and `max_num_seqs` are chosen later."""
+        """Layouts of one engine. The number of engines and `max_num_seqs` are chosen later."""
         shape = self.shape
         for tp in self._sizes(self.pins.rollout_tp, "rollout TP"):
             kv_ok = shape.engine_divides_kv_heads(tp)
