@@ -1,5 +1,5 @@
-"""The planner's door: a configuration becomes a `Problem`; what was found for it becomes the values of its open keys
-and the plan that every process reads. Only `launch.planner.prepare` and this module know configurations."""
+"""The planner's door: turns a configuration into a `Problem`, and a candidate into values of the configuration's open
+keys and into the plan. Only this module and `launch.planner.prepare` know configurations."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def problem_of(loaded: LoadedConfig, shape: Architecture, cluster: ClusterSpec) -> Problem:
-    """What a configuration asks of a cluster.
+    """The problem that a configuration poses for a cluster.
 
     Raises:
-        UserError: response lengths that are impossible.
+        UserError: the response lengths are impossible.
     """
     config, mode = loaded.config, loaded.config.placement.mode
     opened = open_keys(config)
@@ -49,17 +49,17 @@ def problem_of(loaded: LoadedConfig, shape: Architecture, cluster: ClusterSpec) 
 
 
 def problem_of_attempt(config_yaml: Path, plan: Plan, cluster: ClusterSpec) -> Problem:
-    """What an attempt was planned from, with all that it chose fixed."""
+    """The problem of an attempt, with all its chosen values pinned."""
     resolved = load_config(config_yaml).resolved(plan.chosen)
     return problem_of(resolved, plan.architecture, cluster)
 
 
 def pins_of(loaded: LoadedConfig, device: Literal["cpu", "gpu"]) -> Pins:
-    """What the configuration fixes."""
+    """The sizes that the configuration fixes."""
     config = loaded.config
     trainer, rollout = config.trainer, config.rollout
     sizes = {name: value(config, key) for name, key in KEY_OF_PIN.items()}
-    whole = trainer.share_prompts == "on"        # a prompt that several completions share is split nowhere
+    whole = trainer.share_prompts == "on"        # a prompt that completions share cannot be split
     return Pins(
         **{name: None if size == "auto" else size for name, size in sizes.items()},
         precision=trainer.dtype, rollout_precision=rollout.dtype, distributed_optimizer=trainer.distributed_optimizer,
@@ -70,7 +70,8 @@ def pins_of(loaded: LoadedConfig, device: Literal["cpu", "gpu"]) -> Pins:
 
 
 def least(loaded: LoadedConfig, problem: Problem, architecture: Architecture) -> ResolvedLoaded:
-    """With open keys at the values that ask least of the model, so that a check finds only what is fixed wrong."""
+    """The configuration with open keys at their least demanding values, so that a check finds only wrong fixed values.
+    """
     config, pins = loaded.config, problem.pins
     values = {key: auto.LOCAL[key] for key in open_keys(config) if key in auto.LOCAL}
     values |= {"trainer.token_budget": problem.token_budget}
@@ -79,7 +80,7 @@ def least(loaded: LoadedConfig, problem: Problem, architecture: Architecture) ->
     if pins.sequence_parallel is None:
         values["trainer.sequence_parallel"] = pins.allow_sequence_parallel and (pins.tp or 1) > 1
     elif pins.sequence_parallel and pins.tp is None:
-        values["trainer.tp"] = 2            # the search takes TP > 1 only
+        values["trainer.tp"] = 2            # the search tries only TP > 1
     if pins.pp is None and (pins.vpp or 1) > 1:
         fitting = (pp for pp in range(2, architecture.layers + 1) if architecture.layers % (pp * (pins.vpp or 1)) == 0)
         values["trainer.pp"] = next(fitting, 2)
@@ -87,7 +88,7 @@ def least(loaded: LoadedConfig, problem: Problem, architecture: Architecture) ->
 
 
 def chosen_values(found: Candidate, loaded: LoadedConfig) -> dict[str, Any]:
-    """Values of the configuration's open keys, and of those that the mode found does not go with."""
+    """Values of the configuration's open keys, and of keys that the chosen mode does not allow as written."""
     config = loaded.config
     training, rollout, pins = found.training.layout, found.rollout.layout, found.problem.pins
     names = {modules: name for name, modules in RECOMPUTE.items()}
@@ -110,13 +111,13 @@ def chosen_values(found: Candidate, loaded: LoadedConfig) -> dict[str, Any]:
 def plan_of(config: ResolvedConfig, architecture: Architecture, device: Literal["cpu", "gpu"],
             chosen: Mapping[str, Any] | None = None) -> Plan:
     """The plan of a run, without a forecast. Pure: the same inputs give the same bytes. Run
-    `launch.config.checks.check` first: it explains what does not fit together.
+    `launch.config.checks.check` first, since it explains values that contradict each other.
 
     Args:
-        chosen: those of the configuration's values that the user did not write.
+        chosen: the values of the configuration that the user did not write.
 
     Raises:
-        UserError: layers that cannot be laid out over the pipeline.
+        UserError: the layers cannot be laid out over the pipeline.
     """
     trainer, rollout, algorithm = config.trainer, config.rollout, config.algorithm
     training = TrainingPlan(
@@ -137,7 +138,7 @@ def plan_of(config: ResolvedConfig, architecture: Architecture, device: Literal[
 
 
 def config_hash(config: ResolvedConfig) -> str:
-    """Hash of the values, not of the file's text: comments do not count."""
+    """Hash of the values. The text of the file, such as comments, does not count."""
     return hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
 
 
@@ -145,7 +146,7 @@ def workload_of(loaded: LoadedConfig) -> Workload:
     """The workload of a configuration.
 
     Raises:
-        UserError: lengths that are impossible, such as a mean above the cap, or a file without lengths.
+        UserError: the lengths are impossible, for example a mean above the cap, or a file has no lengths.
     """
     config = loaded.config
     asked, longest_prompt = config.workload.response, config.rollout.max_prompt_tokens
@@ -189,5 +190,5 @@ def _pairs(loaded: LoadedConfig) -> dict[int, float]:
     if not values or len(values) != len(counts):
         raise UserError(f"a histogram needs as many counts as values: {len(values)} values, {len(counts)} counts",
                         where=loaded.where("workload.response.values", "workload.response.counts"),
-                        fix="write both lists with one entry a length")
+                        fix="write both lists with one entry per length")
     return dict(zip(values, counts, strict=True))

@@ -1,5 +1,5 @@
-"""This machine as a cluster of one node, and the forecast of a run on it: sizes are those of the configuration, nothing
-is searched."""
+"""This machine as a cluster of one node, and the candidate of a run on it. The sizes come from the configuration, so
+nothing is searched."""
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ from launch.planner.search.problem import Mode, Problem
 from launch.planner.search.space import RECOMPUTE
 
 NODE = "localhost"
-"""The only node of a cluster file that describes this machine."""
+"""Name of the only node in a cluster file that describes this machine."""
 
 
 def is_here(cluster: ClusterSpec | None) -> bool:
-    """Whether a cluster is this machine: none was named, or a file whose only node is `localhost`."""
+    """Whether a cluster is this machine: it is None, or its only node is `localhost`."""
     return cluster is None or cluster.nodes == (NODE,)
 
 
 def this_machine(device: Literal["cpu", "gpu"], plan: Plan, threads: int = 1,
                  described: ClusterSpec | None = None) -> ClusterSpec:
-    """The cluster that consists of this machine, with the coefficients of the file that describes it, if any: they are
-    those of its kind of GPU, and say nothing of another. On a CPU that no file describes they are `coefficients.cpu`,
-    and every process is a "GPU"; where there are more than cores, each has its share of a core.
+    """The cluster that consists of this machine.
+
+    Its coefficients are those of the file that describes the machine, if the file is for the same kind of GPU. On a CPU
+    that no file describes, they are those of `launch.coefficients.cpu`. On a CPU every process counts as a GPU. If
+    there are more processes than cores, each has its share of a core.
 
     Args:
-        threads: of a training rank on a CPU.
+        threads: threads of a training rank on a CPU.
+        described: the file that describes this machine, if any.
 
     Raises:
-        UserError: GPUs for which there are no figures.
+        UserError: there are no figures for this machine's GPUs.
     """
     ranks, engines = plan.training.world_size, sum(engine.tp for engine in plan.rollout.engines)
     if device == "gpu":
@@ -57,7 +60,7 @@ def this_machine(device: Literal["cpu", "gpu"], plan: Plan, threads: int = 1,
 
 
 def _coefficients(kind: Gpu, described: ClusterSpec | None) -> tuple[dict[str, float], dict[str, str]]:
-    """(by key, the source of each)."""
+    """(key -> coefficient, key -> its source)."""
     if described and described.gpu.name == kind.name:
         return described.coefficients, described.sources
     if kind.device == "cpu":
@@ -66,15 +69,15 @@ def _coefficients(kind: Gpu, described: ClusterSpec | None) -> tuple[dict[str, f
 
 
 def _share(core: Gpu, share: float) -> Gpu:
-    """A core that `1 / share` processes take turns on; more cores than processes help nobody."""
+    """A core that `1 / share` processes share. A process uses at most one core."""
     share = min(1.0, share)
     return replace(core, bf16_flops=core.bf16_flops * share, fp8_flops=core.fp8_flops * share,
                    fp32_flops=core.fp32_flops * share, hbm_bandwidth=core.hbm_bandwidth * share)
 
 
 def pinned_candidate(problem: Problem, plan: Plan, mode: Mode = "disaggregated") -> Candidate:
-    """The candidate with exactly the sizes of a plan. The problem must fix what a plan does not hold: recomputation,
-    and how many sequences an engine decodes at once."""
+    """The candidate with exactly the sizes of a plan. The problem must pin recomputation and `max_num_seqs`, which a
+    plan does not hold."""
     sizes, pins = plan.training, problem.pins
     assert pins.recompute is not None and pins.max_num_seqs is not None, "a resolved configuration fixes both"
     engine = RolloutLayout(tp=plan.rollout.tp, replicas=len(plan.rollout.engines),

@@ -1,4 +1,4 @@
-"""Parameter counts: exact, of a layer, of a model, and of what one training rank holds; and the FLOPs they cost.
+"""Exact parameter counts of a layer, a model and a training rank, and FLOPs per token.
 
     layer      attention 2 h q + 2 h kv, MLP 3 h ffn (SwiGLU) or 2 h ffn, router E h, experts 3 E h ffn_e, norms,
                biases
@@ -29,23 +29,23 @@ FlopsConvention = Literal["noncausal", "causal", "no_attention", "lora_no_attent
 
 
 class LayerParameters(NamedTuple):
-    """Parameters of one transformer layer, by how they are split."""
+    """Parameters of one transformer layer, grouped by how they are split."""
 
     attention: int
-    """The q, k, v and o matrices: over TP."""
+    """The q, k, v and o matrices, split over TP."""
     mlp: int
-    """The dense MLP, or the shared experts: over TP."""
+    """The dense MLP or the shared experts, split over TP."""
     experts: int
-    """All routed experts: over EP."""
+    """All routed experts, split over EP."""
     split: int
-    """Biases of column-parallel matrices: over TP."""
+    """Biases of column-parallel matrices, split over TP."""
     replicated: int
-    """Norms, biases of row-parallel matrices, the router: on every TP rank."""
+    """Norms, biases of row-parallel matrices and the router, on every TP rank."""
 
 
 @lru_cache(maxsize=256)
 def layer(shape: Architecture) -> LayerParameters:
-    """One layer, unsplit."""
+    """Parameters of one layer before any split."""
     tensors = layer_tensors(shape)
     matrices = [tensor for tensor in tensors if len(tensor.shape) == 2]
     vectors = [tensor for tensor in tensors if len(tensor.shape) == 1]
@@ -59,14 +59,14 @@ def layer(shape: Architecture) -> LayerParameters:
 
 @lru_cache(maxsize=256)
 def count(shape: Architecture) -> int:
-    """Parameters of the whole model; a tied head counts once."""
+    """Parameters of the whole model. A tied head counts once."""
     return parameter_count(shape)
 
 
 @lru_cache(maxsize=256)
 def matrix_parameters(shape: Architecture) -> int:
-    """Matrix elements that a token is multiplied with: head included, input embedding left out, of the experts those
-    that the router picks. Twice this are the FLOPs of a forward pass without attention."""
+    """Matrix elements that a token is multiplied with: the head and the experts that the router picks, but not the
+    input embedding. A forward pass without attention takes twice as many FLOPs."""
     each, h = layer(shape), shape.hidden
     active = each.attention + each.mlp
     if shape.experts:
@@ -76,15 +76,15 @@ def matrix_parameters(shape: Architecture) -> int:
 
 @lru_cache(maxsize=256)
 def tensor_count(shape: Architecture) -> int:
-    """Tensors of the Hugging Face checkpoint, which a per-tensor path loops over: q, k, v and o apart, each expert's
-    matrices apart, a tied head not stored."""
+    """Number of tensors in the Hugging Face checkpoint, for code that loops over tensors. q, k, v and o are separate,
+    as are the matrices of each expert. A tied head is not stored."""
     ends = 1 + (0 if shape.tied else 1) + (1 if shape.learned_positions else 0) + (2 if shape.all_biases else 1)
     return shape.layers * (len(layer_tensors(shape)) + shape.experts * len(expert_tensors(shape))) + ends
 
 
 def lora_count(shape: Architecture, rank: int) -> int:
-    """LoRA parameters of the whole model: A [rank, in] and B [out, rank] of q, k, v, o and the dense MLP's matrices (Hu
-    et al., arXiv 2106.09685); routed experts have none."""
+    """LoRA parameters of the whole model: A [rank, in] and B [out, rank] for q, k, v, o and the matrices of the dense
+    MLP (Hu et al., arXiv 2106.09685). Routed experts have none."""
     h, q, kv = shape.hidden, shape.q_width, shape.kv_width
     width = shape.shared_ffn if shape.experts else shape.ffn
     mlp = shape.mlp_matrices * (h + width) if width else 0
@@ -93,14 +93,13 @@ def lora_count(shape: Architecture, rank: int) -> int:
 
 def flops_per_token(shape: Architecture, attention_length: float, causal: bool = True, *,
                     convention: FlopsConvention | None = None) -> float:
-    """FLOPs of training one token: 6 M + 6 L A l, with A = heads x head_dim; 12 L A l where not causal.
+    """FLOPs of training one token: 6 M + 6 L A l with A = heads x head_dim, or 6 M + 12 L A l if not causal.
 
     Args:
-        attention_length: E[t^2] / E[t] over the sequences of length t that attend to themselves only; the length
-            itself where all are equal.
-        causal: count the half of the attention matrix that causal kernels compute.
-        convention: one of the published conventions instead (benchmarks/measured/README.md), to compare with figures
-            that follow it.
+        attention_length: E[t^2] / E[t] over sequences of length t that attend only to themselves; the length itself if
+            all are equal.
+        causal: count only the half of the attention matrix that causal kernels compute.
+        convention: a published convention instead (benchmarks/measured/README.md), to compare with figures that use it.
     """
     matrices = matrix_parameters(shape)
     attention = shape.layers * shape.q_width * attention_length
@@ -115,13 +114,13 @@ def flops_per_token(shape: Architecture, attention_length: float, causal: bool =
 
 
 def padded_vocab(shape: Architecture, tp: int) -> int:
-    """Rows of the embedding as Megatron shards it: a multiple of 128 TP."""
+    """Rows of the embedding as Megatron shards it: a multiple of 128 x TP."""
     return round_up(shape.vocab, VOCAB_MULTIPLE * tp)
 
 
 @dataclass(eq=False)
 class RankParameters:
-    """What the ranks of a training layout hold. A tied embedding is held at both ends where PP > 1."""
+    """Parameters on the ranks of a training layout. With PP > 1, both end stages hold a tied embedding."""
 
     PREFIX = "parameters"
 
@@ -131,7 +130,7 @@ class RankParameters:
     etp: int
     pp: int
     layers: tuple[int, ...]
-    """Of each pipeline stage."""
+    """Number of layers of each pipeline stage."""
 
     @line("", "2 h (n_h + n_kv) d + 3 h ffn + 2 h (+ biases, experts)")
     def layer(self) -> int:
@@ -163,7 +162,7 @@ class RankParameters:
 
 @dataclass(eq=False)
 class StageParameters:
-    """Parameters of one training rank, of one pipeline stage."""
+    """Parameters on one rank of a pipeline stage."""
 
     of: RankParameters
     number: int
@@ -180,25 +179,25 @@ class StageParameters:
     @line("", "layers x layer on a rank (first stage + embedding, last + head and final norm)")
     @part
     def dense(self) -> int:
-        """All but the routed experts."""
+        """All parameters except the routed experts."""
         return self.layers * self.of.layer_on_rank + self.embedding + self.head
 
     @line("", "layers x experts of a layer on a rank", written=nonzero)
     @part
     def experts(self) -> int:
-        """Routed experts; sharded by the optimizer over fewer ranks than the rest."""
+        """Routed experts. The optimizer shards them over fewer ranks than the rest."""
         return self.layers * layer(self.of.shape).experts // (self.of.ep * self.of.etp) if self.of.shape.experts else 0
 
     @part
     def embedding(self) -> int:
-        """Padded."""
+        """The embedding with its padding."""
         if self.number > 0:
             return 0
         return self.of.embedding_on_rank + self.of.shape.learned_positions * self.of.shape.hidden
 
     @part
     def head(self) -> int:
-        """Head (padded) and final norm; a tied head on the last stage is the second copy."""
+        """The padded head and the final norm. A tied head on the last stage is a second copy."""
         shape, last = self.of.shape, self.of.pp - 1
         if self.number < last:
             return 0
@@ -213,10 +212,10 @@ class StageParameters:
 @lru_cache(maxsize=4096)
 def rank_parameters(shape: Architecture, tp: int, ep: int, etp: int, pp: int,
                     layers: tuple[int, ...]) -> RankParameters:
-    """See `RankParameters`; a search asks for the same ones a thousand times."""
+    """See `RankParameters`. Cached, because a search asks for the same ones a thousand times."""
     return RankParameters(shape, tp, ep, etp, pp, layers)
 
 
 def parameters_of(shape: Architecture, layout: TrainingLayout) -> RankParameters:
-    """What the ranks of a layout hold."""
+    """Parameters on the ranks of a layout."""
     return rank_parameters(shape, layout.tp, layout.ep, layout.etp, layout.pp, stage_layers(shape, layout))

@@ -1,4 +1,4 @@
-"""The best plan of a problem over all its modes, or why there is none."""
+"""The best plan of a problem over all its modes, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from launch.planner.search.search import Search
 
 
 def best_of(problem: Problem) -> tuple[Search, Candidate]:
-    """The fastest candidate over the modes asked for, and its search.
+    """The fastest candidate over the requested modes, and its search.
 
     Raises:
-        UserError: nothing fits, with exit code `NO_FEASIBLE_PLAN`; the message names the smallest changes that would
-            make a plan.
+        UserError: nothing fits, with exit code `NO_FEASIBLE_PLAN`. The message names the smallest changes that make a
+            plan fit.
     """
     best: tuple[Search, Candidate] | None = None
     searches = [Search(problem, mode) for mode in problem.modes]
@@ -35,7 +35,7 @@ def _nothing_fits(search: Search, problem: Problem) -> UserError:
     nodes = f"{len(cluster.nodes)} nodes x {cluster.gpus_per_node} {cluster.gpu.name}"
     return UserError(f"no plan fits {nodes}: {_why(search)}",
                      where=f"{problem.origin.path}, cluster {cluster.name}",
-                     fix=fix or "no single change makes a plan: a larger cluster or a smaller model",
+                     fix=fix or "no single change makes a plan fit: use a larger cluster or a smaller model",
                      exit_code=ExitCode.NO_FEASIBLE_PLAN)
 
 
@@ -58,4 +58,4 @@ def _why(search: Search) -> str:
             return f"engines of {tp}: {why}"
         reasons = [f"{what}: {why}" for what, why in search.space.rejected.items() if what.startswith("rollout")]
         return f"no engine layout divides ({'; '.join(reasons[:3]) or 'the GPUs are no whole number of engines'})"
-    return "training and rollout each fit alone, not together"
+    return "training and rollout fit separately, but not together"

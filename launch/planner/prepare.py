@@ -1,7 +1,7 @@
-"""From the command line's words to a checked plan: the steps that `plan` and `launch` share.
+"""The steps from a configuration to a checked plan, shared by `plan` and `launch`.
 
-A configuration is loaded, checked once against its model, and turned into a `Problem` (`launch.planner.from_config`);
-from there on nobody asks it again. What is found comes back as the values of its open keys.
+A configuration is loaded, checked once against its model, and turned into a `Problem` (`launch.planner.from_config`).
+The planner never reads it again. The result comes back as values of the open keys.
 """
 
 from __future__ import annotations
@@ -41,42 +41,42 @@ class Prepared:
     """A configuration that is complete, checked and planned."""
 
     loaded: LoadedConfig
-    """As it was written, with the places for messages."""
+    """The configuration as written, with the places for messages."""
     config: ResolvedConfig
-    """With the values of `plan.chosen`: what is run."""
+    """The configuration that runs: with the values of `plan.chosen`."""
     model_folder: Path
     plan: Plan
 
 
 @dataclass(frozen=True)
 class PreparedForecast(Prepared):
-    """... of which something is predicted."""
+    """A prepared configuration with a forecast."""
 
     plan: ForecastPlan
     found: Candidate
-    """The plan in numbers."""
+    """The candidate of the plan."""
 
 
 @dataclass(frozen=True)
 class OnCluster(PreparedForecast):
-    """... for the nodes of a cluster."""
+    """A prepared configuration with a forecast and a seating on the nodes of a cluster."""
 
     seating: Seating
     needed: int
-    """Nodes that the plan uses."""
+    """Number of nodes that the plan uses."""
 
     @property
     def cluster(self) -> ClusterSpec:
-        """That was planned for."""
+        """The cluster of the plan."""
         return self.found.problem.cluster
 
     @property
     def spares(self) -> int:
-        """Nodes that are asked for beyond these."""
+        """Number of additional nodes that the user asks for."""
         return self.config.placement.spare_nodes
 
     def changed(self, values: dict[str, Any]) -> OnCluster:
-        """With other values of some keys, and no other plan."""
+        """The same plan with other values of some keys."""
         chosen = {**self.plan.chosen, **values}
         return replace(self, config=self.loaded.resolved(chosen).config,
                        plan=self.plan.model_copy(update={"chosen": chosen}))
@@ -91,12 +91,12 @@ def prepare(path: str, words: Sequence[str] = (), device: Literal["auto", "cpu",
         predicted of it.
 
     Args:
-        to_run: also check what only a run on this machine needs: tokenizer, complete weights, data files. A plan needs
-            config.json, or the name of a built-in architecture.
-        cluster: plan for this instead of `cluster:` of the configuration.
+        to_run: also check the tokenizer, the weights and the data files, which only a run on this machine needs. A plan
+            needs only config.json, or the name of a built-in architecture.
+        cluster: plan for this cluster instead of the configuration's `cluster:`.
 
     Raises:
-        UserError: see the steps.
+        UserError: a step fails.
     """
     loaded = load_config(path, words)
     named = cluster or _cluster_of(loaded)
@@ -106,13 +106,13 @@ def prepare(path: str, words: Sequence[str] = (), device: Literal["auto", "cpu",
 
 
 def prepare_job(path: str, words: Sequence[str] = (), cluster: ClusterSpec | None = None) -> OnCluster:
-    """Load, check and plan what is to run as a job of Slurm. A rehearsal needs no more than a plan does.
+    """Load, check and plan a configuration that will run as a Slurm job. A rehearsal needs only what a plan needs.
 
     Args:
-        cluster: the nodes that were really given, instead of `cluster:` of the configuration.
+        cluster: the allocated nodes, instead of the configuration's `cluster:`.
 
     Raises:
-        UserError: as `prepare`; a configuration for this machine.
+        UserError: as `prepare`, or the configuration is for this machine.
     """
     loaded = load_config(path, words)
     named = cluster or _cluster_of(loaded)
@@ -121,7 +121,7 @@ def prepare_job(path: str, words: Sequence[str] = (), cluster: ClusterSpec | Non
 
 
 def _cluster_of(loaded: LoadedConfig) -> ClusterSpec | None:
-    """The cluster that a configuration names; None for this machine."""
+    """The cluster of a configuration; None for this machine."""
     return None if loaded.config.cluster == "local" else load_cluster(loaded.config.cluster)
 
 
@@ -129,11 +129,10 @@ def prepare_for(loaded: LoadedConfig, cluster: ClusterSpec | None = None, *, to_
     """The best plan of a configuration for a cluster, with its forecast.
 
     Args:
-        to_run: the model's weights and the data files must be there, unless this is a rehearsal.
+        to_run: the model's weights and the data files must exist, unless this is a rehearsal.
 
     Raises:
-        UserError: as `posed`; or, with exit code `NO_FEASIBLE_PLAN`, nothing fits: the message names the smallest
-            changes that would make a plan.
+        UserError: as `posed`, or as `launch.planner.planning.best_of` if nothing fits.
     """
     model = model_of(loaded)
     if to_run and trains(loaded.config):
@@ -153,21 +152,21 @@ def prepare_for(loaded: LoadedConfig, cluster: ClusterSpec | None = None, *, to_
 
 def posed(loaded: LoadedConfig, cluster: ClusterSpec | None = None, model: Architecture | None = None, *,
           largest: int | None = None) -> Problem:
-    """A configuration as a problem, checked against its model and the cluster.
+    """The problem of a configuration, checked against its model and the cluster.
 
     Args:
-        cluster: instead of `cluster:` of the configuration.
-        model: its model, where that was read before.
-        largest: the sizes need to go together on so many nodes only (a sweep).
+        cluster: replaces the configuration's `cluster:`.
+        model: the model, if it was read before.
+        largest: the largest cluster size of a sweep, in nodes. The pinned sizes need to be possible only there.
 
     Raises:
-        UserError: sizes that do not go together; no such model folder or built-in model; a cluster file that cannot be
-            used.
+        UserError: sizes contradict each other; there is no such model folder or built-in model; the cluster file cannot
+            be used.
     """
     if cluster is None and loaded.config.cluster == "local":
         raise UserError("this is planned for a cluster, and the configuration runs on this machine",
-                        fix="add --cluster "
-                        "configs/clusters/h100x32.yaml, or another file", where=loaded.where("cluster"))
+                        fix="add --cluster configs/clusters/h100x32.yaml, or another file",
+                        where=loaded.where("cluster"))
     spec = cluster or load_cluster(loaded.config.cluster)
     architecture = model or model_of(loaded)
     problem = problem_of(loaded, architecture, spec)
@@ -177,10 +176,10 @@ def posed(loaded: LoadedConfig, cluster: ClusterSpec | None = None, model: Archi
 
 
 def model_of(loaded: LoadedConfig) -> Architecture:
-    """The model of a configuration that is only planned: a folder, or the name of a built-in one.
+    """The model of a configuration, for a plan only: a folder, or the name of a built-in model.
 
     Raises:
-        UserError: neither.
+        UserError: it is neither.
     """
     name = loaded.config.model.path
     if not Path(name).is_dir() and (known(name) or "/" not in name):
@@ -190,10 +189,10 @@ def model_of(loaded: LoadedConfig) -> Architecture:
 
 def _on_this_machine(loaded: LoadedConfig, described: ClusterSpec | None, device: Literal["auto", "cpu", "gpu"],
                      to_run: bool) -> Prepared:
-    """Nothing is searched: what is `auto` follows the rules for one machine.
+    """Plan without a search. Keys that are `auto` follow the rules for one machine.
 
     Args:
-        described: the file that describes this machine, if any.
+        described: the cluster file that describes this machine, if any.
     """
     chosen = auto.local_values(loaded.config)
     resolved = loaded.resolved(chosen)
@@ -210,11 +209,11 @@ def _on_this_machine(loaded: LoadedConfig, described: ClusterSpec | None, device
 
     try:
         machine = this_machine(kind, plan, resolved.config.trainer.threads, described)
-    except UserError as error:              # a GPU without figures
+    except UserError as error:              # there are no figures for this GPU
         return unpredicted(error)
     try:
         problem = problem_of(resolved, architecture, machine)
-    except UserError as error:              # what the configuration assumes of its data changes no run
+    except UserError as error:              # wrong assumptions about the data do not affect a run
         if not to_run:
             raise
         return unpredicted(error)
@@ -225,7 +224,7 @@ def _on_this_machine(loaded: LoadedConfig, described: ClusterSpec | None, device
 
 
 def _check_files(loaded: LoadedConfig) -> Architecture:
-    """What only a run needs is there: tokenizer, complete weights, data files."""
+    """Check the files that only a run needs: tokenizer, complete weights, data files."""
     folder = locate.model_folder(loaded)
     architecture = check_model_folder(folder, weights=loaded.config.model.init == "load",
                                       where=f"{loaded.where('model.path')}: {folder.absolute()}")

@@ -1,4 +1,4 @@
-"""The inverse question: how many nodes does a rate take?"""
+"""The inverse question: how many nodes does a throughput need?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from launch.planner.search.problem import Problem
 from launch.planner.search.search import Search
 
 MOST_POINTS = 64
-"""Sizes that are planned before those around the target."""
+"""Maximum number of sizes that are planned before those around the target."""
 MOST_NODES = 4096
 
 
@@ -23,22 +23,23 @@ def parse(text: str) -> tuple[int, int]:
     """`nodes=8..64` -> (8, 64).
 
     Raises:
-        UserError: anything else.
+        UserError: `text` has another form.
     """
     match = re.fullmatch(r"nodes=(\d+)\.\.(\d+)", text.replace(" ", ""))
     if match is None or not 1 <= int(match[1]) <= int(match[2]) <= MOST_NODES:
-        raise UserError(f"{text} is no range of cluster sizes", where="megatron-rl plan sweep",
+        raise UserError(f"{text} is not a range of cluster sizes", where="megatron-rl plan sweep",
                         fix=f"write nodes=8..64, at most {MOST_NODES} nodes")
     return int(match[1]), int(match[2])
 
 
 def sweep(problem: Problem, first: int, last: int) -> list[SweepPoint]:
-    """The best plan of each size from `first` to `last` nodes. Of a wide range at most `MOST_POINTS` sizes, evenly
-    spread, and those that a bisection between the last that misses the target and the first that reaches it needs: more
-    nodes never lower the best throughput, so the smallest that reaches it is among the points.
+    """The best plan of each size from `first` to `last` nodes.
+
+    In a wide range, about `MOST_POINTS` evenly spread sizes are planned. Then a bisection finds the smallest size that
+    reaches the target. More nodes never lower the best throughput, so the bisection is exact.
 
     Raises:
-        UserError: pinned sizes that the largest of them cannot have.
+        UserError: the pinned sizes are impossible on the largest size.
     """
     sizes, target = _Sizes(problem, last), problem.workload.target
     step = max(1, -(-(last - first) // MOST_POINTS))
@@ -55,7 +56,7 @@ def sweep(problem: Problem, first: int, last: int) -> list[SweepPoint]:
 
 
 def remarks(cluster: ClusterSpec, tried: int, first: int, last: int) -> tuple[str, ...]:
-    """What a reader of the points must know of them."""
+    """Remarks for readers of the points."""
     sizes, have = last - first + 1, len(cluster.nodes)
     said = []
     if tried < sizes:
@@ -63,18 +64,18 @@ def remarks(cluster: ClusterSpec, tried: int, first: int, last: int) -> tuple[st
                     "target those that narrow the smallest down to one node")
     if last > have and cluster.switches:
         said.append(f"sizes beyond the {have} nodes of {cluster.name} are planned as one rail group: its switch tree "
-                    "says nothing of further nodes")
+                    "does not describe further nodes")
     return tuple(said)
 
 
 class _Sizes:
-    """Plans one size after the other; what a search keeps of one serves the next."""
+    """Plans one size after another. A search reuses its results of one size for the next."""
 
     def __init__(self, problem: Problem, last: int) -> None:
         self.problem, self.have = problem, len(problem.cluster.nodes)
         self.largest = _searches(problem, last)
         self.known = self.largest
-        """For the sizes that the cluster's switch tree describes."""
+        """Searches for the sizes that the cluster's switch tree describes."""
         if last > self.have > 1 and problem.cluster.switches:
             self.known = _searches(problem, self.have, checked=False)
 
@@ -85,10 +86,10 @@ class _Sizes:
         return _point(self.known if nodes <= self.have else self.largest, nodes)
 
     def _single(self) -> SweepPoint:
-        """One node, which is divided by GPUs and not by nodes, as the search of the larger sizes is."""
+        """One node. It is divided by GPUs, while the search of the larger sizes divides nodes."""
         try:
             return _point(_searches(self.problem, 1), 1)
-        except UserError:               # pins that a larger size can have
+        except UserError:               # the pins need a larger size
             return _none(1)
 
 
@@ -124,13 +125,13 @@ class SweepPoint:
 
     nodes: int
     split: str
-    """`20 + 12`; what is printed between nodes and throughput."""
+    """Printed division of the nodes, such as `20 + 12`."""
     prompts_per_hour: float | None
-    """None: no plan fits this many nodes."""
+    """None: no plan fits this number of nodes."""
     gpu_hours: float | None
     """GPU-hours per 1,000 prompts."""
     verdict: str
-    """A verdict of `Throughput`, or why no plan fits."""
+    """A verdict of `Throughput`, or "no plan fits"."""
 
 
 def smallest_that_reaches(points: Sequence[SweepPoint], target: float | None) -> SweepPoint | None:

@@ -185,7 +185,7 @@ def test_an_output_that_cannot_be_is_one_message(plan, words, parts):
     (("explain", SMALL, "no.such.key"), ("no.such.key", "nearest")),
     (("explain", SMALL, "step", "--gpu", "H100"), ("--gpu", "--from-slurm")),
     (("explain", SMALL, "step", "--json"), ("No such option", "--json")),
-    (("sweep", SMALL), ("nodes=8..64",)), (("sweep", SMALL, "3"), ("3 is no range", "nodes=8..64")),
+    (("sweep", SMALL), ("nodes=8..64",)), (("sweep", SMALL, "3"), ("3 is not a range", "nodes=8..64")),
     (("sweep", SMALL, "nodes=9..8"), ("nodes=8..64",)), (("sweep", SMALL, "nodes=0..8"), ("nodes=8..64",)),
     (("sweep", SMALL, "nodes=1..99999"), ("4096",)), (("sweep", SMALL, "nodes=1..2", "nodes=3..4"), ("nodes=8..64",)),
     (("sweep", SMALL, "nodes=1..2", "--html", "x.html"), ("No such option", "--html")),

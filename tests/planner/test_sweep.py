@@ -29,7 +29,7 @@ def test_parse(text, expected):
                                   "gpus=1..2",
                                   "nodes=-1..2", "nodes=1..2..3", "nodes=a..b", "nodes=1.5..2"])
 def test_parse_refuses(text):
-    with pytest.raises(UserError, match="no range of cluster sizes"):
+    with pytest.raises(UserError, match="not a range of cluster sizes"):
         parse(text)
 
 

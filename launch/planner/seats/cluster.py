@@ -1,9 +1,9 @@
-"""Rank -> node -> GPU -> NIC for both partitions on real nodes. Pure and deterministic: the same nodes in another
-order give the same seats. `place_local` (in `place`) is the case of one machine.
+"""The placement of both partitions on real nodes: rank -> node -> GPU -> NIC. Pure and deterministic: the order of the
+given nodes does not matter. `launch.planner.seats.local` places a run on one machine.
 
-In Megatron's order consecutive ranks make a TP x CP block, and a block lies inside one node. A node's blocks are laid
-out so that a DP group sits on the same local GPUs of all its nodes, and so do neighbouring stages: equal local index
-is equal rail.
+In Megatron's order, consecutive ranks form a TP x CP block, and a block stays inside one node. The blocks of a node are
+arranged so that a DP group uses the same local GPUs on all its nodes, and so do neighbouring stages. Equal local
+indices are on the same rail.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ Mode = Literal["disaggregated", "colocated", "hybrid"]
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A GPU."""
+    """A GPU of a node."""
 
     node: str
     gpu: int
     nic: int
-    """Index of the NIC next to it, which is its rail in a rail-optimised fabric."""
+    """Index of the NIC next to the GPU. In a rail-optimised fabric it is also the rail."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seating:
-    """Seats of both partitions. Disaggregated, every GPU is in at most one seat; colocated and hybrid, an engine may
-    share the GPUs of training ranks."""
+    """The seats of both partitions. In mode disaggregated, a GPU serves at most one rank. In the modes colocated and
+    hybrid, an engine may share the GPUs of training ranks."""
 
     training: tuple[Seat, ...]
-    """By rank."""
+    """The seat of each rank."""
     rollout: tuple[tuple[Seat, ...], ...]
-    """By replica, then by the engine's rank (tp + TP pp)."""
+    """The seats of each replica, by the engine's rank (tp + TP pp)."""
     training_nodes: tuple[str, ...]
     rollout_nodes: tuple[str, ...]
     """Nodes that only roll out."""
     spares: tuple[str, ...]
     idle: tuple[Seat, ...]
-    """GPUs of nodes in use that no process gets: left over where sizes do not divide."""
+    """GPUs without a process on nodes in use, left over because sizes do not divide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +56,15 @@ class _Blocks:
     """How the TP x CP blocks of a training layout fill nodes."""
 
     unit: int
-    """Consecutive ranks of a block."""
+    """Number of consecutive ranks in a block."""
     per_node: int
-    """Blocks in a node; 0: a block spans `unit / gpus_per_node` nodes."""
+    """Blocks per node; 0: a block spans `unit / gpus_per_node` nodes."""
     side: int
-    """Blocks of one stage side by side in a node; its other blocks belong to neighbouring stages. 0: rank after rank,
-    where neither DP nor PP divides."""
+    """Blocks of one stage in a node; the other blocks of the node belong to neighbouring stages. 0: blocks are placed
+    one after another, because neither DP nor PP divides."""
 
     def nodes(self, layout: TrainingLayout, gpus_per_node: int) -> tuple[int, int]:
-        """(groups of nodes, nodes of each): a group holds whole DP rings."""
+        """(groups of nodes, nodes of each group). A group holds whole DP rings."""
         if self.per_node == 0:
             return layout.pp, layout.dp * layout.cp * layout.tp // gpus_per_node
         if self.side:
@@ -72,16 +72,16 @@ class _Blocks:
         return 1, -(-layout.gpus // self.unit // self.per_node)
 
     def _rings(self, layout: TrainingLayout) -> int:
-        """Blocks of one stage."""
+        """Number of blocks of one stage."""
         return layout.replica_gpus // layout.pp * layout.dp // self.unit
 
     def seat(self, block: int, layout: TrainingLayout) -> tuple[int, int]:
-        """(node, place in the node) of a block, counted stage by stage."""
+        """(node, place in the node) of a block. Blocks are counted stage by stage."""
         if not self.side:
             return divmod(block, self.per_node)
         stage, index = divmod(block, self._rings(layout))
         group, row = divmod(stage, self.per_node // self.side)
-        if group % 2:                   # back and forth: the edge to the next group of nodes keeps its local index
+        if group % 2:                   # alternate, so that the edge to the next group keeps its local index
             row = self.per_node // self.side - 1 - row
         return index // self.side + self._rings(layout) // self.side * group, index % self.side + self.side * row
 
@@ -94,18 +94,18 @@ def place(training: TrainingLayout, rollout: RolloutLayout, cluster: ClusterSpec
     Args:
         training, rollout: parallel sizes.
         cluster: GPUs and NICs of a node, the switch tree.
-        nodes: the nodes that were really given, in any order; the cluster's if None.
-        mode: `disaggregated` gives each GPU to one process; `colocated` and `hybrid` put engines on the training
-            nodes first and on further nodes if those do not suffice.
-        spares: nodes to keep free.
-        avoid: nodes to leave among the spares if possible, for instance the slowest of a preflight.
-        gpu_order: GPU of each engine rank of a whole node, as `launch.fabric.gpu_order.engine_gpu_order` gives it;
-            () for natural order.
+        nodes: the allocated nodes, in any order; None: the cluster's nodes.
+        mode: `disaggregated` gives each GPU to one process. `colocated` and `hybrid` put engines on the training nodes
+            first, and on further nodes if those do not suffice.
+        spares: number of nodes to keep free.
+        avoid: nodes that become spares if possible, for example the slowest ones of a preflight.
+        gpu_order: GPU of each engine rank of a whole node, from `launch.fabric.gpu_order.engine_gpu_order`; (): natural
+            order.
         tp_across_nodes: allow a TP group that is larger than a node.
 
     Raises:
-        UserError: no nodes, a node named twice, fewer nodes than needed, TP larger than a node without the flag or
-            unable to fill whole nodes with it, a `gpu_order` that uses a GPU twice.
+        UserError: there are no nodes or too few; a node is named twice; TP is larger than a node without
+            `tp_across_nodes`, or does not fill whole nodes with it; `gpu_order` uses a GPU twice.
     """
     names = natural_order(cluster.nodes if nodes is None else nodes)
     per_node = cluster.gpus_per_node
@@ -129,7 +129,7 @@ def place(training: TrainingLayout, rollout: RolloutLayout, cluster: ClusterSpec
 
 def nodes_needed(training: TrainingLayout, rollout: RolloutLayout, cluster: ClusterSpec,
                  mode: Mode = "disaggregated") -> int:
-    """Nodes that `place` needs for these layouts, spares aside."""
+    """Number of nodes that `place` needs for these layouts, without spares."""
     blocks = _blocks(training, cluster.gpus_per_node)
     stages, ring = blocks.nodes(training, cluster.gpus_per_node)
     return stages * ring + _rollout_nodes(training, rollout, blocks, stages * ring, cluster.gpus_per_node, mode)
@@ -140,10 +140,9 @@ def bind(seating: Seating, plan_fingerprint: str, attempt: int, addresses: Mappi
     """The placement of one attempt.
 
     Args:
-        addresses: of every node, inside the job's network.
-        ports: the block that each node holds, or one block that is free on all of them. A rank's lane is numbered on
-            its node.
-        interfaces: the network interface that each node's address belongs to.
+        addresses: address of every node in the job's network.
+        ports: the block of ports of each node, or one block that is free on all nodes. Lanes are numbered per node.
+        interfaces: the network interface of each node's address.
     """
     used = (*seating.training_nodes, *seating.rollout_nodes)
     blocks = dict.fromkeys(used, ports) if isinstance(ports, Ports) else {node: ports[node] for node in used}
@@ -189,19 +188,19 @@ def _check(names: Sequence[str], training: TrainingLayout, rollout: RolloutLayou
 
 
 def _check_order(gpu_order: Sequence[int], size: int, per_node: int) -> None:
-    """One entry for each engine rank of a node (or of the nodes of one engine), no GPU of a node twice."""
+    """Check for one entry per engine rank of a node (or of the nodes of one engine), without a GPU twice on a node."""
     ranks = max(per_node // size * size, size)
     nodes = [gpu_order[first:first + per_node] for first in range(0, len(gpu_order), per_node)]
     each_once = all(len(set(part)) == len(part) and set(part) <= set(range(per_node)) for part in nodes)
     if len(gpu_order) != ranks or not each_once:
         raise UserError(f"the GPU order {list(gpu_order)} does not give each of {ranks} engine ranks its own GPU",
                         where="the GPU order of an engine",
-                        fix=f"give {ranks} GPUs of 0 to {per_node - 1}, each once a node")
+                        fix=f"give {ranks} GPUs from 0 to {per_node - 1}, each once per node")
 
 
 def _blocks(layout: TrainingLayout, per_node: int) -> _Blocks:
-    """TP x CP blocks where they fit into a node, else TP blocks with CP over nodes. Side by side in a node: as many
-    of one stage as divide it, then of neighbouring stages; if neither divides, rank after rank."""
+    """TP x CP blocks if they fit into a node, else TP blocks with CP across nodes. A node holds as many blocks of one
+    stage as divide evenly, and then blocks of neighbouring stages. If neither divides, blocks follow one another."""
     if layout.tp > per_node:
         return _Blocks(layout.tp, 0, 0)
     unit = layout.tp * layout.cp if layout.tp * layout.cp <= per_node else layout.tp
@@ -222,13 +221,13 @@ def _rank_seat(rank: int, layout: TrainingLayout, blocks: _Blocks, nodes: Sequen
 
 
 def _usable(layout: RolloutLayout, per_node: int) -> int:
-    """GPUs of a node that an engine over several nodes takes: whole TP groups."""
+    """GPUs of a node that an engine across nodes uses: whole TP groups."""
     return per_node // layout.tp * layout.tp if layout.tp <= per_node else per_node
 
 
 def _rollout_nodes(training: TrainingLayout, rollout: RolloutLayout, blocks: _Blocks, training_nodes: int,
                    per_node: int, mode: Mode) -> int:
-    """Nodes that the engines need beside the training nodes."""
+    """Number of nodes that the engines need in addition to the training nodes."""
     size = rollout.tp * rollout.pp
     fits, span = per_node // size, -(-size // _usable(rollout, per_node))
     if mode != "disaggregated":
@@ -236,7 +235,7 @@ def _rollout_nodes(training: TrainingLayout, rollout: RolloutLayout, blocks: _Bl
     if not fits:
         return rollout.replicas * span
     left = rollout.replicas
-    if blocks.per_node:                 # GPUs that training leaves over take engines
+    if blocks.per_node:                 # engines use the GPUs that training leaves over
         free = [per_node] * training_nodes
         for block in range(training.gpus // blocks.unit):
             free[blocks.seat(block, training)[0]] -= blocks.unit
@@ -246,11 +245,11 @@ def _rollout_nodes(training: TrainingLayout, rollout: RolloutLayout, blocks: _Bl
 
 def _engine_seats(layout: RolloutLayout, nodes: Sequence[str], taken: Collection[Seat], cluster: ClusterSpec,
                   gpu_order: Sequence[int]) -> tuple[tuple[Seat, ...], ...]:
-    """Engines on what is free of `nodes`, in this order: a whole node in `gpu_order`, what training left of a node
-    in natural order."""
+    """Engines on the free GPUs of `nodes`, node by node. A whole node is filled in `gpu_order`, a partly used one in
+    natural order."""
     size, per_node, usable = layout.tp * layout.pp, cluster.gpus_per_node, _usable(layout, cluster.gpus_per_node)
     found: list[tuple[Seat, ...]] = []
-    pool: list[Seat] = []                       # whole nodes that wait for the rest of an engine
+    pool: list[Seat] = []                       # seats of an engine that still needs further nodes
     for node in nodes:
         seats = _seats(node, cluster)
         free = [seat for seat in seats if seat not in taken]

@@ -1,4 +1,4 @@
-"""Placement where nothing is searched: on this machine, and of a CPU job on the nodes of an allocation. Pure."""
+"""Placements that need no search: on this machine, and of a CPU job on the nodes of an allocation. Pure."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ LOOPBACK = "127.0.0.1"
 
 def place_local(plan: Plan, attempt: int, ports: Ports, *, gpus: Sequence[int] = (), node: str = LOCAL_NODE,
                 address: str = LOOPBACK) -> Placement:
-    """Everything on one machine: training ranks first, in rank order, then the engines, each GPU used once.
+    """Place everything on one machine: training ranks first, in rank order, then the engines. Each GPU is used once.
 
     Args:
-        plan: the plan; with `device == "cpu"` nobody gets a GPU.
+        plan: the plan; with `device == "cpu"` no process gets a GPU.
         attempt: number of the attempt.
         ports: the attempt's block of ports.
         gpus: indices of this machine's GPUs that may be used, in order (GPU plans only).
-        node, address: Ray's name of this machine and where its processes listen.
+        node, address: Ray's name of this machine, and the address on which its processes listen.
 
     Raises:
-        UserError: fewer GPUs than the plan needs, or more training ranks than the port table has lanes.
+        UserError: there are fewer GPUs than the plan needs, or more training ranks than the port table has lanes.
     """
     training, engines = plan.training.ranks, plan.rollout.engines
     rollout_gpus = sum(engine.tp for engine in engines)
@@ -47,16 +47,17 @@ def place_local(plan: Plan, attempt: int, ports: Ports, *, gpus: Sequence[int] =
 
 def place_cpu(plan: Plan, attempt: int, nodes: Sequence[str], training_nodes: int, addresses: Mapping[str, str],
               ports: Mapping[str, Ports], interfaces: Mapping[str, str] | None = None) -> Placement:
-    """A job without GPUs on several nodes: training ranks in equal runs of neighbours over the first `training_nodes`
-    nodes, so that TP groups stay together; engines in turn over the others, or over all where none are left.
+    """Place a job without GPUs on several nodes. The first `training_nodes` nodes get equal runs of consecutive
+    training ranks, so that TP groups stay together. The engines are dealt out to the other nodes, or to all if none are
+    left.
 
     Args:
         plan: a plan with `device == "cpu"`.
-        nodes: in the order to use them. The first one gets rank 0, the driver and Ray's head.
+        nodes: the nodes in the order of use. The first one gets rank 0, the driver and Ray's head.
         addresses, ports, interfaces: as in `launch.planner.seats.cluster.bind`.
 
     Raises:
-        UserError: the ranks do not divide over so many nodes, or there are fewer nodes.
+        UserError: the ranks do not divide over `training_nodes` nodes, or there are fewer nodes.
     """
     count, engines = len(plan.training.ranks), plan.rollout.engines
     if not 1 <= training_nodes <= len(nodes) or count % training_nodes:

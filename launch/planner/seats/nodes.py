@@ -1,8 +1,8 @@
-"""Which nodes train and which roll out, in the switch tree. Pure.
+"""Chooses the nodes that train and those that roll out, in the switch tree. Pure.
 
-Under one leaf switch (and in a rail-optimised unit, which counts as one) any choice is as good as any other. In a
-deeper tree the ring of a DP group carries gradients and parameters, so it stays under one leaf; the tree is cut
-between pipeline stages, whose edges carry least, or between the partitions, which meet once a step.
+Under one leaf switch all choices are equally good. A rail-optimised unit counts as one leaf. In a deeper tree, the ring
+of a DP group stays under one leaf, because it carries gradients and parameters. The tree is cut between pipeline
+stages, where traffic is smallest, or between the partitions, which communicate once per step.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from launch.cluster.tree import Topology
 
 @dataclass(frozen=True, slots=True)
 class NodesByRole:
-    """Nodes of each role; every node of the topology is in exactly one."""
+    """The nodes of each role. Every node of the topology has exactly one role."""
 
     training: tuple[str, ...]
-    """Stage by stage: the first `ring` nodes are those of the first stages, ..."""
+    """Nodes in the order of stages: the first `ring` nodes belong to the first stages, ..."""
     rollout: tuple[str, ...]
     spare: tuple[str, ...]
 
@@ -27,15 +27,15 @@ def choose_nodes(tree: Topology, stages: int, ring: int, rollout: int, avoid: Co
     """Choose stages x ring nodes for training and `rollout` nodes; the rest are spares.
 
     Args:
-        tree: the nodes; at least stages x ring + rollout of them.
-        stages: groups of nodes that one DP ring spans.
-        ring: nodes of each such group.
-        rollout: nodes that only roll out.
-        avoid: nodes to leave as spares if there are enough others.
+        tree: the nodes; at least stages x ring + rollout.
+        stages: number of groups of nodes, each of which a DP ring spans.
+        ring: nodes of each group.
+        rollout: number of nodes that only roll out.
+        avoid: nodes that become spares if there are enough others.
     """
     needed = stages * ring + rollout
     free = [[node for node in leaf if node not in avoid] for leaf in tree.leaves]
-    for leaf, nodes in zip(free, tree.leaves, strict=True):         # too few good ones: take of the others, in order
+    for leaf, nodes in zip(free, tree.leaves, strict=True):         # too few good nodes: add others, in order
         short = needed - sum(map(len, free))
         if short > 0:
             leaf += [node for node in nodes if node in avoid][:short]
@@ -50,8 +50,8 @@ def choose_nodes(tree: Topology, stages: int, ring: int, rollout: int, avoid: Co
 
 def _fill(leaves: Sequence[Sequence[str]], start: int, whole: bool, stages: int, ring: int,
           rollout: int) -> tuple[list[str], list[str]] | None:
-    """Training from leaf `start` on, around the end. With `whole`, a leaf takes as many rings as fit into it
-    entirely; None if that leaves some without a place. Rollout goes to leaves without training first."""
+    """Fill leaves with training from leaf `start` on, cyclically; then fill with rollout, leaves without training
+    first. With `whole`, a leaf gets only whole rings. None if some nodes find no place."""
     order = [*range(start, len(leaves)), *range(start)]
     training: list[str] = []
     left: dict[int, list[str]] = {}
@@ -69,8 +69,8 @@ def _fill(leaves: Sequence[Sequence[str]], start: int, whole: bool, stages: int,
 
 
 def _cost(tree: Topology, ring: int, training: Sequence[str], rollout: Sequence[str]) -> tuple[int, ...]:
-    """Smaller is better: rings that cross leaves, leaves with both partitions, leaves of the training, switches
-    between consecutive stages."""
+    """Cost of a choice, smaller is better: rings that cross leaves, leaves with both partitions, leaves with training,
+    switches between consecutive stages."""
     leaf = tree.leaf_of()
     rings = [[leaf[node] for node in training[first:first + ring]] for first in range(0, len(training), ring)]
     trains, rolls = {leaf[node] for node in training}, {leaf[node] for node in rollout}

@@ -1,7 +1,7 @@
-"""Response lengths of a workload: `LogNormal` (mean kept under a cap) and `Counted` (a histogram, a file of
-completions, one fixed length), with the moments and order statistics that the planner's models need.
+"""Distributions of response lengths, with the moments and order statistics that the planner's models need. `LogNormal`
+has a given mean under a cap. `Counted` is a histogram, a file of completions, or one fixed length.
 
-A cap ends a response: what would have been longer counts as exactly `cap` tokens.
+A cap ends a response: one that would be longer has exactly `cap` tokens.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from launch.planner.workload import log_normal
 from launch.planner.workload.lengths_file import read
 
 LONGEST = 10_000_000
-"""Tokens; a longer response is taken for a mistake in the input."""
+"""Maximum tokens of a response. A longer one is a mistake in the input."""
 
 
 class Lengths(ABC):
-    """A distribution of response lengths in tokens. Subclasses give `mean`, `second_moment`, `cap`, `capped_share`,
-    `survival` and `quantile`; all else follows."""
+    """A distribution of response lengths in tokens."""
 
     cap: int
     """The longest response."""
@@ -39,15 +38,15 @@ class Lengths(ABC):
     @property
     @abstractmethod
     def capped_share(self) -> float:
-        """Part of the responses that reach `cap`."""
+        """Fraction of the responses that reach `cap`."""
 
     @abstractmethod
     def survival(self, length: float) -> float:
-        """P(l > length): the part of the responses still being generated after `length` tokens."""
+        """P(l > length): the fraction of responses that are still running after `length` tokens."""
 
     @abstractmethod
     def quantile(self, share: float) -> float:
-        """The smallest length that `share` of the responses do not exceed."""
+        """The smallest length that a fraction `share` of the responses does not exceed."""
 
     @abstractmethod
     def expected_max(self, count: float) -> float:
@@ -55,34 +54,34 @@ class Lengths(ABC):
 
     @abstractmethod
     def capped(self, cap: int) -> Lengths:
-        """The same responses under another cap. Raises UserError where the mean does not go with it."""
+        """The same responses under another cap. Raises UserError if the cap contradicts the mean."""
 
     @property
     def mean_residual(self) -> float:
-        """E[l^2] / (2 E[l]): tokens that an active response has behind it, and still before it, in steady state."""
+        """E[l^2] / (2 E[l]): mean tokens that an active response has generated, and has left, in steady state."""
         return self.second_moment / (2 * self.mean)
 
     def active_context(self, prompt: float) -> float:
-        """Mean context of a response while it is generated, in steady state; more than prompt + mean / 2 where
-        lengths differ, since long responses stay longer."""
+        """Mean context of a response while it is generated, in steady state. It exceeds prompt + mean / 2 if lengths
+        differ, since long responses stay longer."""
         return prompt + self.mean_residual
 
     def attention_length(self, prompt: float) -> float:
-        """E[t^2] / E[t] over sequences t = prompt + response: causal attention costs as if all had this length."""
+        """E[t^2] / E[t] over sequences t = prompt + response. Causal attention costs as if all had this length."""
         return (prompt * prompt + 2 * prompt * self.mean + self.second_moment) / (prompt + self.mean)
 
     def group_capped(self, group: int) -> float:
-        """P(a group of `group` responses holds one that reaches the cap)."""
+        """P(at least one of `group` responses reaches the cap)."""
         return 1 - (1 - self.capped_share) ** group
 
     @abstractmethod
     def residual_survival(self, length: float) -> float:
-        """P(an active response has more than `length` tokens still before it), in steady state (renewal theory)."""
+        """P(an active response has more than `length` tokens left), in steady state (renewal theory)."""
 
     @cached_property
     def profile(self) -> tuple[tuple[float, float, float, float], ...]:
-        """(start, end, survival, residual survival) over about 40 intervals of [0, cap], each with the mean of
-        the two over the interval: what an integral along the generation needs. Finer where responses end."""
+        """(start, end, mean survival, mean residual survival) of about 40 intervals of [0, cap], for integrals along
+        the generation. Intervals are shorter where more responses end."""
         edges = sorted({0.0, float(self.cap), *(self.quantile(i / 20) for i in range(1, 20)),
                         *(self.cap * i / 20 for i in range(1, 20))})
         return tuple((a, b, self._mean_survival(a, b), self._mean_residual_survival(a, b))
@@ -99,8 +98,8 @@ class Lengths(ABC):
 
 @dataclass(frozen=True)
 class LogNormal(Lengths):
-    """Log-normal lengths of shape `sigma`, cut at `cap`. `mean` is the mean after the cut: the underlying location mu
-    is solved for it, so that changing the tail leaves the number of generated tokens alone."""
+    """Log-normal lengths of shape `sigma`, cut at `cap`. `mean` is the mean after the cut, and the location mu is
+    solved for it. So a change of the tail keeps the number of generated tokens."""
 
     mean: float
     sigma: float
@@ -127,7 +126,7 @@ class LogNormal(Lengths):
 
     @cached_property
     def mu(self) -> float:
-        """Location of the logarithm such that the mean of min(l, cap) is `mean`."""
+        """Location of the logarithm for which the mean of min(l, cap) is `mean`."""
         return log_normal.location(self.mean, self.sigma, self.cap)
 
     @property
@@ -164,14 +163,14 @@ class LogNormal(Lengths):
 
 @dataclass(frozen=True)
 class Counted(Lengths):
-    """Lengths that occur and how often: a histogram, measured completions, or one fixed length."""
+    """Lengths and how often they occur: a histogram, measured completions, or one fixed length."""
 
     counts: tuple[tuple[int, float], ...]
-    """(length, share), lengths rising."""
+    """(length, share) in ascending order of length."""
     cap: int
-    """The longest that can occur; at least the longest that did."""
+    """The longest possible length; at least the longest that occurs."""
     source: str = ""
-    """The file or key that they came from; empty for lengths that were assumed."""
+    """The file or key of the lengths; empty for assumed ones."""
     mean: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -179,10 +178,10 @@ class Counted(Lengths):
 
     @staticmethod
     def of(weights: Mapping[int, float], cap: int | None = None, *, source: str = "") -> Counted:
-        """From length -> weight, of any scale.
+        """From length -> weight. Weights may have any scale.
 
         Args:
-            cap: longer lengths count as this; None: the longest that occurs is the cap.
+            cap: longer lengths count as `cap`; None: the longest that occurs is the cap.
             source: file or key, for messages.
         """
         where = source or None

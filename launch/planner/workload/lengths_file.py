@@ -1,4 +1,4 @@
-"""Response lengths measured by a run, from a JSONL of completions: one JSON object a line."""
+"""Reads the response lengths of a run from a JSONL file of completions: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from launch.errors import UserError
 
 FIELDS = ("response_length", "completion_length", "length", "completion_tokens", "output_tokens", "tokens",
           "token_ids", "completion_ids")
-"""Fields that hold a response's length, the first that is there: a number of tokens, or a list whose length counts.
-`samples.jsonl` of a run has `tokens`."""
+"""Fields with the length of a response, as a number of tokens or as a list of tokens. The first one that is present
+counts. `samples.jsonl` of a run has `tokens`."""
 
 
 def read(path: str | Path) -> Counter[int]:
     """Length in tokens -> number of completions. Empty lines are skipped.
 
     Raises:
-        UserError: a file that cannot be read or holds no completion; a line that is not a JSON object, has none of
-            `FIELDS`, or a length that is no whole number above 0 (with its line number).
+        UserError: the file cannot be read or has no completion; or a line, named by its number, is no JSON object, has
+            none of `FIELDS`, or has a length that is no whole number above 0.
     """
     counts: Counter[int] = Counter()
     try:

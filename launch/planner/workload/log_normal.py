@@ -1,4 +1,4 @@
-"""The log-normal distribution cut at a cap: min(l, cap), ln l normal of mean `mu` and standard deviation `sigma`."""
+"""The log-normal distribution cut at a cap: min(l, cap), where ln l has mean `mu` and standard deviation `sigma`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _RULE = ((0.1834346424956498, 0.3626837833783620), (0.5255324099163290, 0.313706
 
 
 def cdf(z: float) -> float:
-    """Of the standard normal."""
+    """Distribution function of the standard normal."""
     return 0.5 * math.erfc(-z / math.sqrt(2))
 
 
 def inverse_cdf(share: float) -> float:
-    """By bisection: exact to the last digits, and called a few dozen times a distribution."""
+    """The inverse of `cdf`, by bisection, exact to the last digits. A distribution calls it a few dozen times."""
     low, high = -38.0, 38.0
     for _ in range(70):
         middle = (low + high) / 2
@@ -33,7 +33,7 @@ def capped_mean(mu: float, sigma: float, cap: float) -> float:
 
 @lru_cache(maxsize=256)
 def location(mean: float, sigma: float, cap: int) -> float:
-    """mu such that E[min(l, cap)] = mean, for 0 < mean < cap; the capped mean rises with mu from 0 to cap."""
+    """The mu for which E[min(l, cap)] = mean, with 0 < mean < cap. The capped mean rises with mu from 0 to cap."""
     low, high = math.log(mean) - sigma * sigma - 1, math.log(cap) + 10 * sigma + 1
     for _ in range(90):
         middle = (low + high) / 2
@@ -43,15 +43,15 @@ def location(mean: float, sigma: float, cap: int) -> float:
 
 @lru_cache(maxsize=4096)
 def expected_max(mu: float, sigma: float, cap: int, count: float) -> float:
-    """Of `count` draws: L - integral over [0, L] of F(l)^count, with l = exp(mu + sigma z), and L the cap or what no
-    draw exceeds (ten standard deviations)."""
+    """Expected maximum of `count` draws: L - integral over [0, L] of F(l)^count, with l = exp(mu + sigma z). L is the
+    cap, or a length that no draw exceeds (ten standard deviations)."""
     top = min((math.log(cap) - mu) / sigma, 10.0)
     longest = min(cap, math.exp(mu + sigma * top))
     return longest - integral(lambda z: cdf(z) ** count * sigma * math.exp(mu + sigma * z), min(-10.0, top - 1), top)
 
 
 def integral(function: Callable[[float], float], low: float, high: float, pieces: int = 24) -> float:
-    """Of a smooth function over [low, high], to about ten digits: the rule on each of `pieces` equal parts."""
+    """Integral of a smooth function over [low, high] to about ten digits: the rule on each of `pieces` equal parts."""
     half = (high - low) / (2 * pieces)
     total = 0.0
     for i in range(pieces):

@@ -1,4 +1,4 @@
-"""What one optimizer step computes: as a run states it, or packed from a workload under a layout."""
+"""The work of one optimizer step, as stated by a run or as packed from a workload under a layout."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from launch.planner.workload.lengths import Lengths
 from launch.planner.workload.workload import Workload
 
 PACKING = 0.97
-"""Share of a micro-batch's token budget that packing fills, longest first, where sequences are many and short against
-the budget."""
+"""Share of a micro-batch's token budget that longest-first packing fills, for many sequences that are short compared
+with the budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingWork:
-    """What one optimizer step computes, over all ranks."""
+    """The work of one optimizer step over all ranks, as stated by a run."""
 
     sequences: int
     tokens: int
-    """Real tokens of the whole step (prompt + completion), padding not counted."""
+    """Tokens of the whole step (prompt and completion) without padding."""
     attention_length: float
-    """E[t^2] / E[t] over the sequences: causal attention costs as much as if all had this length."""
+    """E[t^2] / E[t] over the sequences. Causal attention costs as if all had this length."""
     micro_batch_tokens: int
-    """Tokens of a micro-batch on a DP rank (over its CP ranks together), padding included."""
+    """Tokens of a micro-batch on a DP rank (all its CP ranks together), including padding."""
     micro_batches: int
-    """Of each DP rank."""
+    """Micro-batches of each DP rank."""
     longest: int
     """Tokens of the longest sequence."""
 
 
 @dataclass(eq=False)
 class PackedWork:
-    """The same of a workload under a layout: packed micro-batches of at most `token_budget` tokens, as many on every DP
-    rank, a multiple of PP where the pipeline is interleaved."""
+    """The work of one optimizer step of a workload under a layout: packed micro-batches of at most `token_budget`
+    tokens. All DP ranks have the same number, which is a multiple of PP if the pipeline is interleaved."""
 
     PREFIX = "work"
 
@@ -65,7 +65,7 @@ class PackedWork:
     @part
     def micro_batches(self) -> int:
         layout, budget = self.layout, self.token_budget
-        # A sequence is not split: one that just does not fit leaves, at worst, room of its own length.
+        # A sequence is not split. One that just does not fit leaves, at worst, unused room of its own length.
         fill = min(PACKING, 1 - self.workload.packed_tokens / (2 * budget)) if self.sequences > layout.dp else 1.0
         micro_batches = max(1, math.ceil(self.tokens / (layout.dp * budget * max(fill, 0.5))))
         multiple = layout.pp if layout.vpp > 1 else 1
@@ -85,6 +85,7 @@ Work = TrainingWork | PackedWork
 
 @lru_cache(maxsize=64)
 def _attention_length(lengths: Lengths, prompt: float, copies: float) -> float:
-    """A completion attends to its whole prompt and to itself, the prompt to itself: p r + r^2/2, and p^2/2 a copy."""
+    """A completion attends to its prompt and to itself: p r + r^2/2 pairs. Each copy of a prompt attends to itself:
+    p^2/2 pairs."""
     pairs = prompt * lengths.mean + lengths.second_moment / 2 + copies * prompt * prompt / 2
     return 2 * pairs / (copies * prompt + lengths.mean)

@@ -1,4 +1,4 @@
-"""The work of a GRPO step, as the planner's models take it."""
+"""The work of a GRPO step, as input of the planner's models."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from launch.planner.workload.lengths import Counted, Lengths, LogNormal
 
 @dataclass(frozen=True)
 class Workload:
-    """What one GRPO step asks for."""
+    """The work of one GRPO step."""
 
     prompts: int
-    """Prompts a step."""
+    """Prompts per step."""
     group: int
-    """G."""
+    """G: completions per prompt."""
     updates: int
-    """Optimizer steps a GRPO step."""
+    """Optimizer steps per GRPO step."""
     prompt_tokens: float
-    """Mean."""
+    """Mean tokens of a prompt."""
     max_prompt_tokens: int
     lengths: Lengths
-    """Of the completions."""
+    """Lengths of the completions."""
     logprob_pass: bool
-    """Old log-probs are recomputed by the trainer."""
+    """The trainer recomputes the old log-probs."""
     reference: bool
     reference_offload: bool
     target: float | None
-    """Prompts an hour."""
+    """Target in prompts per hour."""
     prompt_copies: float = 1.0
-    """Copies of a prompt that are packed for each of its completions: 1, or 1 / G where they share one."""
+    """Packed copies of a prompt per completion: 1, or 1 / G if the completions share one."""
     measured_lengths: bool = False
-    """The lengths are those of completions in a file."""
+    """The lengths come from a file of completions."""
     assumed_sigma: float | None = None
-    """Shape of the log-normal that the lengths were asked to be; None: they are given."""
+    """Shape of the assumed log-normal distribution; None: the lengths are given."""
     assumed_mean: bool = False
-    """Their mean follows the cap: it is not given."""
+    """The mean is not given and follows from the cap."""
 
     @property
     def sequences(self) -> int:
@@ -48,23 +48,23 @@ class Workload:
 
     @property
     def mean_tokens(self) -> float:
-        """Of a sequence, prompt and completion."""
+        """Mean tokens of a sequence, prompt and completion."""
         return self.prompt_tokens + self.lengths.mean
 
     @property
     def packed_tokens(self) -> float:
-        """That a sequence brings into a micro-batch, on average."""
+        """Mean tokens that a sequence adds to a micro-batch."""
         return self.prompt_copies * self.prompt_tokens + self.lengths.mean
 
     def capped(self, cap: int) -> Workload:
-        """With another longest response. Raises UserError where the mean of the lengths does not go with it."""
+        """The workload with another cap. Raises UserError if the cap contradicts the mean length."""
         if self.assumed_sigma is not None and self.assumed_mean:
             return replace(self, lengths=assumed_lengths(None, self.assumed_sigma, cap))
         return replace(self, lengths=self.lengths.capped(cap))
 
     def with_means(self, response: float, prompt: float) -> Workload:
-        """With these mean lengths, as a run had them: the log-normal that was asked for with this mean where one can
-        have it, else the two whole lengths around it."""
+        """The workload with the mean lengths of a run. A log-normal distribution gets the mean if it can have it;
+        otherwise the lengths are the two whole numbers around the mean."""
         cap = self.lengths.cap
         response = min(float(cap), max(1.0, response))
         if self.assumed_sigma is not None and response < 0.95 * cap:
@@ -76,7 +76,8 @@ class Workload:
 
 
 def assumed_lengths(mean: float | None, sigma: float, cap: int) -> Lengths:
-    """Log-normal lengths under a cap; without a mean a quarter of the cap. Raises UserError where there are none."""
+    """Log-normal lengths under a cap. The default mean is a quarter of the cap. Raises UserError for impossible
+    lengths."""
     if mean is None and cap <= 4:       # a quarter of it would be less than a token
         return Counted.fixed(cap)
     return LogNormal(mean=mean or max(1.0, cap / 4), sigma=sigma, cap=cap)
