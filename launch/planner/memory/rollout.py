@@ -1,7 +1,6 @@
-"""Memory of a rollout rank: weights, KV cache and what an engine needs beside them; and of a GPU that trainer and
-engine share in turns.
+"""Memory of a rollout rank, and of a GPU that trainer and engine use in turns.
 
-The engine takes `memory_utilization` of the GPU; what weights, graphs, workspace and staging leave of it is KV cache.
+The engine takes `memory_utilization` of the GPU. The KV cache gets what weights, graphs, workspace and staging leave.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from launch.planner import parameters
 from launch.planner.memory.training import TrainingMemory, Verdict, verdict
 
 PROFILE_TOKENS = 8192
-"""Tokens of one engine iteration (chunked prefill) unless set otherwise."""
+"""Default number of tokens per engine iteration (chunked prefill)."""
 COMPONENTS = ("weights", "shadow", "received", "graphs", "workspace", "sync", "context", "kv_cache")
 
 
 @dataclass(eq=False)
 class RolloutMemory:
-    """Memory of one rank of an engine, and what its cache holds; bytes a GPU."""
+    """Memory of one rank of an engine and the capacity of its cache, in bytes per GPU."""
 
     PREFIX = "memory.rollout"
 
@@ -33,15 +32,15 @@ class RolloutMemory:
     gpu: Gpu
     coefficients: MemoryCoefficients = DEFAULT
     max_tokens: int = 0
-    """Longest sequence, prompt and completion; the engine fits if its cache holds one."""
+    """Tokens of the longest sequence, prompt and completion. The engine fits if its cache holds one such sequence."""
     sync_bytes: int = 0
     """Staging buffers of the weight sync on this rank."""
     second_copy: bool = False
-    """The next version is received into a second copy of the weights."""
+    """The engine receives the next version into a second copy of the weights."""
     requantised: bool = False
-    """The engine is quantised, and receives the layers' matrices in bf16 beside its weights."""
+    """The engine is quantised. It receives the layers' matrices in bf16, in addition to its weights."""
     batched_tokens: int = PROFILE_TOKENS
-    """Most tokens of one iteration."""
+    """Maximum tokens of one iteration."""
 
     @line("bytes", "layers x (matrices/TP, KV heads at least 1 a rank) x bytes + padded V h/TP, twice unless tied",
           written=nonzero)
@@ -63,8 +62,8 @@ class RolloutMemory:
 
     @line("bytes", "profiling pass of one iteration, and the sampler's fp32 logits", written=nonzero)
     def workspace(self) -> int:
-        """Peak of the engine's profiling pass: the residual stream twice and an MLP of its tokens, and the sampler's
-        fp32 logits with one copy for `max_num_seqs` sequences."""
+        """Peak of the engine's profiling pass: two residual streams and an MLP for all its tokens, and two fp32 copies
+        of the sampler's logits for `max_num_seqs` sequences."""
         shape, layout = self.shape, self.layout
         width = shape.moe_ffn * shape.experts_per_token + shape.shared_ffn if shape.experts else shape.ffn
         stream = self.batched_tokens * (2 * 2 * shape.hidden + 2 * shape.mlp_matrices * width // layout.tp)
@@ -87,7 +86,7 @@ class RolloutMemory:
     @line("bytes", "limit - all else")
     @part
     def kv_cache(self) -> int:
-        """On one rank."""
+        """KV cache on one rank."""
         return max(0, self.limit - self.fixed)
 
     @line("bytes", "2 x layers/PP x ceil(n_kv/TP) x d x bytes, on one rank")
@@ -103,17 +102,17 @@ class RolloutMemory:
 
     @line("bytes", "sum of the components")
     def total(self) -> int:
-        """What the engine takes of the GPU: memory_utilization of it."""
+        """Memory that the engine takes: `memory_utilization` of the GPU."""
         return self.fixed + self.kv_cache
 
     @part
     def fixed(self) -> int:
-        """All but the cache."""
+        """All memory except the cache."""
         return (self.weights + self.shadow + self.received + self.graphs + self.workspace + self.sync + self.context)
 
     @property
     def components(self) -> dict[str, int]:
-        """Those that are not 0; they sum to `total`."""
+        """The components that are not 0; their sum is `total`."""
         sizes = {name: getattr(self, name) for name in COMPONENTS}
         return {name: size for name, size in sizes.items() if size}
 
@@ -128,10 +127,11 @@ class RolloutMemory:
 
 @dataclass(eq=False)
 class ColocatedMemory:
-    """A GPU whose trainer and engine take turns; bytes.
+    """Memory of a GPU on which trainer and engine take turns, in bytes.
 
-    While the engine generates, the trainer has emptied its cache and keeps its resident state (only the context, where
-    it is offloaded); while the trainer trains, the engine sleeps: weights and cache are gone, graphs and context stay.
+    While the engine generates, the trainer has emptied its allocator cache and keeps its resident state, or only its
+    context if it is offloaded. While the trainer trains, the engine sleeps: it keeps graphs and context, but neither
+    weights nor cache.
     """
 
     PREFIX = "memory.colocated"
@@ -145,13 +145,13 @@ class ColocatedMemory:
     @line("bytes", lambda self: f"trainer's context{'' if self.trainer_offloaded else ' and largest resident state'}"
                                 " + engine's total")
     def generating(self) -> int:
-        """Trainer's resident state and the engine's share."""
+        """The trainer's resident state and the engine's memory."""
         resident = 0 if self.trainer_offloaded else max(stage.resident for stage in self.trainer.stages)
         return self.trainer.context + resident + self.engine.total
 
     @line("bytes", "trainer's total + sleeping engine's graphs and context")
     def training(self) -> int:
-        """Trainer's peak and what a sleeping engine keeps."""
+        """The trainer's peak and the memory that a sleeping engine keeps."""
         return self.trainer.total + self.engine.graphs + self.engine.context
 
     @line("bytes", "usable bytes x (1 - margin)")
@@ -169,8 +169,8 @@ class ColocatedMemory:
 
 
 def weights_on_rank(shape: Architecture, layout: RolloutLayout) -> int:
-    """Bytes of the engine's weights on its largest rank. Fewer KV heads than TP ranks are replicated; embedding, head
-    and norms stay in bf16 where the matrices are FP8. With PP the first and last stage hold embedding and head."""
+    """Bytes of the engine's weights on its largest rank. KV heads are replicated if TP exceeds their number. Embedding,
+    head and norms stay in bf16 if the matrices are FP8. With PP, the first and last stage hold embedding and head."""
     tp, each = layout.tp, parameters.layer(shape)
     layers, matrices = -(-shape.layers // layout.pp), _matrices(shape, tp)
     rows = round_up(shape.vocab, VLLM_VOCAB_MULTIPLE * tp) // tp
@@ -181,7 +181,7 @@ def weights_on_rank(shape: Architecture, layout: RolloutLayout) -> int:
 
 
 def received_on_rank(shape: Architecture, layout: RolloutLayout) -> int:
-    """Bytes of what a quantised engine keeps beside its weights for the sync: the layers' matrices in bf16."""
+    """Bytes that a quantised engine needs for a sync in addition to its weights: the layers' matrices in bf16."""
     return -(-shape.layers // layout.pp) * _matrices(shape, layout.tp) * PRECISION_BYTES["bf16"]
 
 
@@ -197,6 +197,6 @@ def kv_heads_on_rank(shape: Architecture, tp: int) -> int:
 
 
 def kv_bytes_per_token(shape: Architecture, layout: RolloutLayout) -> int:
-    """Of K and V of one token, on one rank."""
+    """Bytes of K and V of one token on one rank."""
     layers = -(-shape.layers // layout.pp)
     return 2 * layers * kv_heads_on_rank(shape, layout.tp) * shape.head_dim * PRECISION_BYTES[layout.kv_precision]

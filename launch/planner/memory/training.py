@@ -1,13 +1,14 @@
-"""Memory of a training rank, by component and pipeline stage: Megatron's distributed optimizer, published FSDP runs.
+"""Memory of a training rank by component and pipeline stage, for Megatron's distributed optimizer and for published
+FSDP runs.
 
-    weights        2 bytes a parameter (FP8: 1 + 1, the transpose that Hopper's matrix products need)
-    gradients      grad_bytes a parameter
-    optimizer      12 bytes a parameter / (DP x CP): fp32 master copy and two Adam moments; experts over their own DP
-    activations    chunks in flight x layers of a chunk x bytes a token and layer x tokens/CP (`activations`)
+    weights        2 bytes per parameter (FP8: 1 + 1, since Hopper's matrix products need the transpose too)
+    gradients      grad_bytes per parameter
+    optimizer      12 bytes per parameter / (DP x CP): fp32 master copy and two Adam moments; experts over their own DP
+    activations    chunks in flight x layers of a chunk x bytes per token and layer x tokens/CP (`activations`)
     logits         (tokens/CP)(V/TP) x the copies that the loss makes, + the head's input and its gradient
-    workspace      what a layer's backward needs beyond the bytes of the logits: the two are never alive together
-    allocator      reserved by the caching allocator, but not allocated
-    context        outside the allocator
+    workspace      bytes that a layer's backward pass needs beyond those of the logits; the two are never live together
+    allocator      bytes that the caching allocator reserves but does not allocate
+    context        bytes outside the allocator
 """
 
 from __future__ import annotations
@@ -27,22 +28,23 @@ Verdict = Literal["fits", "tight", "no"]
 Reference = Literal["none", "device", "offloaded"]
 
 WEIGHT_BYTES = {"bf16": 2, "fp8": 2, "fp32": 4}
-"""Of the copy that computes. FP8 weights lie there twice, as they are and transposed."""
+"""Bytes per parameter of the compute weights. FP8 weights are stored twice, as they are and transposed."""
 MASTER_BYTES = {"bf16": 12, "fp8": 12, "fp32": 8}
-"""Optimizer state: two fp32 Adam moments, and an fp32 master copy where the weights are not fp32 themselves."""
+"""Bytes per parameter of the optimizer state: two fp32 Adam moments, and an fp32 master copy unless weights are
+fp32."""
 COMPONENTS = ("weights", "gradients", "optimizer", "adapters", "sync", "unsharded", "reference", "activations",
               "logits",
               "workspace", "allocator")
-"""And the context."""
+"""Components of a stage, besides the context."""
 MANY = 1 << 30
-"""Micro-batches enough to fill any pipeline."""
+"""Enough micro-batches to fill any pipeline."""
 LOGPROB_CHUNKS = {"gpu": 3 * 64 * 2**20, "cpu": 3 * 2 * 2**20}
-"""Three fp32 buffers of one chunk: what `vocab_parallel_logprobs` of this repository's trainer needs."""
+"""Bytes of the three fp32 buffers of one chunk that `vocab_parallel_logprobs` of this repository's trainer needs."""
 
 
 @dataclass(eq=False)
 class TrainingMemory:
-    """Memory of a training layout; bytes a GPU."""
+    """Memory of a training layout, in bytes per GPU."""
 
     PREFIX = "memory.training"
 
@@ -52,26 +54,26 @@ class TrainingMemory:
     gpu: Gpu
     coefficients: MemoryCoefficients
     micro_batch_tokens: int
-    """Of a micro-batch over its CP ranks together, padding included."""
+    """Tokens of a micro-batch on all its CP ranks together, including padding."""
     micro_batches: int = MANY
-    """Of one DP rank in a step; fewer than the pipeline is deep leave less in flight."""
+    """Micro-batches of one DP rank per step. If they are fewer than the stages, less is in flight."""
     reference: Reference = "none"
-    """Where the frozen reference policy of the KL term lies while the policy trains."""
+    """Where the frozen reference policy of the KL term is kept while the policy trains."""
     sync_bucket_bytes: int = 0
     """Staging buffers of the weight sync that stay allocated."""
     lora_rank: int = 0
-    """> 0 trains adapters of this rank on all dense matrices; the weights are frozen."""
+    """> 0: adapters of this rank are trained on all dense matrices; the weights are frozen."""
     engine: TrainerEngine = "megatron-rl"
-    """Decides the copies of the logits, and the sharding (`fsdp`)."""
+    """Decides the number of copies of the logits, and the sharding (`fsdp`)."""
     dropout: bool = False
-    """Masks are kept (GPT style)."""
+    """Dropout masks are kept (GPT style)."""
     expandable_segments: bool = True
     """The allocator runs with PYTORCH_ALLOC_CONF=expandable_segments:True."""
 
     activations = made(layer_activations, shape="shape", tp="layout.tp", sequence_parallel="layout.sequence_parallel",
                        precision="layout.precision", recompute="layout.recompute", engine="engine", dropout="dropout",
                        etp="layout.etp")
-    """Of one layer, a token."""
+    """Bytes of one layer per token."""
 
     @line("tokens", "tokens of a micro-batch on a CP rank")
     @part
@@ -93,7 +95,7 @@ class TrainingMemory:
     @line("bytes", "tokens x (padded V/TP x bytes of the loss's copies + head's input and gradient)")
     @part
     def head(self) -> int:
-        """Logits with their copies, the input of the head (gathered over TP) and its gradient."""
+        """Bytes of the logits with their copies, of the head's input (gathered over TP) and of its gradient."""
         layout = self.layout
         columns = padded_vocab(self.shape, layout.tp) // layout.tp
         wide = 4 if layout.precision == "fp32" else 2
@@ -124,7 +126,7 @@ class TrainingMemory:
     @line("bytes", "usable bytes x (1 - margin)")
     @part
     def limit(self) -> int:
-        """Usable bytes of the GPU less the margin."""
+        """Usable bytes of the GPU minus the margin."""
         return int(self.gpu.usable_bytes * (1 - self.coefficients.margin_share))
 
     @property
@@ -138,7 +140,7 @@ class TrainingMemory:
 
 @dataclass(eq=False)
 class StageMemory:
-    """A rank of one pipeline stage; bytes."""
+    """Memory of a rank of one pipeline stage, in bytes."""
 
     of: TrainingMemory
     stage: int
@@ -187,7 +189,7 @@ class StageMemory:
     @line("bytes", lambda self: "weights again" + ("" if self.of.reference == "device" else
                                                    ", beyond the activations' bytes"), written=nonzero)
     def reference(self) -> int:
-        """Offloaded, it is on the device during its own pass only, when no activations are kept."""
+        """An offloaded reference is on the device only during its own pass, when no activations are kept."""
         if self.of.reference == "none":
             return 0
         copy = WEIGHT_BYTES[self.of.layout.precision] * self.held.total
@@ -209,13 +211,13 @@ class StageMemory:
     @line("bytes", "sum of the components")
     @part
     def allocated(self) -> int:
-        """Peak that `torch.cuda.max_memory_allocated` reports."""
+        """Peak, as reported by `torch.cuda.max_memory_allocated`."""
         return (self.weights + self.gradients + self.optimizer + self.adapters + self.sync + self.unsharded
                 + self.reference + self.activations + self.logits + self.workspace)
 
     @line("bytes", lambda self: "share x allocated" + (" + fragmentation x activations" if self.fragments else ""))
     def allocator(self) -> int:
-        """Reserved by the caching allocator, but not allocated."""
+        """Bytes that the caching allocator reserves but does not allocate."""
         c = self.of.coefficients
         if self.of.expandable_segments:
             return int(c.expandable_share * self.allocated)
@@ -224,7 +226,7 @@ class StageMemory:
     @line("bytes", "allocated + allocator + context")
     @part
     def total(self) -> int:
-        """What the GPU must have."""
+        """Bytes that the GPU must have."""
         return self.allocated + self.allocator + self.of.context
 
     @property
@@ -233,23 +235,23 @@ class StageMemory:
 
     @property
     def fragments(self) -> bool:
-        """A pipeline's activations leave gaps where segments do not grow."""
+        """Whether activations leave gaps: in a pipeline, if segments cannot grow."""
         return not self.of.expandable_segments and self.of.layout.pp > 1
 
     @property
     def reserved(self) -> int:
-        """Peak that `torch.cuda.max_memory_reserved` reports."""
+        """Peak, as reported by `torch.cuda.max_memory_reserved`."""
         return self.allocated + self.allocator
 
     @part
     def resident(self) -> int:
-        """Allocated between steps."""
+        """Bytes that stay allocated between steps."""
         return (self.weights + self.gradients + self.optimizer + self.adapters + self.sync
                 + (self.reference if self.of.reference == "device" else 0))
 
     @property
     def components(self) -> dict[str, int]:
-        """Those that are not 0; they sum to `total`."""
+        """The components that are not 0; their sum is `total`."""
         sizes = {name: getattr(self, name) for name in COMPONENTS} | {"context": self.of.context}
         return {name: size for name, size in sizes.items() if size}
 
@@ -259,11 +261,11 @@ class StageMemory:
 
 
 class FsdpMemory(StageMemory):
-    """A rank of a published FSDP run: these are compared with measurements, never planned."""
+    """Memory of a rank of a published FSDP run. These runs are compared with measurements and never planned."""
 
     @part
     def weights(self) -> int:
-        """FSDP2 keeps fp32 shards of parameters, gradients and moments; of frozen weights bf16."""
+        """FSDP2 keeps fp32 shards of parameters, gradients and moments, and bf16 shards of frozen weights."""
         return int((2 if self.of.lora_rank else 4) * self.shard)
 
     @part
@@ -282,8 +284,8 @@ class FsdpMemory(StageMemory):
 
     @part
     def unsharded(self) -> int:
-        """Of the gathered bf16 weights the root group (embedding and head) and two layers are alive at a time, with
-        their gradients."""
+        """Gathered bf16 weights that are live at once, with their gradients: the root group (embedding and head) and
+        two layers."""
         held = self.held
         ends = held.embedding + held.head
         return int((2 if self.of.lora_rank else 4) * (ends + 2 * (held.total - ends) / held.layers))
@@ -304,19 +306,19 @@ def training_memory(shape: Architecture, layout: TrainingLayout, micro_batch_tok
 
 
 def verdict(total: int, limit: int, coefficients: MemoryCoefficients) -> Verdict:
-    """`no` above the limit, `tight` just below it."""
+    """`no` above the limit, `tight` just below it, otherwise `fits`."""
     if total > limit:
         return "no"
     return "tight" if total > coefficients.tight_share * limit else "fits"
 
 
 def optimizer_shards(layout: TrainingLayout) -> int:
-    """Ranks over which the optimizer state of dense parameters is split."""
+    """Number of ranks that share the optimizer state of dense parameters."""
     return layout.dp * layout.cp if layout.distributed_optimizer else 1
 
 
 def expert_shards(layout: TrainingLayout) -> float:
-    """The same of experts: a part of an expert has TP x DP x CP / (EP x ETP) copies."""
+    """Number of ranks that share the optimizer state of experts. An expert has TP x DP x CP / (EP x ETP) copies."""
     if not layout.distributed_optimizer:
         return 1
     return max(1, layout.tp * layout.dp * layout.cp / (layout.ep * layout.etp))
@@ -324,8 +326,8 @@ def expert_shards(layout: TrainingLayout) -> float:
 
 def lora_parameters(shape: Architecture, rank: int, tp: int) -> int:
     """Adapter parameters of one layer on one TP rank: A [rank, in] and B [out, rank] on q, k, v, o and the MLP's
-    matrices (Hu et al., arXiv 2106.09685). The side that faces the model's width is on every TP rank, the other is
-    split. Routed experts have none."""
+    matrices (Hu et al., arXiv 2106.09685). The side of the model's width is on every TP rank, the other side is split.
+    Routed experts have none."""
     h, q, kv = shape.hidden, shape.q_width, shape.kv_width
     width = shape.shared_ffn if shape.experts else shape.ffn
     matrices = 4 + (shape.mlp_matrices if width else 0)
@@ -335,9 +337,9 @@ def lora_parameters(shape: Architecture, rank: int, tp: int) -> int:
 def logit_bytes(engine: TrainerEngine, precision: str, tp: int) -> int:
     """Bytes per logit at the peak of the loss.
 
-    megatron-rl: the logits alone, overwritten by their gradient. megatron: the logits and an fp32 copy, exponentiated
-    in place (vocab-parallel cross entropy). fsdp: log-softmax's fp32 output, the loss's and its own gradient; with
-    the vocabulary split over TP the exponential too (torch.distributed.tensor.parallel.loss).
+    megatron-rl keeps only the logits, which their gradient overwrites. megatron keeps the logits and an fp32 copy,
+    which is exponentiated in place (vocab-parallel cross entropy). fsdp keeps the fp32 output of log-softmax and two
+    gradients, and the exponential too if TP splits the vocabulary (torch.distributed.tensor.parallel.loss).
     """
     if engine == "fsdp":
         return 16 if tp > 1 else 12

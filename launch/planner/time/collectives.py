@@ -1,11 +1,11 @@
-"""Time of NCCL's collectives by size, ranks and place.
+"""Time of NCCL's collectives by size, number of ranks and location of the ranks.
 
     t = latency + x / B + 2 sqrt(chunk x / B)
 
-`x` is what a rank sends over the slowest link (nccl-tests' bus bandwidth convention), `B` that link's bandwidth. A
-ring cut into k chunks takes (steps + k)(chunk + x / (k B)); the best k leaves the square root, which is why
-messages of some MB reach half of the bandwidth and only those of a GB all of it (Thakur, Rabenseifner, Gropp 2005
-for the alpha-beta form). Latency counts the steps of a ring: each hop in a node and each between nodes.
+`x` is the bytes that a rank sends over the slowest link (nccl-tests' bus bandwidth convention), and `B` is the
+bandwidth of that link. A ring with k chunks takes (steps + k)(chunk + x / (k B)), and the best k gives the square root.
+So messages of some MB reach half of the bandwidth, and only messages of a GB reach all of it (alpha-beta form: Thakur,
+Rabenseifner, Gropp 2005). The latency counts the steps of a ring: each hop inside a node and each hop between nodes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from launch.coefficients.collectives import CollectiveCoefficients
 from launch.plan.book import part
 
 SWITCH_RANKS = 5
-"""Fewest ranks for which NCCL lets the NVLink switch sum: with four it picks the ring (H200, nccl-tests)."""
+"""Fewest ranks for which NCCL sums in the NVLink switch. With four it picks the ring (H200, nccl-tests)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """Ranks of a communicator: how many, and how many of them share a node (so many rails it has across nodes)."""
+    """The ranks of a communicator."""
 
     ranks: int
     per_node: int
+    """Ranks that share a node, which is also the number of rails that the communicator uses between nodes."""
 
     @property
     def nodes(self) -> int:
@@ -34,13 +35,13 @@ class RankGroup:
 
 
 def group(ranks: int, stride: int, gpus_per_node: int) -> RankGroup:
-    """The group whose members lie `stride` ranks apart, nodes filled in rank order."""
+    """The group of members that are `stride` ranks apart. Nodes are filled in rank order."""
     return RankGroup(ranks, max(1, min(ranks, gpus_per_node // max(1, stride))))
 
 
 @dataclass(eq=False)
 class CollectiveTime:
-    """The links of a cluster with the coefficients of the library that drives them. All results are seconds."""
+    """Times of collectives on the links of a cluster, in seconds."""
 
     cluster: ClusterSpec
     c: CollectiveCoefficients
@@ -66,9 +67,8 @@ class CollectiveTime:
         return self._ring(size, group)
 
     def all_reduce(self, size: float, group: RankGroup) -> float:
-        """`size`: bytes of a rank's buffer. In a node and over two the NVLink switch sums; across nodes a tree of
-        them takes 2 log2(nodes) steps where a ring takes all, at no more than the ring's bandwidth (NCCL 2.4 and
-        later)."""
+        """`size`: bytes of a rank's buffer. On one or two nodes the NVLink switch sums. On more, a tree of nodes takes
+        2 log2(nodes) steps instead of all steps of a ring, at the bandwidth of a ring (NCCL 2.4 and later)."""
         n, nodes, c = group.ranks, group.nodes, self.c
         if n <= 1 or size <= 0:
             return 0.0
@@ -82,20 +82,20 @@ class CollectiveTime:
 
     @staticmethod
     def summed_in_switch(nvlink_bandwidth: float, group: RankGroup) -> bool:
-        """NVLink 4 and later sum in the switch, for groups that fill one or two nodes evenly."""
+        """Whether the switch sums: NVLink 4 or later, and a group that fills one or two nodes evenly."""
         return (nvlink_bandwidth >= 400e9 and group.ranks >= SWITCH_RANKS and group.nodes <= 2
                 and group.per_node * group.nodes == group.ranks)
 
     def broadcast(self, size: float, group: RankGroup) -> float:
-        """ncclBroadcast, which is always a ring."""
+        """ncclBroadcast always uses a ring. `size`: bytes of the message."""
         if group.ranks <= 1 or size <= 0:
             return 0.0
         return self._pipeline(self._latency(group), size / self._ring_bandwidth(group))
 
     def dispatch(self, size: float, copies: int, group: RankGroup) -> float:
-        """Tokens to `copies` ranks each, drawn evenly; `size`: bytes of the tokens, once. A token crosses to another
-        node once, however many of its experts are there, and is spread over NVLink behind the NIC (DeepEP's and
-        Megatron's flexible dispatcher)."""
+        """Sends each token to `copies` ranks, drawn evenly. `size`: bytes of one copy of all tokens. A token crosses to
+        another node only once, for any number of experts there, and is distributed over NVLink behind the NIC (DeepEP's
+        and Megatron's flexible dispatcher)."""
         n, nodes = group.ranks, group.nodes
         if n <= 1 or size <= 0:
             return 0.0
@@ -115,8 +115,8 @@ class CollectiveTime:
         return self._pipeline(c.launch_s + c.node_hop_s, size / rate)
 
     def direct_all_reduce(self, size: float, ranks: int) -> float:
-        """The kernels that inference engines use inside a CUDA graph: every rank reads from all others at once, so a
-        chunk costs one step and nothing is summed on the way."""
+        """All-reduce by the kernels that inference engines use inside a CUDA graph. Every rank reads from all others at
+        once, so a chunk costs one step and nothing is summed on the way."""
         if ranks <= 1 or size <= 0:
             return 0.0
         wire_s = 2 * (ranks - 1) / ranks * size / (self.c.ring_share * self.nvlink)

@@ -1,8 +1,9 @@
-"""Weights change hands on the same GPUs: what stands in the place of a weight sync where trainer and engine share them.
+"""The hand-over of weights on the same GPUs, which replaces the weight sync if trainer and engine share them.
 
-    colocated   gathered into full tensors and loaded by the engine, tensor by tensor, as published systems do; what
-                they measured holds the trainer's move to host memory and back
-    hybrid      resharded in place: over NVLink inside a node, over its NICs what its trainers do not hold
+    colocated   Tensors are gathered in full and loaded by the engine one by one, as in published systems. Their
+                measurements include the move of the trainer's state to host memory and back.
+    hybrid      Weights are resharded in place: over NVLink inside a node, and over the NICs for weights that the
+                node's trainers do not hold.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def handover_seconds(mode: Literal["colocated", "hybrid"], shape: Architecture, 
     """Seconds of one hand-over.
 
     Args:
-        lora_rank: > 0: only the adapters are handed over.
+        lora_rank: > 0: the hand-over moves only the adapters.
     """
     wide = 4 if training.precision == "fp32" else 2
     size = shape.layers * adapter_bytes(shape, lora_rank, wide) if lora_rank else wide * count(shape)

@@ -1,18 +1,18 @@
 """Time of one layer, and of the head, for one micro-batch on one rank: forward and backward.
 
-Matrix products take their FLOPs at the rate of a large product plus the time their operands need on the HBM: with few
-tokens a micro-batch or thin TP shards the second part shows, which is why efficiency falls there. Forward 2 T n k;
-the gradient of the input as much again; the gradient of the weights as much, and it reads and writes the
-accumulated gradient of every weight for every micro-batch. LoRA has no third part.
+Matrix products take the time of their FLOPs at the rate of a large product, plus the time of their operands on the HBM.
+The second part matters for small micro-batches and thin TP shards, where efficiency falls. The forward pass takes
+2 T n k FLOPs. The gradients of the input and of the weights take as many each. The gradient of the weights also reads
+and writes the accumulated gradient of every weight in every micro-batch. LoRA needs no gradient of the weights.
 
-Attention: forward 2 T l A FLOPs when causal (l is the length that costs as much, A = heads x head_dim), backward
-2.5 times that, since fused kernels compute the scores a second time (Dao 2022, arXiv 2205.14135). Its exponentials
-run beside the products and weigh as much as 64 elements of head_dim (Shah et al. 2024, arXiv 2407.08608).
+Causal attention takes 2 T l A FLOPs forward (l is the length of equal cost, A = heads x head_dim) and 2.5 times as many
+backward, since fused kernels compute the scores a second time (Dao 2022, arXiv 2205.14135). Its exponentials run in
+parallel with the products and cost as much as 64 elements of head_dim (Shah et al. 2024, arXiv 2407.08608).
 
-Element-wise kernels are bound by the HBM: bytes a token and a layer, over TP with sequence parallelism (Korthikanti
-et al. 2022, arXiv 2205.05198). TP: two all-gathers and two reduce-scatters each way, or two all-reduces without
-sequence parallelism; the part that no product hides counts. CP: keys and values around a ring behind attention. EP:
-tokens to their experts and back.
+Element-wise kernels are bound by the HBM: bytes per token and layer, divided by TP with sequence parallelism
+(Korthikanti et al. 2022, arXiv 2205.05198). TP takes two all-gathers and two reduce-scatters per pass, or two
+all-reduces without sequence parallelism; only the part that no product hides counts. CP sends keys and values around a
+ring behind attention. EP sends tokens to their experts and back.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from launch.planner.time.collectives import CollectiveTime, group
 from launch.planner.workload.work import Work
 
 EXP_WIDTH = 64
-"""Elements of head_dim whose products take as long as a score's exponential (FlashAttention-3: half of d = 128)."""
+"""The exponential of a score costs as much as the products of this many elements of head_dim (FlashAttention-3: half of
+d = 128)."""
 SCORE_BYTES = 13
-"""Per stored score and pass: product writes 2, mask and softmax 4, dropout 4 + 1, product reads 2."""
+"""Bytes per stored score and pass: product writes 2, mask and softmax 4, dropout 4 + 1, product reads 2."""
 TILE = 128
-"""Rows of a tile: what an expert's share of tokens is rounded up to."""
+"""Rows of a tile. The tokens of an expert are rounded up to a multiple."""
 LOGIT_FORWARD_BYTES = 30
-"""Per logit: to fp32 2 + 4, maximum 4, subtract 8, exponential 8, sum 4 (Megatron's vocabulary-parallel loss)."""
+"""Bytes per logit: to fp32 2 + 4, maximum 4, subtract 8, exponential 8, sum 4 (Megatron's vocabulary-parallel loss)."""
 LOGIT_BACKWARD_BYTES = 16
 
 
 @dataclass(eq=False)
 class GpuRates:
-    """What a GPU gives, in FLOP/s and bytes/s."""
+    """Achieved rates of a GPU, in FLOP/s and bytes/s."""
 
     gpu: Gpu
     layout: TrainingLayout
@@ -92,7 +93,7 @@ class GpuRates:
 
 @dataclass(eq=False)
 class Pass:
-    """The micro-batches of an optimizer step through the model: forward and backward, or forward alone."""
+    """A pass of an optimizer step's micro-batches through the model: forward and backward, or forward only."""
 
     shape: Architecture
     layout: TrainingLayout
@@ -102,11 +103,11 @@ class Pass:
     c: TrainingCoefficients
     collectives: CollectiveCoefficients
     lora_rank: int = 0
-    """> 0: frozen weights, no weight gradients, adapters of this rank."""
+    """> 0: adapters of this rank are trained; the weights are frozen and have no gradients."""
 
     PREFIX = "training"
     trains = True
-    """With a backward pass; else a forward pass only."""
+    """Whether there is a backward pass."""
     comm = made(CollectiveTime, cluster="cluster", c="collectives")
     rates = made(GpuRates, gpu="cluster.gpu", layout="layout", c="c")
 
@@ -126,8 +127,8 @@ class Pass:
 
 @dataclass(eq=False)
 class LayerTime:
-    """One layer for one micro-batch on one rank; seconds of all passes together. Recomputed is forward work that the
-    backward pass does again; FSDP engines' "selective" keeps every second product (torchtitan)."""
+    """One layer for one micro-batch on one rank, in seconds of all passes together. Recomputation repeats forward work
+    in the backward pass. The "selective" mode of FSDP engines keeps every second product (torchtitan)."""
 
     of: Pass
 
@@ -141,7 +142,7 @@ class LayerTime:
         of, rates, mlp = self.of, self.of.rates, self.mlp
         weights, io, tokens = self.attention_weights, self.attention_io, of.tokens_per_rank
         forward_s = _product(weights, io, 2 * tokens * weights, rates) + mlp.product_s
-        # thin products on either side of each matrix: bound by reading its input, adding to its output
+        # thin products on both sides of each matrix, bound by reading its input and adding to its output
         if of.lora_rank:
             forward_s += 2 * (io + mlp.io) * rates.element_bytes / rates.stream
         if not of.trains:
@@ -227,20 +228,20 @@ class LayerTime:
         return self.each_pass(2 * of.comm.dispatch(row, of.shape.experts_per_token, ranks))
 
     def each_pass(self, seconds: float) -> float:
-        """Of what takes as long in each pass: forward, backward, and forward again where all is recomputed."""
+        """Seconds of all passes, for work that takes `seconds` in each: forward, backward, and full recomputation."""
         if not self.of.trains:
             return seconds
         return seconds + seconds + (seconds if "full" in self.of.layout.recompute else 0.0)
 
     @part
     def attention_weights(self) -> float:
-        """Elements of the attention's matrices on the rank."""
+        """Elements of the attention matrices on the rank."""
         shape, tp = self.of.shape, self.of.layout.tp
         return shape.hidden * (2 * (shape.q_width / tp) + 2 * (shape.kv_width / tp))
 
     @part
     def attention_io(self) -> float:
-        """Elements in and out of their products."""
+        """Input and output elements of the attention's products."""
         shape, tp = self.of.shape, self.of.layout.tp
         return self.of.tokens_per_rank * (2 * shape.hidden + 2 * (shape.q_width / tp) + 2 * (shape.kv_width / tp))
 
@@ -263,8 +264,8 @@ class LayerTime:
 
     @part
     def elementwise_bytes(self) -> tuple[float, float, float]:
-        """Bytes a token that a layer's element-wise kernels move: forward, backward, and of the forward ones the
-        norms'."""
+        """Bytes per token that a layer's element-wise kernels move: forward, backward, and the norms' part of the
+        forward bytes."""
         shape, layout, rates, mlp = self.of.shape, self.of.layout, self.of.rates, self.mlp
         q, kv = shape.q_width / layout.tp, shape.kv_width / layout.tp
         h = shape.hidden / (layout.tp if layout.tp > 1 and layout.sequence_parallel else 1)
@@ -276,10 +277,10 @@ class LayerTime:
             backward += 6 * (q + kv)
         wide = rates.element_bytes / 2
         forward, backward, norms = forward * wide, backward * wide, norms * wide
-        if layout.cp > 1:      # each step of the ring adds to the fp32 output, and to the gradients on its way back
+        if layout.cp > 1:      # each ring step adds to the fp32 output, and backward to the gradients
             forward += 12 * layout.cp * q
             backward += 12 * layout.cp * (q + 2 * kv)
-        if rates.fp8:          # casts of the products' inputs: read 2, write the 1-byte copy and its transpose
+        if rates.fp8:          # casts of the products' inputs: read 2 bytes, write a 1-byte copy and its transpose
             forward += 4 * (2 * h + q + mlp.width)
             backward += 4 * (2 * h + q + 2 * kv + (shape.mlp_matrices - 1) * mlp.width)
         return forward, backward, norms
@@ -293,33 +294,33 @@ class Mlp:
 
     @part
     def product_s(self) -> float:
-        """Seconds of its matrix products, forward."""
+        """Seconds of the MLP's matrix products, forward."""
         return _product(self.weights, self.io, 2 * self.rows_weights, self.of.rates)
 
     @part
     def weights(self) -> float:
-        """Elements on the rank."""
+        """Elements of the MLP's matrices on the rank."""
         return self.of.shape.mlp_matrices * self.of.shape.hidden * self.width
 
     @part
     def rows_weights(self) -> float:
-        """Rows x elements that they meet: FLOPs of a pass over 2."""
+        """Rows x matrix elements: half of the FLOPs of a pass."""
         return self.of.tokens_per_rank * self.weights
 
     @part
     def io(self) -> float:
-        """Elements in and out of the products, all rows."""
+        """Input and output elements of the products, all rows."""
         shape = self.of.shape
         return self.of.tokens_per_rank * (2 * shape.hidden + shape.mlp_matrices * self.width)
 
     @part
     def width(self) -> float:
-        """Elements of the hidden activation per token, on the rank."""
+        """Elements of the hidden activation per token on the rank."""
         return self.of.shape.ffn / self.of.layout.tp
 
     @part
     def forward_bytes(self) -> float:
-        """Of element-wise work per token of the micro-batch."""
+        """Bytes of element-wise work per token of the micro-batch, forward."""
         return (6 if self.of.shape.mlp_matrices == 3 else 4) * self.width + self.moved
 
     @part
@@ -328,26 +329,26 @@ class Mlp:
 
     @property
     def moved(self) -> float:
-        """Bytes a token that are permuted to experts and back."""
+        """Bytes per token that are permuted to experts and back."""
         return 0.0
 
 
 class Experts(Mlp):
-    """The experts of a rank, shared ones included."""
+    """The experts of a rank, including shared ones."""
 
     @part
     def rows(self) -> float:
-        """Balanced routing; a token's copies are spread over TP."""
+        """Rows of the routed experts, with balanced routing. The copies of a token are spread over TP."""
         return self.of.tokens_per_rank / self.of.layout.tp * self.of.shape.experts_per_token
 
     @part
     def each(self) -> float:
-        """Elements of an expert."""
+        """Elements of one expert."""
         return self.of.shape.mlp_matrices * self.of.shape.hidden * self.of.shape.moe_ffn
 
     @part
     def shared(self) -> float:
-        """Elements of the shared experts, on the rank."""
+        """Elements of the shared experts on the rank."""
         return self.of.shape.mlp_matrices * self.of.shape.hidden * self.of.shape.shared_ffn / self.of.layout.tp
 
     @part
@@ -375,7 +376,7 @@ class Experts(Mlp):
 
     @property
     def moved(self) -> float:
-        """Read and written, twice."""
+        """Each copy is read and written twice."""
         return 8 * self.rows * self.of.shape.hidden / self.of.tokens_per_rank
 
 
@@ -385,7 +386,8 @@ def _product(weights: float, io: float, flops: float, rates: GpuRates) -> float:
 
 @dataclass(eq=False)
 class HeadTime:
-    """The head and the loss for one micro-batch, in bf16 (or fp32) in every recipe; seconds of all passes together."""
+    """The head and the loss for one micro-batch, in seconds of all passes together. Every recipe computes them in bf16
+    or fp32."""
 
     of: Pass
 
@@ -395,7 +397,7 @@ class HeadTime:
 
     @part
     def width(self) -> float:
-        """Columns of a rank."""
+        """Columns of the head on a rank."""
         return padded_vocab(self.of.shape, self.of.layout.tp) / self.of.layout.tp
 
     @line("s", "2 T h V / TP and its gradients, in bf16")

@@ -1,5 +1,5 @@
-"""How often the job fails, how often to write a checkpoint, what share of the time is progress; what a version of
-the weights on disk takes."""
+"""Failures and checkpoints of a job: MTBF, checkpoint interval, effective time ratio, and the time of a version of the
+weights on disk."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ from launch.plan.book import line, part
 from launch.plan.layouts import Precision
 
 STATE_BYTES = {"bf16": 14, "fp8": 14, "fp32": 12}
-"""A trained parameter in a checkpoint: the weight, its fp32 master copy where it is not fp32 itself, two fp32
-moments."""
-
+"""Bytes of a trained parameter in a checkpoint: the weight, an fp32 master copy unless it is fp32, two fp32 moments."""
 
 WEIGHT_BYTES = {"bf16": 2, "fp8": 2, "fp32": 4}
-"""A parameter in a Hugging Face folder."""
+"""Bytes of a parameter in a Hugging Face folder."""
 
 
 @dataclass(eq=False)
 class Failures:
-    """How a job fails and recovers. Young's interval, in whole steps (Young 1974, Daly 2006): sqrt(2 x checkpoint x
-    MTBF); of the time, checkpoints take C / (interval + C), and each failure costs half an interval and a restart."""
+    """How a job fails and recovers. The checkpoint interval is Young's, in whole steps: sqrt(2 x checkpoint x MTBF)
+    (Young 1974, Daly 2006). Checkpoints take C / (interval + C) of the time. A failure costs half an interval and a
+    restart."""
 
     PREFIX = "reliability"
 
     parameters: int
-    """That a checkpoint holds: of the model, or with LoRA of the adapters."""
+    """Number of parameters in a checkpoint: those of the model, or with LoRA those of the adapters."""
     step_s: float
     nodes: int
-    """Whose failure ends the attempt."""
+    """Number of nodes in use. The failure of any of them ends the attempt."""
     training_nodes: int
     cluster: ClusterSpec
     c: ReliabilityCoefficients
     precision: Precision = "bf16"
-    """Of the trained weights."""
+    """Precision of the trained weights."""
 
     @line("h", "MTBF of a node (the cluster's, else the default) / nodes")
     @part
@@ -63,6 +62,6 @@ class Failures:
 
 def disk_seconds(parameters: int, training_nodes: int, coefficients: ReliabilityCoefficients, *,
                  precision: Precision = "bf16") -> float:
-    """Seconds from the beginning of a version's write to disk until it is there, read back (`weight_sync.disk`)."""
+    """Seconds to write a version of the weights to disk and read it back (`weight_sync.disk`)."""
     nbytes = WEIGHT_BYTES[precision] * parameters
     return 2 * nbytes / (coefficients.checkpoint_bandwidth * training_nodes)

@@ -1,14 +1,15 @@
-"""Time in which the engines of the rollout partition generate one step's responses.
+"""Time in which the engines of the rollout partition generate the responses of one step.
 
-Synchronous: all responses of a step start together, queue where an engine cannot hold them, and the step waits for
-the longest. While requests queue, an engine runs full and its responses are of all ages (renewal theory); then it
-drains: at position l of the remaining responses n S(l) still run, and TPOT falls with them. The integral
+Synchronous: all responses of a step start together, and the step waits for the longest. Responses that an engine cannot
+hold are queued. While requests queue, an engine runs full, and its responses have all ages (renewal theory). Then the
+engine drains: at position l, n S(l) responses still run, and TPOT falls with their number. The integral
 
     T = prefill + queued tokens / B x TPOT(B) + integral of P(one of all N still runs at l) TPOT(n S(l)) dl
 
-holds both ends: all tokens over the throughput when lengths are alike, E[longest of N] x TPOT(1) when they are not.
+covers both extremes: all tokens divided by the throughput if lengths are equal, E[longest of N] x TPOT(1) if they
+differ strongly.
 
-Asynchronous: responses are replaced as they end, so that every engine runs at the largest batch that it can hold.
+Asynchronous: a new response starts whenever one ends, so every engine runs at the largest batch that it can hold.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from launch.planner.time.decode import Engine
 from launch.planner.workload.lengths import Lengths
 
 TAIL = 0.1
-"""An engine is in its tail when fewer than this share of its batch still run."""
+"""An engine is in its tail if less than this share of its batch still runs."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What one step asks of the rollout partition, and what an engine of it can hold."""
+    """The work of the rollout partition in one step, and the capacity of an engine."""
 
     prompts: int
     group: int
-    """G: completions of a prompt, which share its prefill and its cache."""
+    """G: completions per prompt. They share its prefill and its cache."""
     prompt_tokens: float
     lengths: Lengths
     replicas: int
     max_num_seqs: int
-    """Of one engine."""
+    """Maximum number of sequences that one engine runs at once."""
     kv_tokens: float
-    """Cache of one engine, in tokens (`memory`)."""
+    """Tokens in the KV cache of one engine (`launch.planner.memory`)."""
 
     @property
     def responses(self) -> int:
@@ -46,19 +47,19 @@ class Demand:
 
     @property
     def cache_tokens(self) -> float:
-        """Mean tokens of cache that an active response holds."""
+        """Mean tokens of cache that an active response uses."""
         return self.prompt_tokens / self.group + self.lengths.mean_residual
 
     @property
     def slots(self) -> float:
         """Responses that one engine can run at once: `max_num_seqs`, or as many as its cache holds at the mean context
-        of an active response, a prompt shared by its G completions counted once."""
+        of an active response. A prompt counts once for its G completions."""
         return max(1.0, min(self.max_num_seqs, self.kv_tokens / self.cache_tokens))
 
 
 @dataclass(eq=False)
 class RolloutTime(ABC):
-    """Generation of one step. Rates and counts are of all engines together."""
+    """Generation of one step. Rates and counts are those of all engines together."""
 
     PREFIX = "rollout"
 
@@ -73,31 +74,32 @@ class RolloutTime(ABC):
     @property
     @abstractmethod
     def tpot_s(self) -> float:
-        """Seconds an output token, mean over the tokens."""
+        """Seconds per output token, mean over the tokens."""
 
     @property
     @abstractmethod
     def in_flight(self) -> float:
-        """Mean responses running."""
+        """Mean number of running responses."""
 
     @property
     @abstractmethod
     def total_s(self) -> float:
-        """From the first request to the last token (synchronous); responses over their rate (asynchronous)."""
+        """Seconds of generation. Synchronous: from the first request to the last token. Asynchronous: responses divided
+        by their rate."""
 
     @property
     @abstractmethod
     def tokens_per_s(self) -> float:
-        """Output tokens."""
+        """Output tokens per second."""
 
     @line("s", "cap x TPOT", key="rollout.longest_s")
     def latency_max_s(self) -> float:
-        """Of a response that runs to the cap."""
+        """Seconds of a response that runs to the cap."""
         return self.demand.lengths.cap * self.tpot_s
 
     @property
     def latency_mean_s(self) -> float:
-        """Of a response, from its start."""
+        """Mean seconds of a response, from its start."""
         return self.demand.lengths.mean * self.tpot_s
 
     @property
@@ -107,14 +109,14 @@ class RolloutTime(ABC):
 
     @property
     def load(self) -> float:
-        """in_flight / slots."""
+        """`in_flight` / `slots`."""
         return self.in_flight / self.slots
 
     @property
     @abstractmethod
     def limit(self) -> str:
-        """What the time is spent on: weights bandwidth, KV bandwidth, compute, host, all-reduce; KV capacity where the
-        cache keeps requests waiting, tail where the last responses take most of it."""
+        """What limits the rollout: weights bandwidth, KV bandwidth, compute, host or all-reduce; KV capacity if
+        requests wait for the cache; tail if the last responses take most of the time."""
 
     def _limit(self, batch: float, queues: bool) -> str:
         demand = self.demand
@@ -124,7 +126,7 @@ class RolloutTime(ABC):
 
 
 class SynchronousRollout(RolloutTime):
-    """All responses of a step start at once and the step ends with the longest."""
+    """All responses of a step start at once, and the step ends with the longest."""
 
     @line("responses an engine", "prompts x G / replicas")
     @part
@@ -133,18 +135,18 @@ class SynchronousRollout(RolloutTime):
 
     @part
     def batch(self) -> float:
-        """Of an engine."""
+        """Sequences that an engine runs at the start."""
         return min(self.sequences, self.held)
 
     @part
     def mixed(self) -> float:
-        """0: all start at once and drain as they are; 1: the drain begins from a steady mixture of ages."""
+        """State at the start of the drain. 0: all responses have the same age; 1: a steady mixture of ages."""
         return min(1.0, (self.sequences - self.batch) / self.batch)
 
     @line("s", "prompts of an engine, each once for its G completions")
     @part
     def prefill_s(self) -> float:
-        """Part of `total_s`."""
+        """Seconds of prefill, a part of `total_s`."""
         return self.sequences / self.demand.group * self.engine.prefill_s(self.demand.prompt_tokens)
 
     @line("tokens an engine", "generated while requests queue: all less the drain")
@@ -161,14 +163,14 @@ class SynchronousRollout(RolloutTime):
 
     @part
     def drain(self) -> tuple[float, float, float]:
-        """Seconds of the drain, those with fewer than a tenth of the batch left, and responses x seconds."""
+        """(seconds of the drain, seconds of its tail, responses x seconds)."""
         engine_s, lengths, prompt = self.engine.step_s, self.demand.lengths, self.demand.prompt_tokens
         batch, mixed = self.batch, self.mixed
         age, others = mixed * lengths.mean_residual, self.demand.responses - self.sequences
         drain_s = tail_s = busy = 0.0
         for start, end, survival, residual in lengths.profile:
             running = (1 - mixed) * survival + mixed * residual
-            if running <= 1e-12:        # far below one request, and 1 - (1 - running)^batch would round to 0
+            if running <= 1e-12:        # far below one request; 1 - (1 - running)^batch would round to 0
                 break
             ended = (1 - running) ** batch
             here = 1 - ended            # P(one of this engine's still runs)
@@ -216,7 +218,7 @@ class SynchronousRollout(RolloutTime):
 
 
 class AsynchronousRollout(RolloutTime):
-    """Steady state: the engines are kept filled."""
+    """Steady state: the engines are always full."""
 
     @line("responses an engine", "the slots: engines run full")
     @part
@@ -227,7 +229,7 @@ class AsynchronousRollout(RolloutTime):
     @part
     def tpot_s(self) -> float:
         demand, lengths = self.demand, self.demand.lengths
-        # what one more request's prefill adds to a token of the others
+        # delay of a token per request that is prefilled meanwhile
         wait_s = self.engine.prefill_s(demand.prompt_tokens) / demand.group / lengths.mean
         return self.engine.step_s(self.batch, lengths.active_context(demand.prompt_tokens)) + wait_s * self.batch
 
@@ -242,7 +244,7 @@ class AsynchronousRollout(RolloutTime):
 
     @property
     def rate(self) -> float:
-        """Responses a second."""
+        """Responses per second."""
         return self.in_flight / (self.demand.lengths.mean * self.tpot_s)
 
     @property
@@ -255,6 +257,6 @@ class AsynchronousRollout(RolloutTime):
 
 
 def minimum_staleness(rollout: RolloutTime, step_s: float) -> int:
-    """Fewest versions k that a strict first-in-first-out queue must allow: the longest response spans
+    """The smallest staleness that a strict first-in-first-out queue must allow: the longest response spans
     ceil(l_max TPOT / step) updates."""
     return math.ceil(rollout.latency_max_s / step_s - 1e-9)

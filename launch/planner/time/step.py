@@ -1,13 +1,14 @@
-"""Phases of an RL step from the rates of its parts, and the step from its phases.
+"""The phases of an RL step, computed from the rates of its parts, and the step, computed from its phases.
 
     train      (updates x pre-training time x imbalance) / eta + updates x t_update
     log-prob   train x forward / training x factor            rho = log-prob / train: 1/3 in theory, more in practice
     rollout    generation / eta_rollout + responses x t_response
-    step       (sum of the phases, or, asynchronous, of the slower partition's + weight sync) x (1 + other); where
-               engines receive into a second copy of their weights the sync is the trainer's, and theirs is the swap
+    step       synchronous: (sum of the phases) x (1 + other); asynchronous: (slower partition + weight sync) x
+               (1 + other). With a second copy of the weights, only the trainer waits for the sync, and the engines
+               stop for the swap.
 
-Imbalance: a sequence is not split over DP ranks. Where the longest sequence of an optimizer step is longer than a
-rank's share of the tokens, all wait for the rank that has it.
+Imbalance: a sequence is not split over DP ranks. If the longest sequence of an optimizer step is longer than a rank's
+share of the tokens, all ranks wait for the one that has it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ StepMode = Literal["synchronous", "one_step_off", "fully_async"]
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Work of the trainer in one RL step; seconds."""
+    """Work of the trainer in one RL step, in seconds."""
 
     train_s: float
     """All optimizer steps."""
@@ -32,22 +33,22 @@ class Passes:
 
     @property
     def ratio(self) -> float:
-        """rho."""
+        """rho = log-prob / train."""
         return self.pass_s / self.train_s
 
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Seconds of each phase of one RL step; 0 for one that the recipe does not have."""
+    """Seconds of each phase of one RL step; 0 for a phase that the recipe does not have."""
 
     rollout_s: float
     train_s: float
     logprob_s: float = 0.0
     reference_s: float = 0.0
     refit_s: float = 0.0
-    """Weight sync, or the hand-over to engines on the same GPUs."""
+    """Weight sync, or hand-over to engines on the same GPUs."""
     swap_s: float | None = None
-    """For how long the engines stop for it, where that is not all of it."""
+    """Seconds for which the engines stop at the sync; None: for all of it."""
 
     @property
     def trainer_s(self) -> float:
@@ -55,11 +56,11 @@ class Phases:
 
 
 def imbalance(lengths: Lengths, prompt_tokens: float, sequences: float, dp: int) -> float:
-    """Tokens of the fullest DP rank over the mean: 1, or the longest sequence of an optimizer step over a
+    """Tokens of the fullest DP rank divided by the mean: 1, or the longest sequence of an optimizer step divided by a
     rank's share.
 
     Args:
-        sequences: of one optimizer step.
+        sequences: sequences of one optimizer step.
     """
     share = sequences * (prompt_tokens + lengths.mean) / dp
     return max(1.0, (prompt_tokens + lengths.expected_max(sequences)) / share)
@@ -77,10 +78,10 @@ def train_seconds(training_s: float, updates: int, uneven: float, mixture: bool,
     """Seconds of the optimizer steps of an RL step.
 
     Args:
-        training_s: one optimizer step at the pre-training rate (`training_time`).
-        updates: optimizer steps of an RL step.
-        uneven: `imbalance`.
-        mixture: the model has experts.
+        training_s: seconds of one optimizer step at the pre-training rate (`training_time`).
+        updates: optimizer steps per RL step.
+        uneven: see `imbalance`.
+        mixture: whether the model has experts.
     """
     eta = c.train_efficiency * (c.mixture_efficiency if mixture else 1.0)
     return updates * (training_s * uneven / eta + c.update_s)
@@ -90,25 +91,25 @@ def pass_seconds(train_s: float, training_s: float, forward_s: float, c: RlCoeff
     """Seconds of a log-prob pass over all responses.
 
     Args:
-        train_s: `train_seconds`.
-        forward_s: a forward pass over the same sequences at the pre-training rate (`logprob_time`).
+        train_s: see `train_seconds`.
+        forward_s: seconds of a forward pass over the same sequences at the pre-training rate (`logprob_time`).
     """
     return train_s * forward_s / training_s * c.logprob_factor
 
 
 def rollout_seconds(generation_s: float, responses: int, coefficients: RlCoefficients | None = None) -> float:
-    """Seconds of the rollout phase around the engines' `generation_s` (`RolloutTime.total_s`)."""
+    """Seconds of the rollout phase, which includes the engines' `generation_s` (`RolloutTime.total_s`)."""
     c = coefficients or RlCoefficients()
     return generation_s / c.rollout_efficiency + responses * c.response_s
 
 
 def refit_seconds(model_bytes: float, tensors: int, coefficients: RlCoefficients | None = None) -> float:
-    """Hand-over of weights in published colocated systems: gathered from the trainer and loaded by the engine,
+    """Seconds of the hand-over of weights in published colocated systems. The trainer gathers and the engine loads them
     tensor by tensor.
 
     Args:
-        model_bytes: of all weights.
-        tensors: of the checkpoint (`parameters.tensor_count`).
+        model_bytes: bytes of all weights.
+        tensors: number of tensors in the checkpoint (`parameters.tensor_count`).
     """
     c = coefficients or RlCoefficients()
     return c.refit_s + tensors * c.refit_tensor_s + model_bytes / c.refit_bandwidth
@@ -116,11 +117,11 @@ def refit_seconds(model_bytes: float, tensors: int, coefficients: RlCoefficients
 
 def step_seconds(mode: StepMode, phases: Phases, coefficients: RlCoefficients | None = None, *,
                  at_least_s: float = 0.0) -> float:
-    """Seconds of an RL step. Phases overlap unless synchronous; the weight sync stops both partitions, or the engines
-    for `swap_s` only.
+    """Seconds of an RL step. Phases overlap unless it is synchronous. The weight sync stops both partitions; with
+    `swap_s`, the engines stop only for the swap.
 
     Args:
-        at_least_s: the step waits so long: the longest completion over the versions that it may span.
+        at_least_s: lower bound of the step: the longest completion divided by the versions that it may span.
     """
     c = coefficients or RlCoefficients()
     return combined_seconds(mode != "synchronous", phases.rollout_s, phases.trainer_s, phases.refit_s, c.other_share,
@@ -129,7 +130,7 @@ def step_seconds(mode: StepMode, phases: Phases, coefficients: RlCoefficients | 
 
 def combined_seconds(overlap: bool, rollout_s: float, trainer_s: float, refit_s: float, other_share: float,
                      at_least_s: float = 0.0, swap_s: float | None = None) -> float:
-    """The arithmetic of `step_seconds`, which a search does millions of times."""
+    """The arithmetic of `step_seconds`. A search calls it millions of times."""
     if overlap and swap_s is not None:
         seconds = max(rollout_s + swap_s, trainer_s + refit_s) * (1 + other_share)
         return seconds if seconds > at_least_s else at_least_s

@@ -5,11 +5,11 @@
               2021, arXiv 2104.04473: (p - 1)/(v m) of the compute where all slots are equal)
     step      pipeline + exposed sends between stages + exposed gradient and parameter collectives + optimizer
 
-Communication that runs behind compute costs `overlap_cost` of its time, since it takes SMs and HBM bandwidth; what
-does not fit behind it shows in full. `layer` has the arithmetic of a layer, `collectives` that of the network.
+Communication that is hidden behind compute costs `overlap_cost` of its time, since it uses SMs and HBM bandwidth. The
+rest counts in full. `layer` has the arithmetic of a layer, `collectives` that of the network.
 
-The result is the rate of pre-training, all micro-batches full. What RL training keeps of it (eta) and the ratio of
-the log-prob pass beyond its arithmetic (rho) belong to the RL model.
+The result is the rate of pre-training with full micro-batches. The RL model (`step`) adds the share of it that RL
+training reaches (eta), and the measured ratio of the log-prob pass (rho).
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from launch.planner.workload.work import Work
 BUCKET_ELEMENTS = 40e6
 """Megatron's smallest gradient bucket."""
 BUCKET_ELEMENTS_PER_RANK = 1e6
-"""By which it grows with the data-parallel size."""
+"""Growth of the bucket with the data-parallel size."""
 OPTIMIZER_BYTES = 30
-"""Adam over fp32 state, a parameter: reads master, two moments and gradient, writes three and the bf16 parameter."""
+"""Bytes per parameter of Adam with fp32 state: reads master, two moments and gradient, writes three and the bf16
+parameter."""
 DEFAULT_COLLECTIVES = CollectiveCoefficients()
 _ALL = "micro-batches x (layers x layer's part + head's) of the slowest stage"
 
 
 @dataclass(eq=False)
 class TrainingTime(Pass):
-    """One optimizer step, or one forward pass, in seconds. The parts add up to `total_s`; those of the compute are
-    the slowest stage's, all micro-batches together."""
+    """One optimizer step, or one forward pass, in seconds. The parts add up to `total_s`. The compute parts are those
+    of the slowest stage, all micro-batches together."""
 
     @line("s", "sum of the parts: one layer, one micro-batch")
     @part
     def layer_s(self) -> float:
-        """One layer, one micro-batch, all passes."""
+        """Seconds of one layer, one micro-batch, all passes."""
         layer = self.layer
         return (layer.matmul_s + layer.attention_s + layer.elementwise_s + layer.tp_s + layer.cp_s + layer.ep_s
                 + layer.gaps_s)
@@ -53,19 +54,19 @@ class TrainingTime(Pass):
     @line("s", "head and loss, one micro-batch")
     @part
     def head_s(self) -> float:
-        """Head and loss, one micro-batch, all passes."""
+        """Seconds of head and loss, one micro-batch, all passes."""
         return self.head.matmul_s + self.head.elementwise_s
 
     @part
     def slots(self) -> list[float]:
-        """One micro-batch on one rank, by stage; the head is on the last."""
+        """Seconds of one micro-batch on one rank, by stage. The head is on the last stage."""
         slots = [self.layer_s * stage.layers for stage in self.held.stages]
         slots[-1] += self.head_s
         return slots
 
     @part
     def slot_s(self) -> float:
-        """Of the slowest stage."""
+        """Slot of the slowest stage."""
         return max(self.slots)
 
     @line("", "stage with the largest layers x layer_s (+ head_s)")
@@ -88,7 +89,7 @@ class TrainingTime(Pass):
 
     @line("s", _ALL)
     def gaps_s(self) -> float:
-        """Between kernels."""
+        """Gaps between kernels."""
         return self._all(self.layer.gaps_s)
 
     @line("s", _ALL)
@@ -103,7 +104,7 @@ class TrainingTime(Pass):
 
     @line("s", _ALL)
     def ep_s(self) -> float:
-        """Tokens to their experts and back."""
+        """Dispatch of tokens to their experts and back."""
         return self._all(self.layer.ep_s)
 
     def _all(self, of_layer: float, of_head: float = 0.0) -> float:
@@ -113,19 +114,19 @@ class TrainingTime(Pass):
 
     @property
     def headless(self) -> bool:
-        """The slowest stage is not the last."""
+        """Whether the slowest stage is not the last."""
         return self.slowest_stage < self.layout.pp - 1
 
     @line("s", "(sum of slots - slowest) / v (arXiv 2104.04473)")
     def pp_bubble_s(self) -> float:
-        """The pipeline fills and drains."""
+        """Time in which the pipeline fills and drains."""
         if self.layout.pp == 1:
             return 0.0
         return (sum(self.slots) - self.slot_s) / self.layout.vpp
 
     @line("s", "T h bytes / TP a send; all of them with v = 1, else overlap_cost of them + fill; 0 without a pipeline")
     def pp_p2p_s(self) -> float:
-        """Exposed sends between stages. 1F1B waits for its neighbours in every micro-batch; the interleaved schedule
+        """Exposed sends between stages. 1F1B waits for its neighbours in every micro-batch. The interleaved schedule
         sends while it computes another chunk, and waits only while the pipeline fills."""
         layout = self.layout
         pp, v = layout.pp, layout.vpp
@@ -139,8 +140,8 @@ class TrainingTime(Pass):
     @line("s", "gradients and parameters over DP x CP: what the compute does not hide + overlap_cost of what it does; "
                "0 where no weight has a gradient")
     def dp_s(self) -> float:
-        """Exposed gradient and parameter collectives, FSDP's gathers included: gradients reduce-scattered, parameters
-        gathered, over DP x CP (experts over their share of it)."""
+        """Exposed collectives over DP x CP (for experts, over their share of it): reduce-scatter of gradients,
+        all-gather of parameters, and FSDP's gathers."""
         layout = self.layout
         if layout.fsdp > 1:
             return self._gathers()
@@ -155,7 +156,7 @@ class TrainingTime(Pass):
 
     @line("s", "30 bytes a parameter of the shard / HBM + step_s; step_s alone where no weight is updated")
     def optimizer_s(self) -> float:
-        """With the fixed part of a step."""
+        """Optimizer, including the fixed part of a step."""
         if not self.trains or self.lora_rank:
             return self.c.step_s
         layout = self.layout
@@ -196,9 +197,8 @@ class TrainingTime(Pass):
     def _buckets(self, parameters: float, n: int, stride: int) -> float:
         """Exposed time of one reduce-scatter and one all-gather over `n` ranks, bucket by bucket.
 
-        The last bucket has nothing to hide behind. The others have the last backward and the first forward pass of
-        the rank; the interleaved schedule runs PP micro-batches through a chunk before the next, so its window is
-        PP slots.
+        Nothing hides the last bucket. The last backward and the first forward pass of the rank hide the others. The
+        interleaved schedule runs PP micro-batches through a chunk before the next, so its window is PP slots.
         """
         layout = self.layout
         ranks = group(n, stride, self.cluster.gpus_per_node)
@@ -214,8 +214,8 @@ class TrainingTime(Pass):
         return exposed
 
     def _gathers(self) -> float:
-        """FSDP gathers the parameters for each pass of each micro-batch and scatters the gradients, one layer ahead
-        of the compute. With a pipeline they stay gathered over the step."""
+        """Exposed collectives of FSDP. It gathers parameters for each pass of each micro-batch and scatters gradients,
+        one layer ahead of the compute. With a pipeline, parameters stay gathered during the step."""
         layout = self.layout
         size = max(stage.total for stage in self.held.stages) * self.rates.element_bytes
         ranks = group(layout.fsdp, layout.tp * layout.cp, self.cluster.gpus_per_node)
@@ -227,8 +227,8 @@ class TrainingTime(Pass):
 
 
 class LogprobTime(TrainingTime):
-    """One forward pass over the same micro-batches, for old or reference log-probs: a third of the FLOPs, but all of
-    the gaps, fixed costs and fill of a pass."""
+    """One forward pass over the same micro-batches, for old or reference log-probs. It takes a third of the FLOPs, but
+    all gaps, fixed costs and pipeline fill of a pass."""
 
     PREFIX = "logprob"
     trains = False
@@ -240,8 +240,8 @@ def training_time(shape: Architecture, layout: TrainingLayout, work: Work, clust
     """One optimizer step.
 
     Args:
-        work: `micro_batches` of `micro_batch_tokens` (padding included) on each DP rank.
-        lora_rank: > 0: frozen weights, no weight gradients, adapters of this rank.
+        work: `micro_batches` of `micro_batch_tokens` (including padding) on each DP rank.
+        lora_rank: > 0: adapters of this rank are trained; the weights are frozen and have no gradients.
     """
     return TrainingTime(shape, layout, parameters_of(shape, layout), work, cluster, coefficients, collectives,
                         lora_rank)
