@@ -47,9 +47,9 @@ def _why(search: Search) -> str:
         misses = [(memory.total, memory.limit) for units in most for _, memory in search.unfit(units)]
         if misses:
             need, limit = min(misses)
-            return f"training needs at least {need / 1e9:.1f} GB a GPU of {limit / 1e9:.1f} GB"
+            return f"training needs at least {need / 1e9:.1f} GB of {limit / 1e9:.1f} GB per GPU"
         rejected = "; ".join(f"{what}: {why}" for what, why in list(search.space.rejected.items())[:3])
-        return f"no training layout divides ({rejected or 'the GPUs are no whole number of replicas'})"
+        return f"no training layout divides ({rejected or 'the GPUs are not a whole number of replicas'})"
     if not any(search.rollout_options(units) for units in most):
         rooms = {each.value.split(" x ")[0]: each.rejected_by for units in most
                  for each in search.engines_without_room(units)}
@@ -57,5 +57,5 @@ def _why(search: Search) -> str:
             tp, why = max(rooms.items(), key=lambda each: int(each[0].removeprefix("TP")))      # the nearest miss
             return f"engines of {tp}: {why}"
         reasons = [f"{what}: {why}" for what, why in search.space.rejected.items() if what.startswith("rollout")]
-        return f"no engine layout divides ({'; '.join(reasons[:3]) or 'the GPUs are no whole number of engines'})"
+        return f"no engine layout divides ({'; '.join(reasons[:3]) or 'the GPUs are not a whole number of engines'})"
     return "training and rollout fit separately, but not together"

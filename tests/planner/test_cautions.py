@@ -69,7 +69,7 @@ def test_a_second_copy_that_saves_nothing_is_told():
     assert "W015" not in _messages(found)
     for changes in (dict(asynchronous=False), dict(max_staleness=0)):
         message = _messages(replace(found, problem=replace(found.problem, **changes)))["W015"]
-        assert f"{found.rollout.memory.components['shadow'] / 1e9:.1f} GB a GPU" in message
+        assert f"{found.rollout.memory.components['shadow'] / 1e9:.1f} GB per GPU" in message
     assert "W015" not in _messages(replace(found, problem=replace(found.problem, asynchronous=False, shadow=False)))
 
 

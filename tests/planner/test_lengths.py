@@ -136,9 +136,9 @@ def test_fields_of_a_file(tmp_path, record, length):
 
 @pytest.mark.parametrize("text, message", [
     ("", "no completion"), ("{}\n", ":1"), ('{"tokens": 3}\n[]\n', ":2"), ('{"tokens": 3}\n{"tokens": 0}\n', ":2"),
-    ('{"tokens": "x"}\n', "no response length"), ('{"tokens": true}\n', "no response length"),
-    ('{"tokens": 1.5}\n', "no response length"), ('{"tokens": []}\n', "no response length"), ("{tokens", "not JSON"),
-    ('{"tokens": 99999999999}\n', "no response length"), ("[" * 100_000, "not JSON")])
+    ('{"tokens": "x"}\n', "not a response length"), ('{"tokens": true}\n', "not a response length"),
+    ('{"tokens": 1.5}\n', "not a response length"), ('{"tokens": []}\n', "not a response length"),
+    ("{tokens", "not JSON"), ('{"tokens": 99999999999}\n', "not a response length"), ("[" * 100_000, "not JSON")])
 def test_bad_files(tmp_path, text, message):
     path = tmp_path / "bad.jsonl"
     path.write_text(text)

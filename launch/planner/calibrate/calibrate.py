@@ -164,7 +164,7 @@ def _train(fitting: _Fitting) -> _Fit:
         updates = found.problem.workload.updates
         return (found.training.train_s - updates * fitting.value(fixed)) * fitting.value(eta), updates
 
-    return _slope_and_fixed(fitting, "train", eta, fixed, terms, "A second run with more or fewer prompts a step")
+    return _slope_and_fixed(fitting, "train", eta, fixed, terms, "A second run with more or fewer prompts per step")
 
 
 def _rollout(fitting: _Fitting) -> _Fit:
@@ -268,7 +268,7 @@ def _nic(fitting: _Fitting, runs: Sequence[CalibrationRun]) -> _Fit:
                 if run.name in named and run.transfer_s and found.sync is not None]
 
     if not any(size >= BULK_BYTES for _, _, size in wires()):
-        return (), f"less than {BULK_BYTES >> 20} MiB passes a NIC: its efficiency is kept, all else counts as fixed"
+        return (), f"less than {BULK_BYTES >> 20} MiB passes a NIC: its efficiency is kept, the rest counts as fixed"
 
     def excess(efficiency: float) -> float:
         fitting.values[key] = efficiency

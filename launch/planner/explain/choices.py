@@ -201,7 +201,7 @@ def _staging(found: Candidate) -> Choice:
     mine = found.rollout
     copy, per_token = mine.memory.weights, mine.memory.kv_bytes_per_token
     pauses = {"in_place": f"engines stop {found.sync_s:.2f} s for a sync",
-              "shadow": (f"engines stop {mine.swap_s:.2f} s for a sync, for {copy / GB:.1f} GB a GPU of the KV cache "
+              "shadow": (f"engines stop {mine.swap_s:.2f} s for a sync, for {copy / GB:.1f} GB of KV cache per GPU "
                          f"({copy // per_token:,} tokens of an engine)")}
     if not found.problem.shadow:
         return Choice(key="weight_sync.staging", value="in_place", reason=pauses["in_place"],

@@ -80,8 +80,8 @@ def write_givens(book: Book, found: Candidate, source: Source) -> None:
         given(problem, "max_staleness", "algorithm.max_staleness", "versions")
     if problem.kv_tokens is not None:
         given(problem, "kv_tokens", "rollout.kv_tokens", "tokens", "rollout.kv_cache_gb")
-    for name, unit in (("prompts", "prompts"), ("group", "completions a prompt"), ("updates", "optimizer steps"),
-                       ("prompt_tokens", "tokens"), ("prompt_copies", "copies a completion"),
+    for name, unit in (("prompts", "prompts"), ("group", "completions per prompt"), ("updates", "optimizer steps"),
+                       ("prompt_tokens", "tokens"), ("prompt_copies", "copies per completion"),
                        ("max_prompt_tokens", "tokens")):
         given(workload, name, f"workload.{name}", unit, "workload")
     for name, unit in (("cap", "tokens"), ("mean", "tokens"), ("second_moment", "tokens^2")):

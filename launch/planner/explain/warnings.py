@@ -19,7 +19,7 @@ DOCUMENTED: dict[str, str] = {
     "W001": "a training stage fills almost all of its GPU",
     "W002": "an engine's KV cache has no room for one more completion of maximum length",
     "W003": "samples are several versions old",
-    "W004": "the target lies within the uncertainty of the prediction, or beyond it",
+    "W004": "the target is within the uncertainty of the prediction, or out of reach",
     "W005": "one partition waits for the other during a large part of the step",
     "W006": "weights cross rails",
     "W007": "engine and trainer have different precisions",
@@ -53,7 +53,7 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
     if training.memory.verdict == "tight":
         worst = training.worst
         yield "W001", (f"stage {worst.stage} needs {worst.total / 1e9:.1f} GB of {training.memory.limit / 1e9:.1f} GB "
-                       "a GPU: a lower trainer.token_budget, or trainer.recompute=full, would leave room")
+                       "per GPU: a lower trainer.token_budget, or trainer.recompute=full, would leave room")
     if problem.asynchronous and rollout.time.limit == "KV capacity":
         # A request starts when another ends, so the queue does not grow without end, unlike that of a service near
         # full load. What matters is whether a long completion finds room or evicts others from the cache.
@@ -66,7 +66,7 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
                            "recompute sequences. A larger rollout.tp, or more rollout nodes, makes room")
     if found.staleness > 1:
         yield "W003", (f"a completion of {workload.lengths.cap:,} tokens spans {found.staleness} steps: weights change "
-                       "while it is generated; keep algorithm.importance_cap, or use more prompts a step")
+                       "while it is generated; keep algorithm.importance_cap, or use more prompts per step")
     target = workload.target
     if target is not None and low < target:
         where = "within the uncertainty of the prediction" if high >= target else "out of reach"
@@ -77,18 +77,17 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
             waits = "rollout" if rollout.seconds < training.seconds else "training"
             yield "W005", f"{waits} idles {1 - fast / slow:.0%} of the step: no other division of the nodes is faster"
     if found.sync is not None and found.sync.cross_rail_bytes > MIN_CROSSING * found.sync.replica_bytes:
-        yield "W006", (f"{found.sync.cross_rail_bytes / 1e9:.1f} GB of a sync change rails whatever the order of the "
-                       "GPUs")
+        yield "W006", (f"{found.sync.cross_rail_bytes / 1e9:.1f} GB of a sync change rails in any order of the GPUs")
     if rollout.layout.weight_precision != training.layout.precision:
         yield "W007", (f"engines compute in {rollout.layout.weight_precision}, the trainer in "
                        f"{training.layout.precision}: watch mismatch/*, keep algorithm.importance_cap")
     idle = problem.units - found.units
     if idle > 0:
         name = "nodes" if len(problem.cluster.nodes) > 1 else "GPUs"
-        yield "W008", f"{idle} {name if idle > 1 else name[:-1]} left over: no layout makes the step shorter with more"
+        yield "W008", f"{idle} {name if idle > 1 else name[:-1]} left over: no layout makes the step shorter with them"
     if not workload.logprob_pass and workload.updates > 1:
-        yield "W009", (f"{workload.updates} updates a batch without a log-prob pass: the engine's log-probs stand in "
-                       "for the old ones (docs/old-logprobs.md)")
+        yield "W009", (f"{workload.updates} updates a batch without a log-prob pass: the engine's log-probs are "
+                       "used as the old ones (docs/old-logprobs.md)")
     if found.sync_s > 0.05 * found.step_s:
         yield "W010", f"the weight sync is {found.sync_s / found.step_s:.0%} of the step ({found.sync_s:.2f} s)"
     if not workload.measured_lengths:
@@ -108,7 +107,7 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
     yield from _communicators(found)
     if problem.shadow and (not problem.asynchronous or problem.max_staleness == 0):
         copy = rollout.memory.weights
-        yield "W015", (f"weight_sync.staging = shadow takes {copy / 1e9:.1f} GB a GPU from the KV cache, and a step "
+        yield "W015", (f"weight_sync.staging = shadow takes {copy / 1e9:.1f} GB per GPU from the KV cache, and a step "
                        "that generates with the newest weights waits for the sync all the same: "
                        "weight_sync.staging=in_place, "
                        "or algorithm.asynchronous=true with max_staleness of at least 1")

@@ -48,11 +48,11 @@ class RolloutMemory:
     def weights(self) -> int:
         return weights_on_rank(self.shape, self.layout)
 
-    @line("bytes", "weights again: the next version is received beside the one that is served", written=nonzero)
+    @line("bytes", "second copy of the weights, which receives the next version", written=nonzero)
     def shadow(self) -> int:
         return self.weights if self.second_copy else 0
 
-    @line("bytes", "layers x matrices/TP x 2: received in bf16 beside the quantised weights", written=nonzero)
+    @line("bytes", "layers x matrices/TP x 2: received in bf16, in addition to the quantised weights", written=nonzero)
     def received(self) -> int:
         return received_on_rank(self.shape, self.layout) if self.requantised else 0
 
@@ -83,7 +83,7 @@ class RolloutMemory:
     def limit(self) -> int:
         return int(self.gpu.usable_bytes * self.layout.memory_utilization)
 
-    @line("bytes", "limit - all else")
+    @line("bytes", "limit - all other components")
     @part
     def kv_cache(self) -> int:
         """KV cache on one rank."""
@@ -94,7 +94,7 @@ class RolloutMemory:
     def kv_bytes_per_token(self) -> int:
         return kv_bytes_per_token(self.shape, self.layout)
 
-    @line("tokens", "cache / bytes a token: of one replica")
+    @line("tokens", "cache / bytes per token, of one replica")
     @part
     def kv_tokens(self) -> int:
         """Tokens that the cache of one replica holds."""

@@ -80,14 +80,14 @@ class TrainingMemory:
     def tokens(self) -> int:
         return -(-self.micro_batch_tokens // self.layout.cp)
 
-    @line("bytes", "bytes a token and layer that the backward pass needs: 12 h + 4 kv + 6 ffn in bf16, over TP (arXiv "
-                   "2205.05198 with GQA and SwiGLU)")
+    @line("bytes", "bytes per token and layer that the backward pass needs: 12 h + 4 kv + 6 ffn in bf16, over TP "
+                   "(arXiv 2205.05198 with GQA and SwiGLU)")
     @part
     def layer_bytes(self) -> float:
         return self.activations.kept
 
-    @line("bytes", "tokens x (what one layer's backward recomputes + gradient of its widest tensor + inputs gathered "
-                   "over TP)")
+    @line("bytes", "tokens x (tensors that one layer's backward recomputes + gradient of its widest tensor + inputs "
+                   "gathered over TP)")
     @part
     def layer_working(self) -> int:
         return int(self.activations.working * self.tokens)
@@ -155,15 +155,15 @@ class StageMemory:
         layout = self.of.layout
         return in_flight(self.stage, layout.pp, layout.vpp, self.of.micro_batches)
 
-    @line("bytes", "2 bytes a parameter (fp32: 4; FP8: twice 1)", written=nonzero)
+    @line("bytes", "2 bytes per parameter (fp32: 4; FP8: twice 1)", written=nonzero)
     def weights(self) -> int:
         return WEIGHT_BYTES[self.of.layout.precision] * self.held.total
 
-    @line("bytes", "grad_bytes a parameter", written=nonzero)
+    @line("bytes", "grad_bytes per parameter", written=nonzero)
     def gradients(self) -> int:
         return 0 if self.of.lora_rank else self.of.layout.grad_bytes * self.held.total
 
-    @line("bytes", "12 bytes a parameter (fp32: 8) / (DP x CP)", written=nonzero)
+    @line("bytes", "12 bytes per parameter (fp32: 8) / (DP x CP)", written=nonzero)
     def optimizer(self) -> int:
         if self.of.lora_rank:
             return 0
@@ -195,7 +195,7 @@ class StageMemory:
         copy = WEIGHT_BYTES[self.of.layout.precision] * self.held.total
         return copy if self.of.reference == "device" else max(0, copy - self.activations)
 
-    @line("bytes", "chunks x layers / VPP x tokens x bytes a token and layer", written=nonzero)
+    @line("bytes", "chunks x layers / VPP x tokens x bytes per token and layer", written=nonzero)
     def activations(self) -> int:
         of = self.of
         return int(self.chunks * self.held.layers / of.layout.vpp * of.layer_bytes * of.tokens)

@@ -354,6 +354,6 @@ def _no_room(memory: RolloutMemory, longest: int) -> str:
     """The reason why an engine cannot run, in numbers."""
     fixed = sum(size for name, size in memory.components.items() if name != "kv_cache")
     if not memory.kv_tokens:
-        return (f"no room: {memory.components['weights'] / 1e9:.1f} GB of weights, {fixed / 1e9:.1f} GB with all else, "
+        return (f"no room: {memory.components['weights'] / 1e9:.1f} GB of weights, {fixed / 1e9:.1f} GB in total, "
                 f"and an engine may take {memory.limit / 1e9:.1f} GB of a GPU")
     return f"no room: the cache of an engine holds {memory.kv_tokens:,} tokens, the longest sequence has {longest:,}"

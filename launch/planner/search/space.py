@@ -149,7 +149,7 @@ class Space:
         room = max(1, self.gpus_per_node // tp)
         for cp in (self.pins.cp,) if self.pins.cp else _divisors(room) if self.pins.allow_cp else (1,):
             if room % cp and (tp * cp) % self.gpus_per_node:
-                self._reject(f"TP {tp} CP {cp}", f"blocks of {tp * cp} GPUs fill no whole number of nodes of "
+                self._reject(f"TP {tp} CP {cp}", f"blocks of {tp * cp} GPUs do not fill a whole number of nodes of "
                                                  f"{self.gpus_per_node}")
             else:
                 yield cp

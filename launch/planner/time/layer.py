@@ -136,8 +136,8 @@ class LayerTime:
     def PREFIX(self) -> str:
         return f"{self.of.PREFIX}.layer"
 
-    @line("s", "2 T n k / rate + unhidden time of operands on the HBM, of each product; twice more backward (once with "
-               "LoRA), recomputed ones again")
+    @line("s", "2 T n k / rate + exposed time of operands on the HBM, for each product; twice more backward (once "
+               "with LoRA), again if recomputed")
     def matmul_s(self) -> float:
         of, rates, mlp = self.of, self.of.rates, self.mlp
         weights, io, tokens = self.attention_weights, self.attention_io, of.tokens_per_rank
@@ -203,7 +203,7 @@ class LayerTime:
         exposed = 1.0 if layout.fsdp > 1 else of.c.tp_exposed        # FSDP engines do not overlap them
         return self.each_pass(2 * each_s * exposed)
 
-    @line("s", "what the ring of keys and values takes beyond attention")
+    @line("s", "time of the ring of keys and values beyond that of attention")
     def cp_s(self) -> float:
         of, layout = self.of, self.of.layout
         if layout.cp <= 1:
@@ -411,7 +411,7 @@ class HeadTime:
         gradients_s = 0.0 if of.lora_rank else product_s + 2 * of.layout.grad_bytes * weights / rates.operands
         return product_s + (product_s + gradients_s)
 
-    @line("s", "bytes a logit of loss and log-probs x T V / TP")
+    @line("s", "bytes per logit of loss and log-probs x T V / TP")
     def elementwise_s(self) -> float:
         per_logit = self.of.tokens_per_rank * self.width / self.of.rates.stream
         forward_s = LOGIT_FORWARD_BYTES * per_logit

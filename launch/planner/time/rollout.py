@@ -225,7 +225,7 @@ class AsynchronousRollout(RolloutTime):
     def batch(self) -> float:
         return self.held
 
-    @line("s", "TPOT(batch, active context) + prefill of others a token")
+    @line("s", "TPOT(batch, active context) + prefill of others per token")
     @part
     def tpot_s(self) -> float:
         demand, lengths = self.demand, self.demand.lengths

@@ -124,7 +124,7 @@ class TrainingTime(Pass):
             return 0.0
         return (sum(self.slots) - self.slot_s) / self.layout.vpp
 
-    @line("s", "T h bytes / TP a send; all of them with v = 1, else overlap_cost of them + fill; 0 without a pipeline")
+    @line("s", "T h bytes / TP per send; v = 1: all sends, else overlap_cost x sends + fill; 0 without a pipeline")
     def pp_p2p_s(self) -> float:
         """Exposed sends between stages. 1F1B waits for its neighbours in every micro-batch. The interleaved schedule
         sends while it computes another chunk, and waits only while the pipeline fills."""
@@ -137,8 +137,8 @@ class TrainingTime(Pass):
         each = (2 if self.trains else 1) * self.comm.p2p(size, layout.gpus <= self.cluster.gpus_per_node)
         return each * (m + pp - 1 if v == 1 else self.c.overlap_cost * m * v + pp - 1)
 
-    @line("s", "gradients and parameters over DP x CP: what the compute does not hide + overlap_cost of what it does; "
-               "0 where no weight has a gradient")
+    @line("s", "gradients and parameters over DP x CP: exposed part + overlap_cost x hidden part; 0 if no weight has a "
+               "gradient")
     def dp_s(self) -> float:
         """Exposed collectives over DP x CP (for experts, over their share of it): reduce-scatter of gradients,
         all-gather of parameters, and FSDP's gathers."""
@@ -154,7 +154,7 @@ class TrainingTime(Pass):
             exposed += self._buckets(experts, n * layout.tp // layout.ep, layout.ep)
         return exposed
 
-    @line("s", "30 bytes a parameter of the shard / HBM + step_s; step_s alone where no weight is updated")
+    @line("s", "30 bytes per parameter of the shard / HBM + step_s; only step_s if no weight is updated")
     def optimizer_s(self) -> float:
         """Optimizer, including the fixed part of a step."""
         if not self.trains or self.lora_rank:
@@ -184,7 +184,7 @@ class TrainingTime(Pass):
     def flops_per_token(self) -> float:
         return 6.0 * self.matrices + 6 * (self.shape.layers * self.shape.q_width * self.work.attention_length)
 
-    @line("FLOP/s", "FLOPs a token (causal, nothing recomputed) x real tokens / (total x GPUs)",
+    @line("FLOP/s", "FLOPs per token (causal, nothing recomputed) x real tokens / (total x GPUs)",
           written=lambda self, value: self.trains)
     def model_flops_per_s_per_gpu(self) -> float:
         return self.flops_per_token * self.work.tokens / (self.total_s * self.layout.gpus)

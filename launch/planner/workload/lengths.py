@@ -110,7 +110,7 @@ class LogNormal(Lengths):
         if not 1 <= self.mean < math.inf:
             raise UserError(f"a mean response length of {self.mean:g} tokens is impossible", fix="a number from 1 on")
         if not 0.01 <= self.sigma <= 5:
-            raise UserError(f"sigma = {self.sigma:g} is no shape of a log-normal length distribution",
+            raise UserError(f"sigma = {self.sigma:g} is not a valid shape of a log-normal length distribution",
                             fix="a number from 0.01 to 5; reasoning models show 0.6 to 1.1; for equal lengths "
                                 "use a fixed length")
         if self.mean >= self.cap:
@@ -154,7 +154,7 @@ class LogNormal(Lengths):
 
     def quantile(self, share: float) -> float:
         if not 0 <= share <= 1:
-            raise ValueError(f"{share} is no share")
+            raise ValueError(f"{share} is not between 0 and 1")
         return min(float(self.cap), math.exp(self.mu + self.sigma * log_normal.inverse_cdf(share)))
 
     def expected_max(self, count: float) -> float:
@@ -190,7 +190,7 @@ class Counted(Lengths):
         merged: dict[int, float] = {}
         for length, weight in weights.items():
             if isinstance(length, bool) or not isinstance(length, int) or not 0 < length <= LONGEST:
-                raise UserError(f"{length!r} is no response length", where=where,
+                raise UserError(f"{length!r} is not a response length", where=where,
                                 fix="a whole number of tokens above 0")
             if not 0 <= weight < math.inf:
                 raise UserError(f"response length {length} has weight {weight!r}", where=where,
@@ -253,7 +253,7 @@ class Counted(Lengths):
 
     def quantile(self, share: float) -> float:
         if not 0 <= share <= 1:
-            raise ValueError(f"{share} is no share")
+            raise ValueError(f"{share} is not between 0 and 1")
         lengths, cumulative, _ = self._steps
         return float(next(length for length, below in zip(lengths, cumulative, strict=True)
                           if below >= share - 1e-12))

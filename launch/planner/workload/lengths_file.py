@@ -33,7 +33,7 @@ def read(path: str | Path) -> Counter[int]:
                         fix="name a JSONL file of completions, such as a run's samples.jsonl") from error
     if not counts:
         raise UserError("no completion in this file", where=str(path),
-                        fix=f"one JSON object a line, with one of {', '.join(FIELDS)}")
+                        fix=f"write one JSON object per line, with one of {', '.join(FIELDS)}")
     return counts
 
 
@@ -41,7 +41,7 @@ def _length(line: str, where: str) -> int:
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"not JSON: {error}", where=where, fix="one JSON object a line") from error
+        raise UserError(f"not JSON: {error}", where=where, fix="write one JSON object per line") from error
     name = next((name for name in FIELDS if name in record), None) if isinstance(record, dict) else None
     if name is None:
         raise UserError("no response length on this line", where=where,
@@ -49,6 +49,6 @@ def _length(line: str, where: str) -> int:
     value = len(record[name]) if isinstance(record[name], list) else record[name]
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         shown = json.dumps(record[name])[:40]
-        raise UserError(f"{name} = {shown} is no response length", where=where,
+        raise UserError(f"{name} = {shown} is not a response length", where=where,
                         fix="a whole number of tokens above 0, or the list of tokens")
     return value
