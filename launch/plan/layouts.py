@@ -17,6 +17,11 @@ PRECISION_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp8": 1}
 """Bytes of one element."""
 
 
+def wide_bytes(precision: str) -> int:
+    """Bytes per element of tensors that are never FP8 (on the wire, on disk, norms, embeddings): 4 in fp32, else 2."""
+    return 4 if precision == "fp32" else 2
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingLayout:
     """Megatron's parallel sizes, and the other options that decide the memory and time of a training rank."""

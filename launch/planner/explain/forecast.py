@@ -26,12 +26,12 @@ from launch.plan.forecast import (
     TargetVerdict,
     Throughput,
 )
+from launch.plan.layouts import wide_bytes
 from launch.planner.explain.choices import choices, layout_name
 from launch.planner.explain.evaluate import book_of
 from launch.planner.explain.warnings import cautions
 from launch.planner.search.candidate import Candidate, step_seconds
 from launch.planner.search.search import Search
-from launch.planner.time.reliability import WEIGHT_BYTES
 
 FRONT = 12
 """Number of cluster sizes at which the Pareto front is sampled."""
@@ -205,7 +205,7 @@ def _disk(found: Candidate) -> DiskForecast | None:
     problem = found.problem
     if not problem.disk_every:
         return None
-    nbytes = WEIGHT_BYTES[found.training.layout.precision] * found.parameters
+    nbytes = wide_bytes(found.training.layout.precision) * found.parameters
     return DiskForecast(every=problem.disk_every, bytes=nbytes, seconds=found.disk_s)
 
 

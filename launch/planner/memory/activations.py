@@ -20,6 +20,7 @@ from typing import Literal
 
 from launch.model.architecture import Architecture
 from launch.plan.book import part
+from launch.plan.layouts import wide_bytes
 
 TrainerEngine = Literal["megatron-rl", "megatron", "fsdp"]
 """The kind of trainer. `megatron-rl`: this repository's; `megatron`: pre-training and RL systems on Megatron-Core;
@@ -72,7 +73,7 @@ class LayerActivations:
 
     @property
     def wide(self) -> int:
-        return 4 if self.precision == "fp32" else 2
+        return wide_bytes(self.precision)
 
     @property
     def linear(self) -> int:

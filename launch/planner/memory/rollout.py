@@ -12,7 +12,7 @@ from launch.coefficients.memory import DEFAULT, MemoryCoefficients
 from launch.model.architecture import Architecture
 from launch.model.padding import VLLM_VOCAB_MULTIPLE, round_up
 from launch.plan.book import line, nonzero, part
-from launch.plan.layouts import PRECISION_BYTES, RolloutLayout
+from launch.plan.layouts import PRECISION_BYTES, RolloutLayout, wide_bytes
 from launch.planner import parameters
 from launch.planner.memory.training import TrainingMemory, Verdict, verdict
 
@@ -175,7 +175,7 @@ def weights_on_rank(shape: Architecture, layout: RolloutLayout) -> int:
     layers, matrices = -(-shape.layers // layout.pp), _matrices(shape, tp)
     rows = round_up(shape.vocab, VLLM_VOCAB_MULTIPLE * tp) // tp
     copies = 1 if shape.tied or layout.pp > 1 else 2
-    wide = 4 if layout.weight_precision == "fp32" else 2
+    wide = wide_bytes(layout.weight_precision)
     return (layers * (matrices * PRECISION_BYTES[layout.weight_precision] + wide * (each.split // tp + each.replicated))
             + wide * (copies * rows * shape.hidden + shape.hidden))
 

@@ -20,7 +20,7 @@ from launch.cluster.spec import Gpu
 from launch.coefficients.memory import DEFAULT, MemoryCoefficients
 from launch.model.architecture import Architecture
 from launch.plan.book import line, made, nonzero, part
-from launch.plan.layouts import TrainingLayout
+from launch.plan.layouts import TrainingLayout, wide_bytes
 from launch.planner.memory.activations import TrainerEngine, in_flight, layer_activations
 from launch.planner.parameters import RankParameters, StageParameters, padded_vocab, parameters_of
 
@@ -98,7 +98,7 @@ class TrainingMemory:
         """Bytes of the logits with their copies, of the head's input (gathered over TP) and of its gradient."""
         layout = self.layout
         columns = padded_vocab(self.shape, layout.tp) // layout.tp
-        wide = 4 if layout.precision == "fp32" else 2
+        wide = wide_bytes(layout.precision)
         chunks = LOGPROB_CHUNKS[self.gpu.device] if self.engine == "megatron-rl" else 0
         return self.tokens * (columns * logit_bytes(self.engine, layout.precision, layout.tp)
                               + 2 * wide * self.shape.hidden) + chunks
@@ -177,7 +177,7 @@ class StageMemory:
         if not self.of.lora_rank:
             return 0
         trained = self.held.layers * lora_parameters(self.of.shape, self.of.lora_rank, layout.tp)
-        wide = 4 if layout.precision == "fp32" else 2
+        wide = wide_bytes(layout.precision)
         return int(trained * (wide + layout.grad_bytes + MASTER_BYTES[layout.precision] / optimizer_shards(layout)))
 
     @line("bytes", "staging of the weight sync", written=nonzero)
@@ -343,5 +343,5 @@ def logit_bytes(engine: TrainerEngine, precision: str, tp: int) -> int:
     """
     if engine == "fsdp":
         return 16 if tp > 1 else 12
-    wide = 4 if precision == "fp32" else 2
+    wide = wide_bytes(precision)
     return wide if engine == "megatron-rl" else wide + 4

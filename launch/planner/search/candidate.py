@@ -14,7 +14,7 @@ from launch.fabric.choose import SyncPrediction
 from launch.fabric.estimate import swap_seconds
 from launch.fabric.lanes import ClusterFabric
 from launch.plan.book import line, made, nonzero, part
-from launch.plan.layouts import RolloutLayout, TrainingLayout, stage_layers
+from launch.plan.layouts import RolloutLayout, TrainingLayout, stage_layers, wide_bytes
 from launch.planner.memory.rollout import ColocatedMemory, RolloutMemory
 from launch.planner.memory.training import Reference, StageMemory, TrainingMemory
 from launch.planner.parameters import count, lora_count, rank_parameters
@@ -22,7 +22,7 @@ from launch.planner.search.problem import Mode, Problem
 from launch.planner.time import step as rl_step
 from launch.planner.time.decode import Engine
 from launch.planner.time.handover import handover_seconds
-from launch.planner.time.reliability import WEIGHT_BYTES, Failures, disk_seconds
+from launch.planner.time.reliability import Failures, disk_seconds
 from launch.planner.time.rollout import AsynchronousRollout, Demand, RolloutTime, SynchronousRollout, minimum_staleness
 from launch.planner.time.training import LogprobTime, TrainingTime
 from launch.planner.workload.lengths import Lengths
@@ -218,7 +218,7 @@ class Candidate:
     @property
     def weight_bytes(self) -> int:
         """Bytes of an element on the wire."""
-        return 4 if self.training.layout.precision == "fp32" else 2
+        return wide_bytes(self.training.layout.precision)
 
     @property
     def trainer_offloaded(self) -> bool:
@@ -296,7 +296,7 @@ class Candidate:
     def prompts_per_hour(self) -> float:
         return 3600 * self.problem.workload.prompts / self.step_s
 
-    @line("s", lambda self: f"written and read back: 2 x {WEIGHT_BYTES[self.training.layout.precision]} bytes x "
+    @line("s", lambda self: f"written and read back: 2 x {wide_bytes(self.training.layout.precision)} bytes x "
                             "parameters / (bandwidth x training nodes)", key="sync.disk_s", written=nonzero)
     @part
     def disk_s(self) -> float:
@@ -412,5 +412,5 @@ def in_ticks(problem: Problem, seconds: float) -> float:
 
 def sync_arguments(problem: Problem, training: TrainingLayout, rollout: RolloutLayout) -> dict[str, Any]:
     """The arguments of `launch.fabric` for a sync, besides the layouts."""
-    return {"weight_bytes": 4 if training.precision == "fp32" else 2, "lora_rank": problem.lora_rank,
+    return {"weight_bytes": wide_bytes(training.precision), "lora_rank": problem.lora_rank,
             "rollout_precision": rollout.weight_precision, "bucket_bytes": problem.bucket_bytes}

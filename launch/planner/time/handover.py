@@ -14,7 +14,7 @@ from launch.cluster.spec import ClusterSpec
 from launch.coefficients.site import SiteCoefficients
 from launch.fabric.shards import adapter_bytes
 from launch.model.architecture import Architecture
-from launch.plan.layouts import RolloutLayout, TrainingLayout
+from launch.plan.layouts import RolloutLayout, TrainingLayout, wide_bytes
 from launch.planner.parameters import count, tensor_count
 from launch.planner.time.step import refit_seconds
 
@@ -27,7 +27,7 @@ def handover_seconds(mode: Literal["colocated", "hybrid"], shape: Architecture, 
     Args:
         lora_rank: > 0: the hand-over moves only the adapters.
     """
-    wide = 4 if training.precision == "fp32" else 2
+    wide = wide_bytes(training.precision)
     size = shape.layers * adapter_bytes(shape, lora_rank, wide) if lora_rank else wide * count(shape)
     if mode == "colocated":
         return refit_seconds(size, tensor_count(shape), coefficients.rl)

@@ -24,7 +24,7 @@ from launch.coefficients.collectives import CollectiveCoefficients
 from launch.coefficients.training import TrainingCoefficients
 from launch.model.architecture import Architecture
 from launch.plan.book import line, made, part
-from launch.plan.layouts import TrainingLayout
+from launch.plan.layouts import TrainingLayout, wide_bytes
 from launch.planner.parameters import RankParameters, padded_vocab
 from launch.planner.time.collectives import CollectiveTime, group
 from launch.planner.workload.work import Work
@@ -64,7 +64,7 @@ class GpuRates:
 
     @part
     def element_bytes(self) -> int:
-        return 4 if self.layout.precision == "fp32" else 2
+        return wide_bytes(self.layout.precision)
 
     @part
     def operand_bytes(self) -> int:

@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.reliability import ReliabilityCoefficients
 from launch.plan.book import line, part
-from launch.plan.layouts import Precision
+from launch.plan.layouts import Precision, wide_bytes
 
 STATE_BYTES = {"bf16": 14, "fp8": 14, "fp32": 12}
 """Bytes of a trained parameter in a checkpoint: the weight, an fp32 master copy unless it is fp32, two fp32 moments."""
-
-WEIGHT_BYTES = {"bf16": 2, "fp8": 2, "fp32": 4}
-"""Bytes of a parameter in a Hugging Face folder."""
 
 
 @dataclass(eq=False)
@@ -63,5 +60,4 @@ class Failures:
 def disk_seconds(parameters: int, training_nodes: int, coefficients: ReliabilityCoefficients, *,
                  precision: Precision = "bf16") -> float:
     """Seconds to write a version of the weights to disk and read it back (`weight_sync.disk`)."""
-    nbytes = WEIGHT_BYTES[precision] * parameters
-    return 2 * nbytes / (coefficients.checkpoint_bandwidth * training_nodes)
+    return 2 * wide_bytes(precision) * parameters / (coefficients.checkpoint_bandwidth * training_nodes)
