@@ -43,7 +43,7 @@ class part(Generic[T]):
     """A value that is computed when it is first read, and then kept. It is `functools.cached_property` without the
     lock, which costs more than most formulas."""
 
-    line: Line | None = None
+    line: LineSpec | None = None
 
     def __init__(self, function: Callable[[Any], T]) -> None:
         self.function = function
@@ -83,7 +83,7 @@ class made(part[T]):
 
 
 @dataclass(frozen=True)
-class Line:
+class LineSpec:
     """What the book says about a number, besides its value and its inputs; see `line`."""
 
     unit: str
@@ -96,7 +96,7 @@ class Line:
 class _Property(property):
     """A line that is computed at every read."""
 
-    line: Line | None = None
+    line: LineSpec | None = None
 
 
 def line(unit: str, formula: str | Callable[[Any], str], *, key: str = "",
@@ -116,7 +116,7 @@ def line(unit: str, formula: str | Callable[[Any], str], *, key: str = "",
     """
     def decorated(function: Callable[[Any], T] | part[T]) -> part[T]:
         found = function if isinstance(function, part) else _Property(function)
-        found.line = Line(unit, formula, key, written, shown)
+        found.line = LineSpec(unit, formula, key, written, shown)
         return cast("part[T]", found)       # for a type checker, both are descriptors that return T
     return decorated
 

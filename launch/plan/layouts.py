@@ -54,9 +54,8 @@ class TrainingLayout:
     def at_dp(self, dp: int) -> TrainingLayout:
         """The layout with another DP. `dataclasses.replace` would make a search three times as long."""
         return TrainingLayout(self.tp, self.pp, self.vpp, self.cp, dp, self.ep, self.etp, self.fsdp,
-                              self.sequence_parallel,
-                              self.recompute, self.precision, self.grad_bytes, self.distributed_optimizer,
-                              self.fused_attention, self.layers_of_stage)
+                              self.sequence_parallel, self.recompute, self.precision, self.grad_bytes,
+                              self.distributed_optimizer, self.fused_attention, self.layers_of_stage)
 
     @property
     def gpus(self) -> int:

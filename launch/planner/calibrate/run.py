@@ -19,7 +19,7 @@ from launch.planner.from_config import problem_of_attempt
 from launch.planner.here import pinned_candidate
 from launch.planner.search.candidate import Candidate
 from launch.planner.search.problem import Problem
-from launch.run.metrics import Row, attempt_dirs, metric_rows
+from launch.run.metrics import attempt_dirs, metric_rows
 
 FEWEST_TO_FIT = 4
 """Minimum number of steps after the warm-up."""
@@ -81,15 +81,11 @@ def read_run(path: Path) -> CalibrationRun:
     problem = problem_of_attempt(attempt / "config.yaml", plan, _machine(plan.forecast))
     measured = {kind.name: median(times) for kind in KINDS
                 if (times := seconds(rows, kind.metrics)) and median(times) > 0}
+    transfers = seconds(rows, ("sync/seconds",))
     return CalibrationRun(
         name=str(path), problem=replace(problem, workload=problem.workload.with_means(response, prompt)), plan=plan,
-        steps=len(rows), measured=measured, transfer_s=_median(rows, "sync/seconds"), response_tokens=response,
-        prompt_tokens=prompt)
-
-
-def _median(rows: list[Row], name: str) -> float | None:
-    values = seconds(rows, (name,))
-    return median(values) if values else None
+        steps=len(rows), measured=measured, transfer_s=median(transfers) if transfers else None,
+        response_tokens=response, prompt_tokens=prompt)
 
 
 def _attempt(path: Path) -> Path:

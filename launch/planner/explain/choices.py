@@ -11,7 +11,7 @@ from launch.plan.forecast import Alternative, Choice
 from launch.plan.layouts import TrainingLayout
 from launch.planner.memory.training import TrainingMemory
 from launch.planner.search.candidate import Candidate, RolloutOption, TrainingOption
-from launch.planner.search.problem import Mode, Problem
+from launch.planner.search.problem import MODES, Mode, Problem
 from launch.planner.search.search import Search
 
 T = TypeVar("T")
@@ -46,14 +46,10 @@ def _per_hour(candidate: Candidate) -> str:
 
 
 def _mode(search: Search, found: Candidate) -> Choice:
-    problem, others = search.asked, []
-    for mode in ("disaggregated", "colocated", "hybrid"):
-        if mode != found.mode:
-            others.append(_other_mode(problem, mode))
-    pinned = len(problem.modes) == 1
-    return Choice(key="placement.mode", value=found.mode, reason=("placement.mode pins it: " if pinned else
-                                                                     "the fastest: ") + _per_hour(found),
-                  alternatives=tuple(others))
+    problem = search.asked
+    why = "placement.mode pins it" if len(problem.modes) == 1 else "the fastest"
+    return Choice(key="placement.mode", value=found.mode, reason=f"{why}: {_per_hour(found)}",
+                  alternatives=tuple(_other_mode(problem, mode) for mode in MODES if mode != found.mode))
 
 
 def _other_mode(problem: Problem, mode: Mode) -> Alternative:
@@ -104,8 +100,7 @@ def _training_layout(search: Search, found: Candidate) -> Choice:
                if option.layout != mine.layout]
     alternatives = [Alternative(value=layout_name(layout), rejected_by=_slower(search, found, layout, seconds))
                     for layout, seconds in _one_of_each(fitting, besides=mine.layout)[:MOST]]
-    unfit = sorted(search.unfit(mine.units), key=lambda pair: (pair[1].total,
-                                                               layout_name(pair[0])))
+    unfit = sorted(search.unfit(mine.units), key=lambda pair: (pair[1].total, layout_name(pair[0])))
     alternatives += [_unfit(layout, memory) for layout, memory in _one_of_each(unfit)[:MOST]]
     worst = mine.worst
     fastest = all(seconds >= mine.seconds for _, seconds in fitting)

@@ -70,8 +70,7 @@ def write_givens(book: Book, found: Candidate, source: Source) -> None:
     given_fields("gpu", cluster.gpu)
     given(cluster, "nodes", "cluster.nodes", "nodes", value=len(cluster.nodes))
     for name, unit in (("gpus_per_node", "GPUs"), ("nics_per_node", "NICs"), ("rails", "rails"),
-                       ("nic_bandwidth", "bytes/s"),
-                       ("node_mtbf_hours", "h")):
+                       ("nic_bandwidth", "bytes/s"), ("node_mtbf_hours", "h")):
         given(cluster, name, f"cluster.{name}", unit)
     given(problem, "bucket_bytes", "sync.bucket_bytes", "bytes", "weight_sync.bucket_mb")
     if problem.shadow:

@@ -55,8 +55,7 @@ def forecast(search: Search | None, found: Candidate, sources: Mapping[str, str]
         rollout=RolloutForecast(
             tpot_s=rollout.time.tpot_s, tokens_per_s_per_gpu=rollout.time.tokens_per_s / rollout.layout.gpus,
             in_flight=rollout.time.in_flight * found.rollout_busy, capacity=rollout.time.slots,
-            load=found.rollout_load,
-            longest_s=rollout.time.latency_max_s, bound_by=rollout.time.limit),
+            load=found.rollout_load, longest_s=rollout.time.latency_max_s, bound_by=rollout.time.limit),
         staleness=Staleness(versions=found.staleness, mean=_mean_staleness(found), limit=problem.max_staleness),
         sync=_sync(found).model_copy(update={"disk": _disk(found)}), reliability=Reliability(
             job_mtbf_hours=failures.job_mtbf_hours, checkpoint_s=failures.checkpoint_s,
@@ -162,8 +161,8 @@ def _bottleneck(found: Candidate) -> str:
         return f"rollout, bound by {found.rollout.time.limit}"
     time = found.training.time
     parts = {"matrix products": time.matmul_s, "attention": time.attention_s,
-             "element-wise kernels": time.elementwise_s,
-             "gaps between kernels": time.gaps_s, "TP communication": time.tp_s, "CP communication": time.cp_s,
+             "element-wise kernels": time.elementwise_s, "gaps between kernels": time.gaps_s,
+             "TP communication": time.tp_s, "CP communication": time.cp_s,
              "the pipeline's bubble": time.pp_bubble_s, "DP communication": time.dp_s,
              "the optimizer and the fixed cost of a step": time.optimizer_s}
     largest = max(parts, key=parts.__getitem__)
@@ -189,14 +188,12 @@ def _sync(found: Candidate) -> SyncForecast:
     routes = tuple(SyncRoute(route=kind, lower_bound_s=cost.lower_bound_s, expected_s=cost.expected_s,
                              busiest_nic_out_bytes=max(cost.trainer_nic_out_bytes, cost.rollout_nic_out_bytes),
                              busiest_nic_in_bytes=cost.rollout_nic_in_bytes, hops=cost.hops,
-                             chunk_bytes=cost.chunk_bytes,
-                             communicators=max(needed[kind][:2]) if gpus else 0,
+                             chunk_bytes=cost.chunk_bytes, communicators=max(needed[kind][:2]) if gpus else 0,
                              communicator_bytes=max(needed[kind][2:]) if gpus else 0,
                              edges=_edges(sync, kind, found.training_nodes))
                    for kind, cost in sync.routes.items())
     return SyncForecast(chosen=sync.chosen, reason=sync.reason, payload_bytes=sync.replica_bytes, routes=routes,
-                        staging="shadow" if found.problem.shadow else "in_place",
-                        pauses=found.pauses,
+                        staging="shadow" if found.problem.shadow else "in_place", pauses=found.pauses,
                         gpu_order=sync.gpu_order, cross_rail_bytes_natural=sync.natural_cross_rail_bytes,
                         cross_rail_bytes=sync.cross_rail_bytes)
 

@@ -61,8 +61,7 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
         free = cache * (1 - found.rollout_load)
         if free < workload.longest:
             yield "W002", (f"caches are {found.rollout_load:.0%} full: {free:,.0f} of an engine's {cache:,} tokens are "
-                           f"free, "
-                           f"and one completion to the cap takes {workload.longest:,}; engines will evict and "
+                           f"free, and one completion to the cap takes {workload.longest:,}; engines will evict and "
                            "recompute sequences. A larger rollout.tp, or more rollout nodes, makes room")
     if found.staleness > 1:
         yield "W003", (f"a completion of {workload.lengths.cap:,} tokens spans {found.staleness} steps: weights change "
@@ -101,16 +100,14 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
     capped = workload.lengths.group_capped(workload.group)
     if workload.lengths.capped_share < 1 and capped > MAX_CAPPED_GROUPS:       # 1: the length is fixed, at the cap
         yield "W014", (f"{workload.lengths.capped_share:.0%} of the completions run into the cap of "
-                       f"{workload.lengths.cap:,} "
-                       f"tokens, and with them {capped:.0%} of the groups of {workload.group}: a larger "
-                       "rollout.max_new_tokens, or a reward that does not punish truncation")
+                       f"{workload.lengths.cap:,} tokens, and with them {capped:.0%} of the groups of "
+                       f"{workload.group}: use a larger rollout.max_new_tokens, or no penalty for truncation")
     yield from _communicators(found)
     if problem.shadow and (not problem.asynchronous or problem.max_staleness == 0):
         copy = rollout.memory.weights
         yield "W015", (f"weight_sync.staging = shadow takes {copy / 1e9:.1f} GB per GPU from the KV cache, and a step "
                        "that generates with the newest weights waits for the sync all the same: "
-                       "weight_sync.staging=in_place, "
-                       "or algorithm.asynchronous=true with max_staleness of at least 1")
+                       "weight_sync.staging=in_place, or algorithm.asynchronous=true with max_staleness of at least 1")
     if problem.disk_every and (disk := found.disk_s) > problem.disk_every * found.step_s:
         yield "W017", (f"a version of the weights takes {disk:,.0f} s to disk, and weight_sync.disk.every = "
                        f"{problem.disk_every} asks for one every {problem.disk_every * found.step_s:,.0f} s, so that "

@@ -33,8 +33,7 @@ MASTER_BYTES = {"bf16": 12, "fp8": 12, "fp32": 8}
 """Bytes per parameter of the optimizer state: two fp32 Adam moments, and an fp32 master copy unless weights are
 fp32."""
 COMPONENTS = ("weights", "gradients", "optimizer", "adapters", "sync", "unsharded", "reference", "activations",
-              "logits",
-              "workspace", "allocator")
+              "logits", "workspace", "allocator")
 """Components of a stage, besides the context."""
 MANY = 1 << 30
 """Enough micro-batches to fill any pipeline."""

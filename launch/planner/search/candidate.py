@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from launch.fabric.choose import SyncPrediction
@@ -25,7 +24,6 @@ from launch.planner.time.handover import handover_seconds
 from launch.planner.time.reliability import Failures, disk_seconds
 from launch.planner.time.rollout import AsynchronousRollout, Demand, RolloutTime, SynchronousRollout, minimum_staleness
 from launch.planner.time.training import LogprobTime, TrainingTime
-from launch.planner.workload.lengths import Lengths
 from launch.planner.workload.work import PackedWork
 
 TRAINER_BUCKETS, ENGINE_BUCKETS = 2, 6
@@ -36,7 +34,6 @@ FEWEST_SEQUENCES, MOST_SEQUENCES = 16, 1024
 SYNC_TICK_S = 1e-3
 """Resolution of a predicted sync over the network. Plans that differ by less have equal syncs, so microseconds decide
 nothing."""
-
 
 HANDOVER = {"colocated": "fixed + tensors x time of one + bytes / rate, as in published colocated systems",
             "hybrid": "pause + barriers + what a node lacks / its NICs + an engine rank's weights (1 / NVLink + 1 / "
@@ -57,8 +54,7 @@ class TrainingOption:
     units: int
 
     held = made(rank_parameters, shape="problem.shape", tp="layout.tp", ep="layout.ep", etp="layout.etp",
-                pp="layout.pp",
-                layers="stage_layers")
+                pp="layout.pp", layers="stage_layers")
     work = made(PackedWork, workload="problem.workload", layout="layout", token_budget="problem.token_budget")
     memory = made(TrainingMemory, shape="problem.shape", layout="layout", held="held", gpu="problem.cluster.gpu",
                   coefficients="problem.coefficients.memory", micro_batch_tokens="problem.token_budget",
@@ -73,7 +69,7 @@ class TrainingOption:
     @part
     def imbalance(self) -> float:
         workload = self.problem.workload
-        return _imbalance(workload.lengths, workload.prompt_tokens, self.work.sequences, self.layout.dp)
+        return rl_step.imbalance(workload.lengths, workload.prompt_tokens, self.work.sequences, self.layout.dp)
 
     @line("s", "updates x (pre-training time x imbalance / eta + t_update)")
     @part
@@ -263,8 +259,7 @@ class Candidate:
         return self.handover_s if self.sync is None else in_ticks(self.problem, self.sync.seconds)
 
     @line("bytes", "ranks of a node x (reference's weights, where offloaded + resident state, where colocated), "
-                   "largest stage",
-          key="memory.host.needed", written=nonzero)
+                   "largest stage", key="memory.host.needed", written=nonzero)
     @part
     def host_bytes(self) -> int:
         """Pinned bytes on the host of the fullest node: the weights of an offloaded reference, and the trainer's state
@@ -383,13 +378,8 @@ def step_seconds(problem: Problem, rollout_s: float, training_s: float, sync_s: 
                  swap_s: float) -> float:
     """Seconds of a whole step; see `rl_step.step_seconds`. For `pace_s` and `swap_s` see `RolloutOption`."""
     return rl_step.combined_seconds(problem.asynchronous, rollout_s, training_s, sync_s,
-                                    problem.coefficients.rl.other_share,
-                                    pace_s, swap_s if problem.shadow else None)
-
-
-@lru_cache(maxsize=4096)
-def _imbalance(lengths: Lengths, prompt_tokens: float, sequences: int, dp: int) -> float:
-    return rl_step.imbalance(lengths, prompt_tokens, sequences, dp)
+                                    problem.coefficients.rl.other_share, pace_s,
+                                    swap_s if problem.shadow else None)
 
 
 def max_num_seqs_to_try(problem: Problem, replicas: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ share of the tokens, all ranks wait for the one that has it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from launch.coefficients.rl import RlCoefficients
@@ -55,6 +56,7 @@ class Phases:
         return self.train_s + self.logprob_s + self.reference_s
 
 
+@lru_cache(maxsize=4096)
 def imbalance(lengths: Lengths, prompt_tokens: float, sequences: float, dp: int) -> float:
     """Tokens of the fullest DP rank divided by the mean: 1, or the longest sequence of an optimizer step divided by a
     rank's share.
