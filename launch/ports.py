@@ -29,7 +29,7 @@ WELL_KNOWN = frozenset({6379, 8000, 8265, 10001, 29500})
 """Defaults of Ray, vLLM and torchrun. A block that holds one is skipped, because another job will want it."""
 
 TABLE: dict[str, tuple[int, int, str]] = {
-    "claim": (0, 1, "held by the launcher: marks the block as taken"),
+    "claim": (0, 1, "held by the launcher to mark the block as taken"),
     "ray_gcs": (1, 1, "Ray control store"),
     "ray_client": (2, 1, "Ray client server"),
     "ray_dashboard": (3, 1, "Ray dashboard, on loopback"),

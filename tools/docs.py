@@ -79,19 +79,18 @@ def keys_table() -> str:
 
 
 def ports_table() -> str:
-    rows = [(f"+{offset}" + (f" to +{offset + count - 1}" if count > 1 else ""), name, purpose)
-            for name, (offset, count, purpose) in ports.TABLE.items()]
-    return _table(("Port", "Name", "Purpose"), rows)
+    return _keys([(f"`{name}`", f"+{offset}" + (f" to +{offset + count - 1}" if count > 1 else ""), purpose)
+                  for name, (offset, count, purpose) in ports.TABLE.items()])
 
 
 def environment_table() -> str:
-    """Variables with the same reason share a row."""
+    """Variables with the same reason share an item."""
     rows: dict[tuple[str, str], list[str]] = {}
     for each in envvars.TABLE:
         roles = "all" if each.roles == envvars.ROLES else ", ".join(each.roles)
-        devices = "" if len(each.devices) == 2 else f" ({each.devices[0].upper()} only)"
+        devices = "" if len(each.devices) == 2 else f", {each.devices[0].upper()} only"
         rows.setdefault((roles + devices, each.why), []).append(f"`{each.name}={each.value}`")
-    return _table(("Variables", "Processes", "Reason"), [(", ".join(names), *row) for row, names in rows.items()])
+    return _keys([(", ".join(names), *row) for row, names in rows.items()])
 
 
 def _flush(rows: list[tuple[str, ...]]) -> list[str]:
@@ -101,7 +100,7 @@ def _flush(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _keys(rows: Sequence[tuple[str, ...]]) -> str:
-    """A wrapped list item for each (key, default, meaning)."""
+    """A wrapped list item for each (key, default or place, meaning)."""
     return "\n".join(item(f"{key} ({default}): {meaning}") for key, default, meaning in rows)
 
 

@@ -1,7 +1,6 @@
-"""The typed model of a run's YAML: one frozen class a section, one docstring a key.
+"""The typed model of a run's YAML: one frozen class per section, one docstring per key.
 
-Sizes that two sections must agree on are checked in `launch.config.checks`, not here: this file says only what
-each key is.
+Constraints between keys are in `launch.config.checks`.
 """
 
 from __future__ import annotations
@@ -22,59 +21,56 @@ class Section(BaseModel):
 
 class Run(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the run; its files are in `<dir>/<name>`."""
+    """Files of the run are in `<dir>/<name>`."""
     dir: str = "runs"
-    """Folder of all runs, relative to the working directory."""
+    """Folder of all runs."""
     steps: PositiveInt
-    """Number of GRPO steps (rollout batches)."""
+    """GRPO steps (rollout batches)."""
     seed: NonNegativeInt = 0
-    """Seed of data order, sampling and weight initialisation."""
+    """Seed for data order, sampling and initial weights."""
     resume: Literal["auto", "never"] = "auto"
     """`auto`: continue from the newest complete checkpoint. `never`: refuse if there is one."""
     port_base: int | None = Field(default=None, ge=1024, le=65535)
-    """First port of the job's port block on each node; null: the first free block. A pinned block in use is
-    refused."""
+    """First port of the job's block on each node; null: the first free block. A pinned block in use is refused."""
     deadline_s: PositiveFloat = 180.0
-    """Time limit for starting a component; 1.5 times as long for the first time of a phase. Unset, Slurm jobs derive
-    it from the plan (docs/recover.md)."""
+    """Time limit for a component to start; 1.5 times this for the first span of a phase. Slurm jobs derive an unset
+    limit from the plan (docs/recover.md)."""
     hang_factor: PositiveFloat = 3.0
-    """No progress for this many times the expected duration of a phase is a hang."""
+    """A phase hangs if it makes no progress for this many times its expected duration."""
     hang_min_s: PositiveFloat = 60.0
-    """Minimum seconds without progress for a hang."""
+    """Minimum seconds without progress before a phase hangs."""
     rehearse: bool | Literal["ray"] = False
-    """Slurm only. Start every rank as a process that reports its place and computes nothing (docs/slurm.md). `ray`:
-    also start Ray."""
+    """Slurm only. Start ranks that report their place and compute nothing (docs/slurm.md). `ray`: also start Ray."""
     replan: bool = False
-    """Slurm only. If the allocation differs from the plan, plan again; false: end the job."""
+    """Slurm only. Plan again if the allocation differs from the plan; false: end the job."""
     min_nodes: PositiveInt | None = None
-    """Slurm only. With fewer healthy nodes than planned, continue with fewer engines, then fewer data parallel
-    replicas, on at least this many; null: all planned nodes."""
+    """Slurm only. Minimum healthy nodes to continue on, with fewer engines, then fewer data parallel replicas; null:
+    all planned nodes."""
     max_attempts: PositiveInt = 20
-    """Slurm only. Attempts (requeues and fresh jobs) in a row without user action. An orderly stop after new steps
-    restarts the count. 1: no attempt follows another."""
+    """Slurm only. Maximum attempts (requeues and fresh jobs) in a row without user action. An orderly stop after new
+    steps resets the count."""
     stop_margin_s: PositiveFloat | Literal["auto"] = "auto"
-    """Slurm only. Seconds before the time limit at which the job writes a checkpoint and ends. `auto`: slowest step,
-    checkpoint and 60 s."""
+    """Slurm only. Seconds before the time limit at which the job checkpoints and ends. `auto`: slowest step, checkpoint
+    and 60 s."""
     node_silent_s: PositiveFloat = 90.0
-    """Slurm only. A node without a sign of life for this long has failed."""
+    """Slurm only. Seconds without a sign of life after which a node has failed."""
     preflight: Literal["node", "fabric"] = "node"
-    """Slurm only. `fabric`: also measure an all-reduce and every pair of nodes before the start. `node` does so only
-    after a hang or a collective timeout (docs/preflight.md)."""
+    """Slurm only. `fabric`: also measure an all-reduce and all node pairs at the start; `node`: only after a hang or a
+    collective timeout (docs/preflight.md)."""
     skip_checks: list[str] = []
-    """Slurm only. Preflight checks (`gpu.nvlink`) or subjects (`gpu`) that are reported but never fatal
-    (docs/preflight.md)."""
+    """Slurm only. Preflight checks (`gpu.nvlink`) or subjects (`gpu`) that are reported but never fatal."""
     profile: str | None = None
     """Slurm only. Site profile (slurm/profiles): container, modules, interfaces."""
 
 
 class Model(Section):
     path: str
-    """Hugging Face folder: config.json, safetensors, tokenizer. Never downloaded. `megatron-rl plan` also accepts a
-    built-in architecture such as `llama-3-70b` (docs/plan.md)."""
+    """Hugging Face folder (config.json, safetensors, tokenizer); never downloaded. `megatron-rl plan` also accepts a
+    built-in name such as `llama-3-70b` (docs/plan.md)."""
     init: Literal["load", "random"] = "load"
-    """`random`: draw the weights with `run.seed`."""
+    """`random`: initialise the weights with `run.seed`."""
     lora_rank: PositiveInt | None = None
-    """Train adapters of this rank; null: all weights. Planned only, not run by this version."""
+    """LoRA rank; null: train all weights. Can be planned, but not run by this version."""
 
 
 class Optimizer(Section):
@@ -83,12 +79,11 @@ class Optimizer(Section):
     min_lr: NonNegativeFloat = 0.0
     """Final learning rate of a decaying schedule."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay from `lr` to `min_lr` after the warm-up, over `run.steps` x `algorithm.updates_per_batch` optimizer
-    steps."""
+    """Decay from `lr` to `min_lr` after the warm-up, until the last optimizer step."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps of linear warm-up to `lr`."""
+    """Optimizer steps of linear warm-up."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay (AdamW), without norms and biases."""
+    """Decoupled weight decay (AdamW), except for norms and biases."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Adam's decay of the first moment."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
@@ -96,7 +91,7 @@ class Optimizer(Section):
     eps: PositiveFloat = 1e-8
     """Adam's epsilon."""
     clip_grad: NonNegativeFloat = 1.0
-    """Maximum global gradient norm; 0 turns clipping off."""
+    """Maximum global gradient norm; 0: no clipping."""
 
 
 class Trainer(Section):
@@ -105,7 +100,7 @@ class Trainer(Section):
     pp: Size = "auto"
     """Pipeline parallel size."""
     vpp: Size = "auto"
-    """Virtual pipeline stages per rank (interleaved schedule); 1 is plain 1F1B."""
+    """Virtual pipeline stages per rank (interleaved schedule); 1: plain 1F1B."""
     cp: Size = "auto"
     """Context parallel size."""
     dp: Size = "auto"
@@ -113,70 +108,69 @@ class Trainer(Section):
     sequence_parallel: bool | Literal["auto"] = "auto"
     """Shard norms and dropout over the sequence inside a TP group. `auto`: on a cluster with TP > 1."""
     dtype: Dtype = "bf16"
-    """Type of parameters and activations. Optimizer state and gradients are fp32."""
+    """Type of parameters and activations; optimizer state and gradients are `fp32`."""
     token_budget: Size = "auto"
-    """Maximum tokens packed into a micro-batch; a longer sequence is refused. `auto`: 8192, or the longest sequence if
-    that is longer."""
+    """Maximum tokens of a micro-batch. `auto`: 8192, or the longest sequence if that is longer."""
     share_prompts: Literal["auto", "on", "off"] = "auto"
-    """Pack a group's prompt once for all its completions in a micro-batch. CPU attention only, not with `cp` > 1 or
-    `sequence_parallel`. `auto`: on if possible."""
+    """Pack a prompt once for all its completions in a micro-batch. CPU only, with `cp` 1 and without
+    `sequence_parallel`. `auto`: `on` if possible, else `off`."""
     recompute: Literal["none", "selective", "full", "auto"] = "auto"
-    """Activation recomputation: `selective` core attention, `full` every layer. `auto`: on a cluster the least that
-    fits, on this machine none."""
+    """Activation recomputation: `none`, `selective` (core attention) or `full` (every layer). `auto`: the least that
+    fits; on this machine none."""
     distributed_optimizer: bool = True
     """Shard optimizer state over DP x CP."""
     optimizer: Optimizer
     """Adam and its schedule."""
     threads: PositiveInt = 1
-    """CPU threads per training rank (CPU only)."""
+    """CPU only. Threads per training rank."""
     collective_timeout_s: PositiveFloat = 1800.0
-    """Deadline of a collective among training ranks."""
+    """Timeout of a collective among training ranks."""
 
 
 class Rollout(Section):
     replicas: Size = "auto"
-    """vLLM engines, each a TP group."""
+    """Number of vLLM engines."""
     tp: Size = "auto"
-    """Tensor parallel size of one engine."""
+    """Tensor parallel size of an engine."""
     dtype: Literal["fp32", "bf16", "fp8"] = "bf16"
-    """Type of the rollout weights: `trainer.dtype`, or `fp8` with a bf16 trainer (docs/weight-sync.md). FP8 needs
-    compute capability 8.9."""
+    """Type of the rollout weights: `trainer.dtype` (`fp32`, `bf16`), or `fp8` with a bf16 trainer and GPUs of compute
+    capability 8.9 or higher (docs/weight-sync.md)."""
     max_prompt_tokens: PositiveInt
-    """Maximum prompt length in tokens, chat template included; longer prompts are refused at start-up."""
+    """Maximum prompt tokens, chat template included; longer prompts are refused at start-up."""
     max_new_tokens: PositiveInt
-    """Maximum completion length; longer ones end with finish reason `length`."""
+    """Maximum completion tokens; longer completions end with reason `length`."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature, which also divides the trainer's logits."""
+    """Sampling temperature. It also divides the trainer's logits."""
     max_num_seqs: Size = "auto"
-    """Sequences that an engine decodes at once. `auto`: from the lengths and the KV cache (256 on this machine)."""
+    """Maximum sequences that an engine decodes at once. `auto`: from lengths and KV cache (256 on this machine)."""
     max_num_batched_tokens: PositiveInt | None = None
-    """Tokens per engine iteration (chunked prefill); null: vLLM's choice."""
+    """Tokens per engine iteration (chunked prefill); null: vLLM's default."""
     memory_utilization: float = Field(default=0.85, gt=0, le=1)
-    """Share of GPU memory that an engine may use (GPU only)."""
+    """GPU only. Share of GPU memory for an engine."""
     kv_cache_gb: PositiveFloat = 1.0
-    """KV cache of an engine in GiB (CPU only)."""
+    """CPU only. KV cache of an engine in GiB."""
     threads: PositiveInt = 1
-    """CPU threads per engine worker (CPU only)."""
+    """CPU only. Threads per engine worker."""
     enforce_eager: bool = True
     """Disable CUDA graphs and torch.compile."""
     prefix_caching: bool = True
-    """Share the prompt's KV blocks among the completions of a group."""
+    """Share a prompt's KV blocks within its group."""
     deterministic: bool = False
-    """Rollouts that repeat bit for bit."""
+    """Make rollouts repeat bit for bit."""
 
 
 class KL(Section):
     beta: NonNegativeFloat = 0.0
     """Weight of the KL term; 0: no reference model."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL in the loss."""
+    """KL estimator in the loss."""
     reference_offload: bool = False
-    """Keep the reference in host memory between its passes."""
+    """Keep the reference model in host memory between passes."""
 
 
 class Algorithm(Section):
     group_size: int = Field(ge=2)
-    """G, completions per prompt."""
+    """Completions per prompt (G)."""
     prompts_per_step: PositiveInt
     """Prompts per rollout batch."""
     updates_per_batch: PositiveInt = 1
@@ -189,25 +183,24 @@ class Algorithm(Section):
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: PositiveFloat = 0.2
-    """Upper clip range; 0.28 is DAPO's clip-higher."""
+    """Upper clip range; DAPO's clip-higher uses 0.28."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Bound of the loss for negative advantages, in multiples of |A|; null: off."""
+    """Bound on the loss for negative advantages, in multiples of |A|; null: off."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
     old_logprobs: Literal["none", "recompute"] = "none"
-    """`recompute`: a trainer pass computes the old log-probs. `none`: not needed with one update per batch; with
-    several, the engine's are used (docs/old-logprobs.md)."""
+    """`recompute`: a trainer pass computes the old log-probs. `none`: with several updates per batch, the engine's are
+    used (docs/old-logprobs.md)."""
     importance_cap: float | None = Field(default=2.0, gt=0)
-    """Cap of the importance weight from behaviour to trainer policy, per token; null: off."""
+    """Cap on a token's importance weight from behaviour to trainer policy; null: off."""
     kl: KL = KL()
     """KL term against the reference model."""
     asynchronous: bool = False
-    """Generation continues during updates. Planned only: this version runs synchronously."""
+    """Generate during updates. Can be planned, but not run by this version."""
     max_staleness: NonNegativeInt | None = None
-    """Maximum age of a sample in versions; the trainer waits rather than use an older one. null: derived from the
-    lengths."""
+    """Maximum age of a sample in versions; the trainer waits for newer samples. null: derived from the lengths."""
     truncated: Literal["keep", "mask"] = "keep"
-    """Keep or mask completions cut at `max_new_tokens` in the loss. Their reward always counts in the baseline."""
+    """`keep` or `mask` completions cut at `max_new_tokens` in the loss. Their reward always counts in the baseline."""
 
 
 class RewardFunction(Section):
@@ -216,18 +209,18 @@ class RewardFunction(Section):
     weight: float = 1.0
     """Weight in the sum; negative for a penalty."""
     args: dict[str, Any] = {}
-    """Keyword arguments of every call."""
+    """Keyword arguments of each call."""
 
 
 class Reward(Section):
     functions: list[RewardFunction] = Field(min_length=1)
-    """Reward functions; a sample's reward is their weighted sum."""
+    """Reward functions. A sample's reward is their weighted sum."""
     workers: PositiveInt = 1
     """Reward worker processes."""
     timeout_s: PositiveFloat = 10.0
-    """Deadline of one sample's reward."""
+    """Timeout of one sample's reward."""
     on_error: Literal["stop", "zero"] = "stop"
-    """A reward that raises or hangs: end the run and save the sample, or score zero and count it."""
+    """If a reward raises or hangs, `stop` the run and save the sample, or score `zero` and count it."""
 
 
 class Data(Section):
@@ -244,36 +237,36 @@ class Data(Section):
     system: str | None = None
     """System message before a `prompt`."""
     chat_template: Literal["auto", "none"] = "auto"
-    """`auto`: the tokenizer's template, if it has one. `none`: the plain text."""
+    """`auto`: the tokenizer's template, if any. `none`: plain text."""
     shuffle: bool = True
-    """New order each epoch, drawn from `run.seed`; false: file order."""
+    """Shuffle each epoch, with `run.seed`; false: file order."""
 
 
 class Disk(Section):
     every: NonNegativeInt = 0
-    """Steps between versions written as Hugging Face folders (`<run.dir>/<run.name>/weights`, docs/weight-sync.md); 0:
-    off."""
+    """Steps between versions written as Hugging Face folders to `<run.dir>/<run.name>/weights` (docs/weight-sync.md);
+    0: off."""
     keep: PositiveInt = 2
     """Newest complete versions kept."""
     compare: bool = False
-    """Compare every engine's live weights with each written version, bit for bit; a difference ends the attempt."""
+    """Compare every engine's weights with each written version, bit for bit; a difference ends the attempt."""
 
 
 class WeightSync(Section):
     route: Literal["auto", "direct", "chain", "tree"] = "auto"
-    """How weights travel (docs/weight-sync.md). `auto`: the fastest predicted route."""
+    """Route of the weights (docs/weight-sync.md). `auto`: the fastest predicted route."""
     bucket_mb: PositiveFloat = 256.0
-    """Maximum MiB of a packed bucket. The plan may choose smaller ones."""
+    """Maximum MiB of a packed bucket; the plan may choose less."""
     staging: Literal["in_place", "shadow"] = "in_place"
     """`in_place`: an engine stops while its weights are written. `shadow`: it keeps serving and receives into a second
     copy, which shrinks its KV cache (docs/weight-sync.md)."""
     in_flight: Literal["keep", "drain", "abort"] = "keep"
-    """Requests that run when an engine stops. `keep`: continue with the new weights. `drain`: the engine waits for
-    them, at most half of `timeout_s`. `abort`: resubmitted with their tokens so far."""
+    """Requests running when an engine stops. `keep`: continue with the new weights. `drain`: finish first, within half
+    of `timeout_s`. `abort`: resubmit with the tokens so far."""
     timeout_s: PositiveFloat = 120.0
-    """Deadline of one sync; then the attempt ends and names who is missing."""
+    """Timeout of a sync; the attempt then ends and names the missing members."""
     verify: Literal["always"] = "always"
-    """A version counts only after the engine's digest equals the trainer's."""
+    """A version counts only if the engine's digest equals the trainer's."""
     disk: Disk = Disk()
     """Versions of the weights on disk."""
 
@@ -284,7 +277,7 @@ class Checkpoint(Section):
     keep: PositiveInt = 2
     """Newest complete checkpoints kept."""
     export: Literal["last", "never"] = "last"
-    """`last`: at the end also write a Hugging Face folder (`<run.dir>/<run.name>/hf/step-...`)."""
+    """`last`: write a Hugging Face folder at the end (`<run.dir>/<run.name>/hf/step-...`). `never`: no export."""
 
 
 class Evaluation(Section):
@@ -297,7 +290,7 @@ class Evaluation(Section):
     max_prompts: PositiveInt | None = None
     """Use only the first questions; null: all."""
     right: str | None = None
-    """Reward function of `reward.functions` whose value of at least 1 means a right answer; null: the first."""
+    """Function of `reward.functions` whose value >= 1 means a right answer; null: the first."""
 
 
 class Monitor(Section):
@@ -311,40 +304,40 @@ class Monitor(Section):
 
 class Lengths(Section):
     distribution: Literal["lognormal", "fixed", "histogram", "file"] = "lognormal"
-    """`lognormal`: by mean and sigma, capped at `rollout.max_new_tokens`. `fixed`: all of `mean`. `histogram`:
-    `values` with `counts`. `file`: measured, from a JSONL of completions."""
+    """`lognormal`: from `mean` and `sigma`, capped at `rollout.max_new_tokens`. `fixed`: always `mean`. `histogram`:
+    `values` with `counts`. `file`: measured, from `path`."""
     mean: PositiveFloat | None = None
-    """Mean tokens of a completion; null: a quarter of `rollout.max_new_tokens` (lognormal), all of it (fixed)."""
+    """Mean completion tokens; null: a quarter of `rollout.max_new_tokens` (lognormal), all of it (fixed)."""
     sigma: PositiveFloat = 0.9
-    """Standard deviation of the logarithm: 0.6 a short tail, 1.1 a long one."""
+    """Standard deviation of the logarithm: 0.6 gives a short tail, 1.1 a long one."""
     values: list[PositiveInt] | None = None
     """Lengths of the histogram."""
     counts: list[NonNegativeFloat] | None = None
-    """Frequency of each of `values`."""
+    """Frequency of each value."""
     path: str | None = None
     """JSONL of completions, such as a run's samples.jsonl."""
 
 
 class Workload(Section):
     prompt_tokens: PositiveFloat | None = None
-    """Mean tokens of a prompt; null: half of `rollout.max_prompt_tokens`."""
+    """Mean prompt tokens; null: half of `rollout.max_prompt_tokens`."""
     response: Lengths = Lengths()
-    """Distribution of the completions' lengths."""
+    """Distribution of completion lengths."""
     target_prompts_per_hour: PositiveFloat | None = None
-    """Throughput that the plan is compared with."""
+    """Throughput to compare the plan with."""
 
 
 class Placement(Section):
     mode: Literal["disaggregated", "colocated", "hybrid", "auto"] = "disaggregated"
-    """`disaggregated`: some nodes train, others roll out. `colocated`: all GPUs do both in turn, weights pass through
-    full tensors. `hybrid`: the same, resharded in place. `auto`: the fastest. This version runs only
+    """`disaggregated`: some nodes train, others roll out. `colocated`: all GPUs alternate, and weights pass through
+    full tensors. `hybrid`: the same, with weights resharded in place. `auto`: the fastest. This version runs only
     `disaggregated`."""
     training_nodes: Size = "auto"
     """Nodes that train; the others roll out."""
     spare_nodes: NonNegativeInt = 0
     """Nodes kept out of the plan to replace failed ones."""
     tp_across_nodes: bool = False
-    """Allow pinned TP groups larger than a node, and engines of two nodes."""
+    """Allow pinned TP groups larger than a node, and engines on two nodes."""
 
 
 class RunConfig(Section):
