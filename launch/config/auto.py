@@ -1,4 +1,4 @@
-"""What `auto` is on this machine."""
+"""Values of `auto` on this machine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from launch.config.schema import RunConfig, Trainer
 from launch.model.padding import sequence_multiple, token_budget
 
 MAX_NUM_SEQS = 256
-"""`rollout.max_num_seqs` where nothing is searched."""
+"""`rollout.max_num_seqs` without a search."""
 LOCAL: dict[str, Any] = {
     "trainer.tp": 1, "trainer.pp": 1, "trainer.vpp": 1, "trainer.cp": 1, "trainer.dp": 1,
     "trainer.sequence_parallel": False, "trainer.recompute": "none", "rollout.replicas": 1, "rollout.tp": 1,
     "rollout.max_num_seqs": MAX_NUM_SEQS, "placement.training_nodes": 1, "placement.mode": "disaggregated"}
-"""Dotted key -> its value on this machine. `trainer.token_budget` is not a constant: see `local_values`."""
+"""Dotted key -> value. `trainer.token_budget` is not a constant, see `local_values`."""
 
 
 def local_values(config: RunConfig) -> dict[str, Any]:
-    """What the open keys are on this machine."""
+    """Values of the open keys on this machine, by dotted key."""
     values = {key: LOCAL[key] for key in open_keys(config) if key in LOCAL}
     trainer, rollout = config.trainer, config.rollout
     if trainer.token_budget == "auto":
@@ -34,11 +34,11 @@ def _number(trainer: Trainer, name: str) -> Any:
 
 
 def on_this_machine(config: RunConfig) -> ResolvedConfig:
-    """The configuration with these values."""
+    """The configuration with `local_values`."""
     return resolve(config, local_values(config))
 
 
 def can_share_prompts(cp: int, sequence_parallel: bool, device: Literal["cpu", "gpu"]) -> bool:
-    """Whether a micro-batch may hold a prompt once for several completions: the attention must know documents with a
-    common beginning, and each prediction must be free to choose its row of the logits (`trainer.share_prompts`)."""
+    """Whether a micro-batch may hold a prompt once for several completions (`trainer.share_prompts`). The attention
+    must support documents with a shared prefix, and several predictions must be able to use one row of the logits."""
     return device == "cpu" and cp == 1 and not sequence_parallel

@@ -1,6 +1,6 @@
-"""All cross-checks of a configuration, in one place: what must agree between keys, or between a key and the model.
+"""All cross-checks of a configuration: keys that must agree with each other or with the model.
 
-Each message names the key with its value, what it collides with, where it was written, and what would be right.
+Each message gives the key with its value, the conflict, the place in the file, and a valid value.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from launch.model.architecture import Architecture
 from launch.model.padding import VLLM_VOCAB_MULTIPLE, round_up, sequence_multiple
 
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What vLLM's CPU attention takes (`CPUAttentionBackend.get_supported_head_sizes`)."""
+"""Head sizes of vLLM's CPU attention (`CPUAttentionBackend.get_supported_head_sizes`)."""
 KV_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
-"""Of an element of the engine's cache, by `rollout.dtype`."""
+"""`rollout.dtype` -> bytes of an element of the engine's KV cache."""
 
 
 def check(loaded: ResolvedLoaded, architecture: Architecture, device: Literal["cpu", "gpu"],
           gpus: int | None = None) -> None:
-    """Check everything that must agree.
+    """Run all checks.
 
     Args:
-        gpus: number of GPUs of the machine, if known; only used with `device == "gpu"`.
+        gpus: number of GPUs of the machine, if known. Used only with `device == "gpu"`.
 
     Raises:
-        UserError: showing every problem at once.
+        UserError: with all problems at once.
     """
     checker = _Checker(loaded, architecture, device)
     checker.trainer_parallel_sizes()
@@ -49,14 +49,14 @@ def check(loaded: ResolvedLoaded, architecture: Architecture, device: Literal["c
 
 
 def check_runnable(loaded: LoadedConfig, here: bool, on: Literal["local", "slurm"] = "local") -> None:
-    """Refuse what can be planned and not yet run, and a cluster that is not where the job is to run. Raises UserError
-    showing every such key. (A mixture of experts is refused when its folder is read.)
+    """Refuse settings that can be planned but not run, and a cluster other than the one the job will run on. Raises
+    UserError with all such keys. (A mixture of experts is refused when its folder is read.)
 
-    A rehearsal places processes and computes nothing: it takes every plan.
+    A rehearsal accepts every plan, because it places processes and computes nothing.
 
     Args:
-        here: the cluster is this machine.
-        on: where the job is to run.
+        here: whether the cluster is this machine.
+        on: where the job will run.
     """
     config, problems = loaded.config, Problems(loaded.path)
     for key, planned_only, instead in (
@@ -66,17 +66,17 @@ def check_runnable(loaded: LoadedConfig, here: bool, on: Literal["local", "slurm
         if planned_only and not (on == "slurm" and config.run.rehearse):
             value = json.dumps(loaded.value(key)).strip('"')
             instead_of_training = ", run.rehearse=true" if on == "slurm" else ""
-            problems.add(f"{key} = {value} can be planned, and this version does not run it", where=loaded.where(key),
+            problems.add(f"{key} = {value} can be planned, but this version does not run it", where=loaded.where(key),
                          fix=f"use {key}={instead}{instead_of_training}, or `megatron-rl plan` only")
     if on == "local" and not here:
         problems.add(f"cluster = {config.cluster} is not this machine", where=loaded.where("cluster"),
                      fix="use --on slurm, cluster=local, or `megatron-rl plan` only")
     if on == "slurm" and here:
-        problems.add(f"cluster = {config.cluster} is this machine, and Slurm's nodes are others",
+        problems.add(f"cluster = {config.cluster} is this machine, not Slurm's nodes",
                      where=loaded.where("cluster"),
-                     fix="name the file that describes them: cluster=configs/clusters/h100x2.yaml")
+                     fix="name the file that describes the nodes: cluster=configs/clusters/h100x2.yaml")
     if config.run.rehearse and on == "local":
-        problems.add(f"run.rehearse = {json.dumps(config.run.rehearse)} is for jobs of Slurm",
+        problems.add(f"run.rehearse = {json.dumps(config.run.rehearse)} is only for Slurm jobs",
                      where=loaded.where("run.rehearse"), fix="leave it out, or use --on slurm")
     problems.raise_if_any()
 
@@ -98,20 +98,20 @@ class _Checker:
             self.add(f"trainer.tp = {tp} does not divide the {a.heads} attention heads", "trainer.tp",
                      fix=f"use trainer.tp = {fitting}")
         elif a.kv_heads % tp:
-            self.add(f"trainer.tp = {tp} does not divide the {a.kv_heads} KV heads (query groups): the trainer "
-                     f"shards whole groups", "trainer.tp",
+            self.add(f"trainer.tp = {tp} does not divide the {a.kv_heads} KV heads (query groups), which "
+                     f"the trainer does not split", "trainer.tp",
                      fix=f"use trainer.tp = {fitting}; rollout.tp may be larger")
         elif a.ffn % tp:
             self.add(f"trainer.tp = {tp} does not divide the {a.ffn} columns of the feed-forward layer", "trainer.tp",
                      fix=f"use trainer.tp = {fitting}")
         if self.config.trainer.sequence_parallel and tp == 1:
-            self.add("trainer.sequence_parallel = true shards the sequence over a TP group, and trainer.tp = 1",
+            self.add("trainer.sequence_parallel = true shards the sequence over a TP group, but trainer.tp = 1",
                      "trainer.sequence_parallel", "trainer.tp", fix="use trainer.tp >= 2 or sequence_parallel: false")
 
     def pipeline(self) -> None:
         a, t = self.architecture, self.config.trainer
         if t.vpp > 1 and t.pp == 1:
-            self.add(f"trainer.vpp = {t.vpp} interleaves pipeline stages, and trainer.pp = 1", "trainer.vpp",
+            self.add(f"trainer.vpp = {t.vpp} interleaves pipeline stages, but trainer.pp = 1", "trainer.vpp",
                      "trainer.pp", fix="use trainer.pp >= 2 or trainer.vpp = 1")
         elif t.vpp > 1 and a.layers % (t.pp * t.vpp):
             valid = [n for n in range(1, a.layers // t.pp + 1) if a.layers % (t.pp * n) == 0]
@@ -134,8 +134,8 @@ class _Checker:
             self.add(f"rollout.tp = {tp} neither divides the {a.kv_heads} KV heads nor is a multiple of them (vLLM "
                      f"shards or replicates whole heads)", "rollout.tp", fix=f"use rollout.tp = {fitting}")
         elif not a.engine_divides_kv_heads(tp):
-            self.add(f"rollout.tp = {tp} exceeds the {a.kv_heads} KV heads of a model whose keys are normed over all "
-                     f"heads: vLLM gathers them for it, and cannot where it repeats heads", "rollout.tp",
+            self.add(f"rollout.tp = {tp} exceeds the {a.kv_heads} KV heads, and this model norms its keys over all "
+                     f"heads: vLLM gathers them for the norm, which fails with replicated heads", "rollout.tp",
                      fix=f"use rollout.tp = {fitting}")
         elif a.ffn % tp:
             self.add(f"rollout.tp = {tp} does not divide the {a.ffn} columns of the feed-forward layer", "rollout.tp",
@@ -147,12 +147,12 @@ class _Checker:
             self.add(f"vLLM's CPU attention does not take the model's head size {a.head_dim}", "model.path",
                      fix=f"use a model with head size {one_of(VLLM_CPU_HEAD_SIZES)}")
         if self.config.rollout.dtype == "fp8" and self.config.trainer.dtype != "bf16":
-            self.add(f"rollout.dtype = fp8 with trainer.dtype = {self.config.trainer.dtype}: engines quantise what "
-                     f"travels, and that is bf16", "rollout.dtype", "trainer.dtype",
+            self.add(f"rollout.dtype = fp8 with trainer.dtype = {self.config.trainer.dtype}: engines quantise the "
+                     f"weights that they receive, which must be bf16", "rollout.dtype", "trainer.dtype",
                      fix="use trainer.dtype = bf16, or the same value for both")
         elif self.config.rollout.dtype not in (self.config.trainer.dtype, "fp8"):
             self.add(f"trainer.dtype = {self.config.trainer.dtype} and rollout.dtype = {self.config.rollout.dtype} "
-                     f"differ: the synced weights are compared bit for bit", "trainer.dtype", "rollout.dtype",
+                     f"differ, but the synced weights are compared bit for bit", "trainer.dtype", "rollout.dtype",
                      fix="give both the same value")
 
     def _vllm_divides(self, tp: int) -> bool:
@@ -176,25 +176,25 @@ class _Checker:
                      "rollout.max_prompt_tokens", "rollout.max_new_tokens",
                      fix=f"use trainer.token_budget >= {padded}")
         elif t.token_budget % multiple:
-            self.add(f"trainer.token_budget = {t.token_budget} is no multiple of {multiple}, to which every sequence "
-                     f"is padded (2 CP when CP > 1, times TP with sequence parallelism)", "trainer.token_budget",
-                     "trainer.cp", "trainer.tp",
+            self.add(f"trainer.token_budget = {t.token_budget} is not a multiple of {multiple}, the unit that "
+                     f"sequences are padded to (2 CP when CP > 1, times TP with sequence parallelism)",
+                     "trainer.token_budget", "trainer.cp", "trainer.tp",
                      fix=f"use trainer.token_budget = {round_up(t.token_budget, multiple)}")
 
     def share_prompts(self) -> None:
         t = self.config.trainer
         if t.share_prompts != "on" or can_share_prompts(t.cp, t.sequence_parallel, self.device):
             return
-        key, fix = "trainer.share_prompts", "use trainer.share_prompts = auto, which packs a prompt once where it can"
+        key, fix = "trainer.share_prompts", "use trainer.share_prompts = auto, which shares prompts if possible"
         if self.device != "cpu":
-            self.add(f"{key} = on, and on a GPU Transformer Engine's attention has no documents with a common "
-                     f"beginning", key, fix=f"{fix}, or run on the CPU with --device cpu")
+            self.add(f"{key} = on, but on a GPU Transformer Engine's attention does not support documents with a "
+                     f"shared prefix", key, fix=f"{fix}, or run on the CPU with --device cpu")
         if t.cp > 1:
             self.add(f"{key} = on with trainer.cp = {t.cp}: context parallelism splits every sequence as a whole", key,
                      "trainer.cp", fix=f"{fix}, or trainer.cp = 1")
         if t.sequence_parallel:
-            self.add(f"{key} = on with trainer.sequence_parallel = true: logits are then made once for every input "
-                     f"token, and a shared prompt's last one predicts for several completions", key,
+            self.add(f"{key} = on with trainer.sequence_parallel = true: logits are then computed once per "
+                     f"input token, but a shared prompt's last token predicts for several completions", key,
                      "trainer.sequence_parallel", fix=f"{fix}, or sequence_parallel: false")
 
     def batch(self) -> None:
@@ -206,19 +206,19 @@ class _Checker:
                      fix=f"use algorithm.updates_per_batch = {divisors(al.prompts_per_step)}")
             return
         samples = al.prompts_per_step // al.updates_per_batch * al.group_size
-        # Interleaved pipelines want a multiple of PP micro-batches, each of at least one sequence (verl#1617).
+        # Interleaved pipelines need a multiple of PP micro-batches, each of at least one sequence (verl#1617).
         needed = t.dp * (t.pp if t.vpp > 1 else 1)
         if samples < needed:
             shape = f"trainer.dp = {t.dp}" + (f" x trainer.pp = {t.pp} (interleaved)" if t.vpp > 1 else "")
             self.add(f"an update has {samples} sequences (algorithm.prompts_per_step {al.prompts_per_step} x "
-                     f"group_size {al.group_size} / updates_per_batch {al.updates_per_batch}), and {shape} "
+                     f"group_size {al.group_size} / updates_per_batch {al.updates_per_batch}), but {shape} "
                      f"needs {needed}",
                      "algorithm.prompts_per_step", "trainer.dp",
                      fix=f"use algorithm.prompts_per_step >= {-(-needed // al.group_size) * al.updates_per_batch} "
                          f"or fewer ranks")
         if al.prompts_per_step < self.config.rollout.replicas:
             self.add(f"rollout.replicas = {self.config.rollout.replicas} engines share algorithm.prompts_per_step = "
-                     f"{al.prompts_per_step} prompts: some would never work (a group stays on one engine)",
+                     f"{al.prompts_per_step} prompts: some would be idle (a group stays on one engine)",
                      "rollout.replicas", "algorithm.prompts_per_step",
                      fix=f"use rollout.replicas <= {al.prompts_per_step}")
 
@@ -233,7 +233,7 @@ class _Checker:
             self.add(f"{key}.min_lr = {o.min_lr:g} has no effect with {key}.schedule = constant", f"{key}.min_lr",
                      f"{key}.schedule", fix=f"use {key}.schedule = linear or cosine, or remove min_lr")
         if o.warmup_steps >= steps:
-            self.add(f"{key}.warmup_steps = {o.warmup_steps} leaves nothing of the run's {steps} optimizer steps "
+            self.add(f"{key}.warmup_steps = {o.warmup_steps} covers all {steps} optimizer steps of the run "
                      f"(run.steps x algorithm.updates_per_batch)", f"{key}.warmup_steps", "run.steps",
                      fix=f"use {key}.warmup_steps <= {steps - 1}")
 
@@ -241,14 +241,14 @@ class _Checker:
         r, a = self.config.rollout, self.architecture
         if r.max_num_batched_tokens is not None and r.max_num_batched_tokens < r.max_num_seqs:
             self.add(f"rollout.max_num_batched_tokens = {r.max_num_batched_tokens} is below rollout.max_num_seqs = "
-                     f"{r.max_num_seqs}: vLLM needs a token a sequence", "rollout.max_num_batched_tokens",
+                     f"{r.max_num_seqs}: vLLM needs a token for each sequence", "rollout.max_num_batched_tokens",
                      "rollout.max_num_seqs", fix=f"use rollout.max_num_batched_tokens >= {r.max_num_seqs}")
         if self.device != "cpu":
             return
         limit = r.max_num_batched_tokens
         if r.deterministic and limit is not None and r.max_prompt_tokens > limit:
-            self.add(f"rollout.deterministic = true with prompts up to {r.max_prompt_tokens} tokens, past the "
-                     f"chunked-prefill limit of {limit}: on a CPU vLLM fails on a seeded prompt in several pieces",
+            self.add(f"rollout.deterministic = true with prompts of up to {r.max_prompt_tokens} tokens, above the "
+                     f"chunked-prefill limit of {limit}: on a CPU, vLLM fails on a seeded prompt in several chunks",
                      "rollout.deterministic", "rollout.max_prompt_tokens", "rollout.max_num_batched_tokens",
                      fix=f"use rollout.max_num_batched_tokens >= {r.max_prompt_tokens}, or null")
         kv_heads = max(1, a.kv_heads // r.tp)
@@ -261,28 +261,28 @@ class _Checker:
                      fix=f"use rollout.kv_cache_gb >= {math.ceil(longest * token_bytes / 2**30 * 100) / 100:g}")
 
     def staging(self) -> None:
-        """A second copy holds what travels as it travels, beside an engine that serves."""
+        """`shadow` holds the weights as they are sent in a second copy, next to an engine that serves."""
         c, key = self.config, "weight_sync.staging"
         if c.weight_sync.staging != "shadow":
             return
         for other, colliding, why in (
                 ("model.lora_rank", c.model.lora_rank is not None,
-                 "only adapters travel, and an engine takes a new adapter beside the old one anyway"),
+                 "only adapters are sent, and an engine loads a new adapter next to the old one anyway"),
                 ("rollout.dtype", c.rollout.dtype == "fp8",
-                 "quantised weights are received beside the engine with either, and the rest is little"),
+                 "quantised weights are received into a second copy in both modes, and the rest is small"),
                 ("placement.mode", c.placement.mode in ("colocated", "hybrid"),
-                 "trainer and engine take turns on a GPU: no engine serves while weights are handed over")):
+                 "trainer and engine alternate on a GPU, so no engine serves while weights are handed over")):
             if colliding:
                 self.add(f"{key} = shadow with {other} = {self.loaded.value(other)}: {why}", key, other,
                          fix=f"use {key} = in_place")
 
     def transformer_engine(self) -> None:
-        """Flash and cuDNN attention take 16-bit types only; what is left for fp32 has no context parallelism
+        """Flash and cuDNN attention support 16-bit types only, and the fp32 attention has no context parallelism
         (Transformer Engine 2.11, `get_attention_backend`)."""
         t = self.config.trainer
         if self.device == "gpu" and t.dtype == "fp32" and t.cp > 1:
-            self.add(f"trainer.dtype = fp32 with trainer.cp = {t.cp}: on a GPU Transformer Engine has no attention in "
-                     f"fp32 under context parallelism", "trainer.dtype", "trainer.cp",
+            self.add(f"trainer.dtype = fp32 with trainer.cp = {t.cp}: on a GPU, Transformer Engine does not "
+                     f"support fp32 attention with context parallelism", "trainer.dtype", "trainer.cp",
                      fix="use bf16 for trainer.dtype and rollout.dtype, or trainer.cp = 1")
 
     def sections_that_need_each_other(self) -> None:
@@ -290,21 +290,21 @@ class _Checker:
         asked = [key for key, on in (("eval.every", c.eval.every > 0), ("eval.at_start", c.eval.at_start),
                                      ("eval.at_end", c.eval.at_end)) if on]
         if asked and c.data.eval is None:
-            self.add(f"{' and '.join(asked)} ask for evaluations, and data.eval = null", *asked, "data.eval",
-                     fix="set data.eval to a file of held-out questions, or switch the evaluations off")
+            self.add(f"{' and '.join(asked)} cannot be used with data.eval = null", *asked, "data.eval",
+                     fix="set data.eval to a file of held-out questions, or turn the evaluations off")
         if c.weight_sync.disk.compare and c.weight_sync.disk.every == 0:
-            self.add("weight_sync.disk.compare = true, and with weight_sync.disk.every = 0 no version is written",
+            self.add("weight_sync.disk.compare = true, but weight_sync.disk.every = 0 writes no versions",
                      "weight_sync.disk.compare", "weight_sync.disk.every",
                      fix="set weight_sync.disk.every > 0, or remove compare")
         names = [each.function for each in c.reward.functions]
         if c.eval.right is not None and c.eval.right not in names:
-            self.add(f"eval.right = {c.eval.right} is none of reward.functions", "eval.right",
+            self.add(f"eval.right = {c.eval.right} is not one of reward.functions", "eval.right",
                      fix=f"use {' or '.join(names)}, or null for the first")
         if c.data.system is not None and c.data.chat_template == "none":
-            self.add("data.system needs a chat template, and data.chat_template = none", "data.system",
+            self.add("data.system needs a chat template, but data.chat_template = none", "data.system",
                      "data.chat_template", fix="use data.chat_template = auto, or put the text into the prompts")
         if c.algorithm.kl.reference_offload and c.algorithm.kl.beta == 0:
-            self.add("algorithm.kl.reference_offload = true, and with algorithm.kl.beta = 0 there is no reference",
+            self.add("algorithm.kl.reference_offload = true, but algorithm.kl.beta = 0 uses no reference model",
                      "algorithm.kl.reference_offload", "algorithm.kl.beta",
                      fix="set algorithm.kl.beta > 0, or remove reference_offload")
 
@@ -313,6 +313,6 @@ class _Checker:
         training, rollout = t.tp * t.pp * t.cp * t.dp, r.replicas * r.tp
         if training + rollout > gpus:
             self.add(f"the run needs {training + rollout} GPUs (training: tp {t.tp} x pp {t.pp} x cp {t.cp} x "
-                     f"dp {t.dp} = {training}; rollout: replicas {r.replicas} x tp {r.tp} = {rollout}), this machine "
-                     f"has {gpus}", "trainer.tp", "rollout.tp",
+                     f"dp {t.dp} = {training}; rollout: replicas {r.replicas} x tp {r.tp} = {rollout}), but this "
+                     f"machine has {gpus}", "trainer.tp", "rollout.tp",
                      fix="lower these sizes, or run on the CPU with --device cpu")

@@ -1,4 +1,4 @@
-"""What keys there are: a walk over the schema, for nearest names, types in words and the table in the docs."""
+"""All keys of the schema, with nearest names and types in words for messages and docs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Key:
 
 
 def all_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[Key]:
-    """Every key of the schema, sections before their members, in the order of the file `schema.py`."""
+    """Every key of the schema in the order of `schema.py`, sections before their members."""
     for name, field in section.model_fields.items():
         inner, is_list = _section_of(field.annotation)
         yield Key(prefix + name, field, inner)
@@ -49,7 +49,7 @@ SYNONYMS = {
     "max_completion_length": "max_new_tokens", "max_prompt_length": "max_prompt_tokens",
     "gpu_memory_utilization": "memory_utilization", "kl_coef": "beta", "entropy_coeff": "entropy_coef",
     "save_interval": "every", "max_steps": "steps", "total_training_steps": "steps"}
-"""What neighbouring frameworks call a key of ours."""
+"""Name in another framework -> last part of our key."""
 
 
 def dotted(path: Path) -> str:
@@ -57,14 +57,15 @@ def dotted(path: Path) -> str:
 
 
 def pattern(path: Path) -> str:
-    """As `Key.dotted` writes it: `*` for a place in a list."""
+    """A path in the form of `Key.dotted`, with `*` for a list index."""
     return ".".join("*" if isinstance(part, int) else part for part in path)
 
 
 def nearest(path: Path, model: type[BaseModel] = RunConfig) -> str | None:
-    """The valid key of `model` that the user most likely meant by an unknown `path`, or None.
+    """The key of `model` that the user most likely meant by an unknown `path`, or None.
 
-    A sibling spelled alike comes first; then a key of the same name in another section; then any key spelled alike.
+    The first match counts: a sibling with a similar name, a key of the same name in another section, any key with a
+    similar name.
     """
     wanted, parent = str(path[-1]), path[:-1]
     wanted = SYNONYMS.get(wanted, wanted)
@@ -86,18 +87,18 @@ def nearest(path: Path, model: type[BaseModel] = RunConfig) -> str | None:
 
 
 def members(path: Path, model: type[BaseModel] = RunConfig) -> list[str]:
-    """Names of the keys inside the section at `path`; empty if it is no section."""
+    """Names of the keys inside the section at `path`; empty if it is not a section."""
     section = pattern(path)
     return [key.dotted.rpartition(".")[2] for key in all_keys(model) if key.dotted.rpartition(".")[0] == section]
 
 
 def type_in_words(field: FieldInfo) -> str:
-    """`integer >= 1`, `one of cpu, gpu`, `number or null`: what the docs and the messages say."""
+    """The type for docs and messages: `integer >= 1`, `one of cpu, gpu`, `number or null`."""
     return _words(field.annotation, field.metadata)
 
 
 def as_written(value: object) -> str:
-    """A value as YAML has it, shortened: `null` and `true`, not None and True."""
+    """A value in YAML (`null` and `true`, not None and True), shortened to 60 characters."""
     words = {None: "null", True: "true", False: "false"}
     text = words[value] if value is None or isinstance(value, bool) else repr(value)
     if isinstance(value, (list, dict)):

@@ -1,4 +1,4 @@
-"""Reads a run's YAML and its overrides into a `RunConfig` that remembers where each value came from."""
+"""Reads a run's YAML and overrides into a `RunConfig` with the source of every value."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ EXAMPLE = "configs/tiny/grpo.yaml"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a value came from: a line of the file, a word of the command line, the schema's default, or, for a key that
-    was `auto`, the rule for this machine (`auto`)."""
+    """The origin of a value: a line of the file, a word of the command line, the schema's default, or `auto` for an
+    open key that got its value for this machine."""
 
     kind: Literal["file", "override", "default", "auto"]
     file: str | None = None
@@ -45,7 +45,7 @@ class LoadedConfig:
     path: str
 
     def where(self, *dotted_keys: str) -> str:
-        """For messages: `configs/tiny/grpo.yaml:14, trainer.tp`; several keys are joined."""
+        """The places of keys for messages: `configs/tiny/grpo.yaml:14, trainer.tp`."""
         return "; ".join(self._where(key) for key in dotted_keys)
 
     def _where(self, key: str) -> str:
@@ -57,7 +57,7 @@ class LoadedConfig:
         return f"{self.path}, {key} ({source.kind})"
 
     def resolved(self, values: Mapping[str, Any]) -> ResolvedLoaded:
-        """With values for what is `auto`, by dotted key. Raises ValueError where that leaves one open."""
+        """The configuration with values for its open keys, by dotted key. Raises ValueError if a key stays open."""
         return ResolvedLoaded(resolve(self.config, values), {**self.sources, **dict.fromkeys(values, Source("auto"))},
                               self.path)
 
@@ -71,21 +71,21 @@ class LoadedConfig:
 
 @dataclass(frozen=True)
 class ResolvedLoaded(LoadedConfig):
-    """The same with numbers in place of `auto`."""
+    """A loaded configuration with numbers in place of `auto`."""
 
     config: ResolvedConfig
 
 
 def load_config(path: str | os.PathLike[str], words: Sequence[str] = ()) -> LoadedConfig:
-    """Read, override and type-check a run's configuration; with `cluster: local` it is resolved.
+    """Read, override and type-check a run's configuration. With `cluster: local` it is resolved.
 
     Args:
         path: the YAML file.
         words: overrides such as `run.steps=500`.
 
     Raises:
-        UserError: naming every unknown key (with the nearest valid one), missing key and wrong type at once, each
-            with its file and line or the override's word. Values that are wrong together are `launch.config.checks`.
+        UserError: with every unknown key (and the nearest valid one), missing key and wrong type at once, each with
+            file and line or the override. `launch.config.checks` checks values against each other.
     """
     file = os.fspath(path)
     document = yaml_file.parse(typed_file.read_text(file, "configuration file", EXAMPLE), file)
@@ -125,7 +125,7 @@ class _Locator:
         self.file, self.values, self.lines, self.words_of = file, document.values, document.lines, words_of
 
     def source(self, path: Path) -> Source:
-        if not self._is_given(path):  # also what was in a section of the file that an override replaced
+        if not self._is_given(path):  # also true for values in a section that an override replaced
             return Source("default")
         for end in range(len(path), 0, -1):
             word = self.words_of.get(path[:end])
@@ -147,7 +147,7 @@ class _Locator:
         return True
 
     def where(self, path: Path) -> str:
-        """The nearest place that the user wrote: the value itself or the section around it."""
+        """The nearest place in the user's input: the value itself or the section around it."""
         for end in range(len(path), -1, -1):
             source = self.source(path[:end])
             inside = [word for other, word in self.words_of.items() if other[:end] == path[:end] != ()]
@@ -161,7 +161,7 @@ class _Locator:
 def _one_completion(key: str, error: dict[str, Any]) -> tuple[str, str] | None:
     if key != "algorithm.group_size" or error["type"] != "greater_than_equal":
         return None
-    return (f"{key} = {error['input']!r}: one completion per prompt has no group to compare with, so that all "
+    return (f"{key} = {error['input']!r}: with one completion per prompt there is no group to compare, so all "
             "advantages would be 0", "use 2 or more; 8 and 16 are common")
 
 

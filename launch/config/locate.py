@@ -1,7 +1,7 @@
-"""Where the files that a configuration names lie.
+"""Finds the files that a configuration names.
 
-One rule: a relative path is relative to the working directory, as `configs/tiny/grpo.yaml` itself is on the command
-line; every message shows the absolute path that was tried.
+Relative paths are relative to the working directory, like the configuration's own path on the command line. Every
+message shows the absolute path.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
 def model_folder(loaded: LoadedConfig) -> Path:
-    """The folder `model.path`. Raises UserError if it is not there."""
+    """The folder `model.path`. Raises UserError if it does not exist."""
     folder = Path(loaded.config.model.path)
     if not folder.is_dir():
         kind = "is a file, not a folder" if folder.exists() else "does not exist"
         raise UserError(f"the model folder {folder} {kind}",
                         where=f"{loaded.where('model.path')}: {folder.absolute()}",
                         fix="set model.path to a Hugging Face model folder (nothing is downloaded); "
-                            "`megatron-rl models --help` lists the ones this project can make")
+                            "`megatron-rl models --help` lists the models that this project can make")
     return folder
 
 
@@ -38,12 +38,12 @@ def data_file(loaded: LoadedConfig, key: str) -> Path:
         raise UserError(f"the data file {file} has the suffix {file.suffix or 'none'!r}", where=where,
                         fix=f"use {' or '.join(DATA_SUFFIXES)}")
     if file.stat().st_size == 0:
-        raise UserError(f"the data file {file} is empty", where=where, fix="write at least one prompt a line")
+        raise UserError(f"the data file {file} is empty", where=where, fix="write at least one prompt, one per line")
     return file
 
 
 def check_data_files(loaded: LoadedConfig) -> None:
-    """The data files of a run are there. Raises UserError for the first that is not."""
+    """Check that the data files of a run exist. Raises UserError for the first that does not."""
     data_file(loaded, "data.train")
     if loaded.config.data.eval is not None:
         data_file(loaded, "data.eval")

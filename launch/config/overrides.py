@@ -1,4 +1,4 @@
-"""Overrides: `key=value` words of the command line, the same in every verb."""
+"""Overrides: `key=value` words of the command line, the same for every command."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Override:
 
 
 def parse_overrides(words: Sequence[str], problems: Problems) -> list[Override]:
-    """Words such as `run.steps=500`, `reward.functions.0.weight=2` or `data.eval=null`; the value is a YAML scalar,
-    or a list or mapping in flow style. What cannot be read is added to `problems`."""
+    """Parse words such as `run.steps=500`, `reward.functions.0.weight=2` or `data.eval=null`. A value is a YAML scalar,
+    or a list or mapping in flow style. Words that cannot be parsed are added to `problems`."""
     overrides = []
     for word in words:
         key, equals, text = word.partition("=")
@@ -46,8 +46,8 @@ def parse_overrides(words: Sequence[str], problems: Problems) -> list[Override]:
 
 
 def apply(values: Any, override: Override, problems: Problems) -> bool:
-    """Set the override's value inside the nested `values`; sections that are not there yet are made. Keys that do
-    not exist are left to the schema, which names the nearest one. Returns whether it was applied."""
+    """Set the override's value in the nested `values` and create missing sections. Unknown keys are set too: the schema
+    refuses them and names the nearest one. Returns whether the override was applied."""
     where = f"override {override.word!r}"
     at = values
     for depth, part in enumerate(override.path):
@@ -63,7 +63,7 @@ def apply(values: Any, override: Override, problems: Problems) -> bool:
             if not last and at.get(part) is None:
                 at[part] = {}
         else:
-            problems.add(f"{here} = {keys.as_written(at)} is a value: it has no key {part}", where=where,
+            problems.add(f"{here} = {keys.as_written(at)} is a value and has no key {part}", where=where,
                          fix=f"write {here}=... instead")
             return False
         if last:

@@ -1,4 +1,4 @@
-"""What a key means: its type, default and documentation, and what it is in a configuration."""
+"""Documentation of a key: type, default and meaning, and its value in a configuration."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class Resolved:
 
     value: Any
     source: str
-    """A line of the file, an override, `default`, `auto (on this machine)`; of a value that the planner chose, where
-    `auto` comes from."""
+    """A line of the file, an override, `default` or `auto (on this machine)`. For a value that the planner chose: the
+    source of its `auto`."""
     planned: bool = False
-    """The planner chose it."""
+    """Whether the planner chose the value."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A key as the schema has it."""
+    """A key in the schema."""
 
     key: str
     """`reward.functions.*.weight` for an item of a list."""
     type: str
     default: str
-    """`required`, or the value as YAML has it."""
+    """`required`, or the value in YAML."""
     meaning: str
     other_names: tuple[str, ...]
-    """What neighbouring frameworks call it."""
+    """Its names in other frameworks."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,7 +54,7 @@ def entry(key: Key) -> Entry:
 
 
 def default_in_words(key: Key) -> str:
-    """`required`, or the default as YAML has it."""
+    """`required`, or the default in YAML."""
     if key.field.default is PydanticUndefined:
         return "required"
     return "that of its keys" if key.section is not None else _written(key.field.default)
@@ -66,11 +66,10 @@ def meaning(key: Key) -> str:
 
 
 def find(word: str) -> Key:
-    """The key that `word` names: dotted, with a number or `*` for an item of a list, or the last part alone if only one
-    key ends with it.
+    """The key with a name: dotted, with a number or `*` for an item of a list, or only the last part if it is unique.
 
     Raises:
-        UserError: there is none, or there are several; names them, or the nearest.
+        UserError: there is no such key, or several. The message lists the candidates or the nearest key.
     """
     path = _path(word)
     while path and (isinstance(path[-1], int) or path[-1] == "*"):
@@ -88,13 +87,13 @@ def find(word: str) -> Key:
 
 
 def members(key: Key) -> list[Entry]:
-    """The keys right below a section."""
+    """The keys directly below a section."""
     return [entry(each) for each in keys.all_keys()
             if each.dotted.rpartition(".")[0] in (key.dotted, f"{key.dotted}.*")]
 
 
 def search(words: Sequence[str]) -> list[Entry]:
-    """The keys in whose name, other names or meaning every word stands; those with it in the name first."""
+    """The keys that have every word in their name, other names or meaning. Matches in a name come first."""
     wanted = [word.lower() for word in words]
     found = [each for each in map(entry, keys.all_keys())
              if all(word in f"{each.key} {' '.join(each.other_names)} {each.meaning}".lower() for word in wanted)]
@@ -103,11 +102,11 @@ def search(words: Sequence[str]) -> list[Entry]:
 
 
 def resolved(key: Key, word: str, loaded: LoadedConfig, chosen: Mapping[str, Any]) -> dict[str, Resolved]:
-    """Dotted key -> what it is in a configuration: the key, or all below it, in every item of a list.
+    """Dotted key -> its value in a configuration, for the key or all keys below it, in every item of a list.
 
     Args:
-        word: as the user wrote it; a number in it chooses an item.
-        chosen: what the planner chose, by dotted key.
+        word: the key as the user wrote it. A number in it selects an item.
+        chosen: values that the planner chose, by dotted key.
     """
     found = {}
     for dotted, source in loaded.sources.items():
@@ -129,7 +128,7 @@ def _path(dotted: str) -> tuple[int | str, ...]:
 
 def as_text(found: Entry, inside: Sequence[Entry], values: Mapping[str, Resolved] | None = None,
             note: str = "") -> str:
-    """What `config explain` prints, at most 100 columns wide."""
+    """The output of `config explain`, at most 100 columns wide."""
     lines = [found.key, *_wrapped(found.meaning, 2, 2), ""]
     lines += _field("type", found.type) + _field("default", found.default)
     if found.other_names:
@@ -144,7 +143,7 @@ def as_text(found: Entry, inside: Sequence[Entry], values: Mapping[str, Resolved
 
 
 def list_text(entries: Sequence[Entry], *, whole: bool = False) -> list[str]:
-    """Name, type, default, and the first sentence of what it means, or the whole of it."""
+    """Name, type, default, and the first sentence of the meaning, or the whole meaning."""
     lines = []
     for each in entries:
         default = each.default if each.default == "required" else f"default {each.default}"

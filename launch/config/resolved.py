@@ -1,11 +1,11 @@
 """`ResolvedConfig`: a run's configuration whose sizes are numbers.
 
-`RunConfig` is what a user writes: a size may be `auto`. What runs, reads, checks and times a run takes a
-`ResolvedConfig`, which `resolve` alone makes, from a `RunConfig` and the values of its open keys. The classes here say
-of each key that may be open what it is once it is not; every other key is inherited from the schema.
+In a `RunConfig`, as the user writes it, a size may be `auto` (an open key). Code that runs, reads, checks or times a
+run takes a `ResolvedConfig`. Only `resolve` makes one, from a `RunConfig` and values for its open keys. The classes
+here give the resolved type of each key that may be open and inherit all other keys from the schema.
 
-Four keys keep their `auto`, because they name a rule that is applied where it is needed: `run.resume`,
-`run.stop_margin_s`, `trainer.share_prompts` and `weight_sync.route`.
+Four keys keep `auto`, because it names a rule that is applied later: `run.resume`, `run.stop_margin_s`,
+`trainer.share_prompts` and `weight_sync.route`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def resolve(config: RunConfig, chosen: Mapping[str, Any]) -> ResolvedConfig:
     """The configuration with these values, by dotted key.
 
     Raises:
-        ValueError: a key is left open, or a value is not one that its key takes.
+        ValueError: a key is still open, or a value is not valid for its key.
     """
     return ResolvedConfig.model_validate(with_values(config, chosen).model_dump())
 

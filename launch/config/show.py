@@ -10,12 +10,12 @@ from launch.config.load import LoadedConfig, leaves
 
 
 def rows(loaded: LoadedConfig) -> list[tuple[str, Any, str]]:
-    """(dotted key, value, where it came from) of every value, in the schema's order."""
+    """(dotted key, value, source) of every value, in the schema's order."""
     return [(dotted(path), value, str(loaded.sources[dotted(path)])) for path, value in leaves(loaded.config)]
 
 
 def as_text(loaded: LoadedConfig) -> str:
-    """Three aligned columns; values are written so that `key=value` is a valid override."""
+    """Three aligned columns. `key=value` with a value as printed is a valid override."""
     table = [(key, json.dumps(value, ensure_ascii=False), source) for key, value, source in rows(loaded)]
     key_width = max(len(key) for key, _, _ in table)
     value_width = min(40, max(len(value) for _, value, _ in table))

@@ -1,5 +1,5 @@
-"""The reader of YAML files (runs, clusters, site profiles): read into a typed model, or refused with the place of every
-key and the nearest name that there is."""
+"""Reads YAML files (runs, clusters, site profiles) into a typed model. Errors give the place of every bad key and the
+nearest valid name."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from launch.errors import Problems, UserError
 
 Model = TypeVar("Model", bound=BaseModel)
 Special = Callable[[str, dict[str, Any]], "tuple[str, str] | None"]
-"""(dotted key, pydantic's error) -> (what, fix) where a file has words of its own for an error."""
+"""(dotted key, pydantic's error) -> (what, fix), or None for the general message."""
 
 
 def read_text(file: str, kind: str, example: str) -> str:
-    """The text of a file, line ends as they are. `kind` and `example` are for messages. Raises UserError."""
+    """The text of a file with its line ends. `kind` and `example` are for messages. Raises UserError."""
     try:
         with open(file, encoding="utf-8", newline="") as stream:
             return stream.read()
@@ -37,7 +37,7 @@ def validated(model: type[Model], document: yaml_file.Document, file: str, kind:
     """The typed content of a parsed file.
 
     Raises:
-        UserError: no mapping, unknown keys, missing keys and wrong types, all at once.
+        UserError: not a mapping; or all unknown keys, missing keys and wrong types at once.
     """
     if not isinstance(document.values, dict):
         raise UserError(f"a {kind} is a mapping of sections", where=f"{file}:1", fix=f"see {example}")
@@ -49,12 +49,12 @@ def checked(model: type[Model], values: object, where: Callable[[yaml_file.Path]
     """Nested plain values as a typed model.
 
     Args:
-        where: the place of a key, for messages.
-        problems: what was found before; it is shown with what is found here.
-        special: words of the file's own for some errors.
+        where: returns the place of a key, for messages.
+        problems: problems found earlier, to be shown with the new ones.
+        special: messages of this kind of file for some errors.
 
     Raises:
-        UserError: unknown keys, missing keys, wrong types, and `problems`, all at once.
+        UserError: all unknown keys, missing keys, wrong types and earlier `problems` at once.
     """
     try:
         content = model.model_validate(values)
@@ -65,7 +65,7 @@ def checked(model: type[Model], values: object, where: Callable[[yaml_file.Path]
 
 
 def line_of(document: yaml_file.Document, file: str, path: yaml_file.Path) -> str:
-    """The line of a value, or of the nearest section around it that the file holds: `FILE:3, gpus.kind`."""
+    """The line of a value, or of the nearest section around it in the file: `FILE:3, gpus.kind`."""
     for end in range(len(path), -1, -1):
         if path[:end] in document.lines:
             return f"{file}:{document.lines[path[:end]]}" + (f", {keys.dotted(path)}" if path else "")
@@ -78,7 +78,7 @@ def _refuse(error: ValidationError, model: type[BaseModel], where: Callable[[yam
     told: set[yaml_file.Path] = set()
     for item in error.errors(include_url=False):
         path = _without_union_branch(tuple(item["loc"]), known)
-        if path in told:        # each branch of `integer or auto` complains
+        if path in told:        # each branch of `integer or auto` gives an error
             continue
         told.add(path)
         key, field = keys.dotted(path), known.get(keys.pattern(path))
@@ -100,7 +100,7 @@ def _refuse(error: ValidationError, model: type[BaseModel], where: Callable[[yam
 
 
 def _without_union_branch(path: yaml_file.Path, known: Mapping[str, keys.Key]) -> yaml_file.Path:
-    """pydantic adds the branch of a union to the place of an error: `trainer.tp.constrained-int`."""
+    """Remove the branch of a union that pydantic adds to the place of an error (`trainer.tp.constrained-int`)."""
     for end in range(1, len(path)):
         key = known.get(keys.pattern(path[:end]))
         if key is not None and key.is_union:

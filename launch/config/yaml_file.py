@@ -1,7 +1,7 @@
-"""YAML as this project reads it: the safe loader with the scalars of YAML 1.2, and the line of every value.
+"""The project's YAML reader: the safe loader with the scalars of YAML 1.2, and the line of every value.
 
-PyYAML speaks YAML 1.1, where `lr: 1e-3` is a string, `on` is true, `010` is 8 and `1:30` is 90. A config that says
-one thing and means another is worse than an error, so the resolvers below are those of YAML 1.2's core schema.
+PyYAML implements YAML 1.1, where `lr: 1e-3` is a string, `on` is true, `010` is 8 and `1:30` is 90. Such silent
+surprises are worse than an error, so the resolvers below are those of YAML 1.2's core schema.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import yaml
 from launch.errors import UserError
 
 Path = tuple[str | int, ...]
-"""Where a value lies: ("reward", "functions", 0, "weight")."""
+"""Keys and list indices down to a value: ("reward", "functions", 0, "weight")."""
 
 
 class CoreLoader(yaml.SafeLoader):
@@ -46,7 +46,7 @@ CoreLoader.add_constructor("tag:yaml.org,2002:float", _float)
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed file: its values as plain Python, and the line of every key and list item."""
+    """A parsed file: plain Python values, and the line of every key and list item."""
 
     values: Any
     lines: dict[Path, int]
@@ -55,8 +55,8 @@ class Document:
 def parse(text: str, file: str) -> Document:
     """Parse one YAML document.
 
-    Raises UserError with file and line for broken syntax, duplicate keys (YAML lets the last one win), keys that are
-    not plain words, aliases (a value must stand where it is used) and tags of any kind of Python object.
+    Raises UserError with file and line for broken syntax, duplicate keys (in YAML the last one would win), keys that
+    are not plain words, aliases, and tags of Python objects.
     """
     try:
         _refuse_aliases(text, file)
@@ -105,7 +105,7 @@ def _refuse_aliases(text: str, file: str) -> None:
         if isinstance(event, yaml.AliasEvent):
             line = f":{event.start_mark.line + 1}" if event.start_mark is not None else ""
             raise UserError(f"*{event.anchor} is a YAML alias", where=f"{file}{line}",
-                            fix="write the value out: each key shows its own value in this file")
+                            fix="write the value out at each key")
 
 
 def _collect_lines(node: yaml.Node, path: Path, lines: dict[Path, int], file: str) -> None:

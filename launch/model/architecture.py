@@ -1,7 +1,7 @@
-"""What a model is: `Architecture`, and the tensors of its layers, from which counts, shapes, shards and tiles follow.
+"""`Architecture`: the sizes and features of a decoder-only transformer, and the tensors of its layers. Parameter
+counts, shapes, shards and tiles follow from the tensors.
 
-A decoder-only transformer. `launch/model/families/` says how each family's config.json becomes one; nothing else in the
-program asks for the family.
+`launch/model/families/` turns each family's config.json into an `Architecture`. No other code depends on the family.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ConfigDict
 
 VOCAB_MULTIPLE = 128
-"""Megatron's `make_vocab_size_divisible_by`: the padded vocabulary is a multiple of this times TP."""
+"""Megatron's `make_vocab_size_divisible_by`: it pads the vocabulary to a multiple of this times TP."""
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Sizes and features of a model. The planner's formulas take any of them; what the trainer runs is what a family of
-    `launch/model/families/` can read. Heads x head_dim may differ from hidden (Qwen3-32B: 8192 against 5120)."""
+    """Sizes and features of a model. The planner accepts all of them; the trainer runs the models that a family in
+    `launch/model/families/` reads. Heads x head_dim may differ from hidden (Qwen3-32B: 8192 and 5120)."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -36,36 +36,36 @@ class Architecture:
     vocab: int
     """Unpadded."""
     tied: bool
-    """The head is the embedding: counted once, held twice under PP > 1."""
+    """The output head is the embedding. It is counted once and held twice with PP > 1."""
     mlp_matrices: int = 3
     """3 for SwiGLU, 2 for GELU and squared ReLU (published models only)."""
     qkv_bias: bool = False
     qk_norm: bool = False
     """RMSNorm of each head's query and key, before the rotary embedding."""
     qk_norm_whole: bool = False
-    """With `qk_norm`: one norm over the whole query and key projections instead."""
+    """With `qk_norm`: one norm over the whole query or key projection instead."""
     post_norm: bool = False
-    """Attention and MLP are normed at their output, before the residual is added, instead of at their input."""
+    """The norms are at the output of attention and MLP, before the residual is added, instead of at the input."""
     all_biases: bool = False
     """Every linear layer and norm has a bias (GPT-2 style; published models only)."""
     learned_positions: int = 0
-    """Rows of a learned position embedding; 0 with rotary positions (published models only)."""
+    """Rows of the learned position embedding; 0 with rotary positions (published models only)."""
     experts: int = 0
-    """Routed experts of every layer; 0: a dense model."""
+    """Routed experts per layer; 0: a dense model."""
     experts_per_token: int = 0
     moe_ffn: int = 0
     """Width of one expert."""
     shared_ffn: int = 0
-    """Width of the shared experts together; 0 without."""
+    """Total width of the shared experts; 0: none."""
     family: str = ""
-    """`model_type` of its config.json; empty for a published model that no family here reads."""
+    """`model_type` of config.json; empty for a published model that no family reads."""
     norm_eps: float = 1e-5
     max_positions: int = 0
     initializer_range: float = 0.02
     rope: dict[str, Any] = field(default_factory=lambda: dict(DEFAULT_ROPE), hash=False)
-    """Hugging Face's `rope_parameters`: rope_type, rope_theta and what the type needs."""
+    """Hugging Face's `rope_parameters`: rope_type, rope_theta and the parameters of the type."""
     names: dict[str, str] = field(default_factory=dict, hash=False)
-    """Names of layer tensors in the checkpoint, by role, where they are not those of `NAMES`."""
+    """Role -> name of a layer tensor in the checkpoint, if it differs from `NAMES`."""
 
     @property
     def q_width(self) -> int:
@@ -73,12 +73,12 @@ class Architecture:
 
     @property
     def kv_width(self) -> int:
-        """Of K alone (V is as wide)."""
+        """Width of K, which equals that of V."""
         return self.kv_heads * self.head_dim
 
     def engine_divides_kv_heads(self, tp: int) -> bool:
-        """Whether vLLM can divide the KV heads over TP, or repeat them. It cannot repeat heads that a norm goes over
-        together: it gathers those."""
+        """Whether vLLM can shard or replicate the KV heads over TP. It cannot replicate heads that share one norm,
+        because it gathers them for the norm."""
         return self.kv_heads % tp == 0 or (tp % self.kv_heads == 0 and not self.qk_norm_whole)
 
 
@@ -91,21 +91,21 @@ NAMES = {
     "o": "self_attn.o_proj.weight", "attention_output_norm": "post_attention_layernorm.weight",
     "mlp_norm": "post_attention_layernorm.weight", "gate": "mlp.gate_proj.weight", "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight", "mlp_output_norm": "post_feedforward_layernorm.weight", "router": "mlp.gate.weight"}
-"""Role of a layer's tensor -> its name in most Hugging Face checkpoints, below `model.layers.N.`; experts are
-`mlp.experts.E.gate_proj.weight` and so on. `Architecture.names` overrides it."""
+"""Role of a layer tensor -> name in most Hugging Face checkpoints, below `model.layers.N.`. Experts are named
+`mlp.experts.E.gate_proj.weight` and so on. `Architecture.names` overrides a name."""
 
 
 class LayerTensor(NamedTuple):
     """One tensor of a layer."""
 
     role: str
-    """A key of `NAMES`; of an expert `expert_gate`, `expert_up`, `expert_down`."""
+    """A key of `NAMES`, or `expert_gate`, `expert_up` or `expert_down`."""
     shape: tuple[int, ...]
     cut: Cut = ""
-    """What tensor parallelism divides: query heads, KV heads or columns of the MLP. `experts`: expert parallelism
-    divides them. Empty: every rank holds all of it."""
+    """The units that tensor parallelism divides: query heads, KV heads or columns of the MLP. `experts`: divided by
+    expert parallelism. Empty: every rank holds the whole tensor."""
     axis: int = 0
-    """The dimension that is cut."""
+    """Dimension of the cut."""
 
     @property
     def size(self) -> int:
@@ -114,8 +114,8 @@ class LayerTensor(NamedTuple):
 
 @lru_cache(maxsize=256)
 def layer_tensors(a: Architecture) -> tuple[LayerTensor, ...]:
-    """The tensors of one layer, routed experts left out (`expert_tensors`). The one description that the checkpoint's
-    names and shapes, the parameter counts, the shards of the weight sync and Megatron's tiles are made of."""
+    """The tensors of one layer without routed experts (`expert_tensors`). The checkpoint's names and shapes, parameter
+    counts, shards of the weight sync and Megatron's tiles are all derived from this description."""
     h, q, kv = a.hidden, a.q_width, a.kv_width
     width = a.shared_ffn if a.experts else a.ffn
     tensors = [LayerTensor("q", (q, h), "heads"), LayerTensor("k", (kv, h), "kv_heads"),
@@ -153,15 +153,15 @@ def expert_tensors(a: Architecture) -> tuple[LayerTensor, ...]:
 
 
 def tensor_name(a: Architecture, role: str) -> str:
-    """Name in the checkpoint, below `model.layers.N.`, of a layer's tensor."""
+    """Name of a layer tensor in the checkpoint, below `model.layers.N.`."""
     return a.names.get(role) or NAMES[role]
 
 
 def tensor_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of the Hugging Face checkpoint, in its order; tied embeddings have no
-    `lm_head.weight`. Model folders are checked, loaded, exported and synced by it.
+    """Name -> shape of every tensor of the Hugging Face checkpoint, in its order. Models with tied embeddings have no
+    `lm_head.weight`. Checking, loading, export and sync of weights use this.
 
-    Only for architectures that a family reads: others' tensors have no names here.
+    Only for architectures that a family reads; tensors of others have no names here.
     """
     layer = {tensor_name(a, tensor.role): tensor.shape for tensor in layer_tensors(a)}
     for expert in range(a.experts):

@@ -1,4 +1,4 @@
-"""Published models by name: a run can be planned before its weights are there. The sizes stand with their families."""
+"""Published models by name, so that a run can be planned without weights. Their sizes are in `families/`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def published() -> dict[str, Architecture]:
 
 
 def known(name: str) -> str | None:
-    """The published model that a name means, or None. Case, a Hugging Face organisation in front and `-Instruct` or
-    `-Base` do not matter; `llama3-8b` is `llama-3-8b`, `llama31-405b` is `llama-3.1-405b`."""
+    """The published model that a name stands for, or None. Case, a leading Hugging Face organisation, `-Instruct` and
+    `-Base` are ignored; `llama3-8b` means `llama-3-8b`, `llama31-405b` means `llama-3.1-405b`."""
     plain = name.strip().lower().rsplit("/", 1)[-1].removeprefix("meta-")
     plain = re.sub(r"-(instruct|base)(?=-|$)", "", plain)
     plain = re.sub(r"^llama-?3\.?([1-3])-", r"llama-3.\1-", plain).replace("llama3-", "llama-3-")
@@ -29,7 +29,7 @@ def from_builtin(name: str, where: str | None = None) -> Architecture:
     """A published model.
 
     Raises:
-        UserError: not one of them; names the nearest ones and all.
+        UserError: unknown name. The message lists the nearest and all names.
     """
     key = known(str(name))
     if key is None:

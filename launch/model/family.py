@@ -1,8 +1,8 @@
-"""A family: how the config.json of an architecture becomes an `Architecture`. Each is one file in `families/`, or comes
-from a package that is installed, through an entry point. docs/models.md says how to add one.
+"""`Family`: turns the config.json of an architecture into an `Architecture`. A family is a file in `families/` or an
+entry point of an installed package. docs/models.md explains how to add one.
 
-Whatever changes the numbers and is not modelled is refused by name: a model that is loaded although its rope, window or
-biases are not understood trains without an error and is wrong.
+A feature that changes the numbers and is not modelled is refused by name. Otherwise a model with an unknown rope,
+window or bias would train without an error and be wrong.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from launch.errors import UserError
 from launch.model.architecture import Architecture
 
 GROUP = "megatron_rl.families"
-"""Entry-point group of families that other packages bring: the name is the architecture's, the object a `Family`."""
+"""Entry-point group for families of other packages: architecture name -> `Family`."""
 RESTORE = "restore the model's own config.json"
 
 
 class Fields:
-    """Typed access to a config.json; every failure names the field, the value and the file."""
+    """Typed access to a config.json. Every error gives the field, the value and the file."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.config, self.where = config, where
@@ -48,11 +48,11 @@ class Fields:
         return value
 
     def refuse(self, name: str, what: str, fix: str) -> NoReturn:
-        """Raise UserError: the value of `name` asks for something that is not modelled."""
+        """Raise UserError for a field whose value is not modelled."""
         raise UserError(f"{name} = {self.config.get(name)!r}: {what}", where=self.where, fix=fix)
 
     def refuse_if_set(self, what: str, fix: str, *names: str) -> None:
-        """Refuse the first of these fields that is set to anything but null, 0 or false."""
+        """Refuse the first of these fields that is set, to anything but null, 0 or false."""
         for name in names:
             if self.config.get(name):
                 self.refuse(name, what, fix)
@@ -70,28 +70,30 @@ class Fields:
 
 @dataclass(frozen=True)
 class Family:
-    """What this program knows of a family."""
+    """A family of models."""
 
     architecture: str
-    """As in `architectures` of its config.json: `LlamaForCausalLM`."""
+    """The entry in `architectures` of config.json: `LlamaForCausalLM`."""
     model_type: str
     read: Callable[[Fields], Mapping[str, Any]]
-    """From its config.json the fields of `Architecture` that `hf_config` does not read alike for all: features of the
-    layer, and `kv_heads` and `head_dim` where their defaults are the family's own. Refuses by name what it does not
-    model, beyond what no family here models."""
+    """Read the fields of `Architecture` that `hf_config` does not read for all families: features of the layer, and
+    `kv_heads` and `head_dim` if the family has its own defaults. It refuses features that only this family does not
+    model."""
     published: Mapping[str, Architecture] = field(default_factory=dict)
-    """Published models by name: a run can be planned before its weights are there."""
+    """Published models by name, for planning without weights."""
     window_has_switch: bool = False
-    """`sliding_window` counts only with `use_sliding_window: true`."""
+    """Whether `sliding_window` has an effect only with `use_sliding_window: true`."""
     trains: bool = True
-    """False: can be planned, the trainer has no layer for it."""
+    """False: can be planned, but the trainer has no layer for it."""
 
 
 def find(architecture: Any, where: str) -> Family:
-    """The family of an architecture's name: built in, or of an installed package.
+    """The family of an architecture: built in, or from an installed package.
 
     Raises:
-        UserError: nobody knows it; a package's family cannot be imported, is no `Family`, or two packages bring it.
+        UserError: the architecture is unknown, a package's family cannot be imported or is not a `Family`, or two
+        packages
+            have one.
     """
     name = architecture if isinstance(architecture, str) else ""
     if name in built_in():
@@ -102,34 +104,34 @@ def find(architecture: Any, where: str) -> Family:
                         fix=f"use a model of {', '.join(trainable())}")
     brought = f"entry point {GROUP} {name} of {', '.join(sorted(point.value for point in found))}"
     if len(found) > 1:
-        raise UserError(f"{len(found)} packages bring the architecture {name}", where=brought,
+        raise UserError(f"{len(found)} packages have a family for {name}", where=brought,
                         fix="uninstall all but one")
     try:
         (family,) = (point.load() for point in found)
-    except Exception as error:     # whatever a package's import raises
+    except Exception as error:     # a package's import may raise anything
         raise UserError(f"the family of {name} cannot be imported: {error!r}", where=brought,
-                        fix="repair or uninstall the package that brings it") from error
+                        fix="repair or uninstall this package") from error
     if not isinstance(family, Family) or family.architecture != name:
-        raise UserError(f"the entry point does not name a Family of {name}: {family!r}", where=brought,
+        raise UserError(f"the entry point is not a Family for {name}: {family!r}", where=brought,
                         fix="see docs/models.md, Adding a family")
     return family
 
 
 def trainable() -> list[str]:
-    """Names of the architectures that the trainer runs, built in or of installed packages."""
+    """Names of the architectures that the trainer runs, built in or from installed packages."""
     return [*(name for name, family in built_in().items() if family.trains),
             *sorted({point.name for point in installed()} - set(built_in()))]
 
 
 @cache
 def installed() -> tuple[EntryPoint, ...]:
-    """What installed packages bring; nothing of theirs is imported yet."""
+    """Entry points of installed packages, not yet imported."""
     return tuple(entry_points(group=GROUP))
 
 
 @cache
 def built_in() -> dict[str, Family]:
-    """Architecture's name -> family, of every file in `families/`."""
+    """Architecture name -> family, for every file in `families/`."""
     from launch.model import families
     modules = [importlib.import_module(f"{families.__name__}.{each.name}")
                for each in pkgutil.iter_modules(families.__path__)]

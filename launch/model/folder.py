@@ -1,4 +1,4 @@
-"""Is this a complete Hugging Face model folder that we can train? Standard library only: it runs on a login node."""
+"""Checks that a folder is a complete Hugging Face model that can be trained, with the standard library only."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from launch.model.hf_config import from_hf_config
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
+MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
 DTYPE_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8,
               "U16": 16, "U32": 32, "U64": 64, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8}
 TRAINABLE_DTYPES = ("F32", "BF16", "F16")
 
 
 def check_model_folder(path: str | Path, *, weights: bool = True, where: str | None = None) -> Architecture:
-    """The architecture of a usable model folder: config.json of a supported architecture, a tokenizer and, if
-    `weights`, complete safetensors: every shard whole, every tensor of the architecture there with its shape.
+    """The architecture of a model folder. The folder needs a config.json of a supported architecture, a tokenizer and,
+    with `weights`, complete safetensors: every shard undamaged and every tensor with its shape.
 
-    Reads headers only, so it takes milliseconds at any size. `where` names the key that holds the path. Raises
-    UserError for whatever is wrong.
+    Only headers are read, which takes milliseconds at any size. `where` is the key with the path, for messages. Raises
+    UserError.
     """
     folder = Path(path)
     where = where or f"model.path: {folder}"
@@ -35,9 +35,9 @@ def check_model_folder(path: str | Path, *, weights: bool = True, where: str | N
 
 
 def read_safetensors_header(file: Path) -> dict[str, dict]:
-    """Name -> {dtype, shape, data_offsets} of a safetensors file, checked against the file's size.
+    """Name -> {dtype, shape, data_offsets} of a safetensors file, checked against the file size.
 
-    The format: 8 bytes little-endian length, a JSON header, the data. Raises ValueError saying what is broken.
+    The format is an 8-byte little-endian length, a JSON header, and the data. Raises ValueError with the defect.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -46,18 +46,18 @@ def read_safetensors_header(file: Path) -> dict[str, dict]:
             raise ValueError(f"it has {size} bytes, too few for a safetensors file")
         (length,) = struct.unpack("<Q", prefix)
         if length > min(MAX_HEADER_BYTES, size - 8):
-            raise ValueError(f"its header should have {length} bytes, but the file has {size}")
+            raise ValueError(f"its header is said to have {length} bytes, but the file has {size}")
         try:
             header = json.loads(stream.read(length))
             header.pop("__metadata__", None)
             end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
             broken = [name for name, entry in header.items() if not _is_consistent(entry)]
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise ValueError("its header is not valid JSON of a safetensors file") from error
+            raise ValueError("its header is not valid") from error
     if broken:
-        raise ValueError(f"the offsets of {broken[0]} do not fit its shape")
+        raise ValueError(f"the offsets of {broken[0]} do not match its shape")
     if 8 + length + end != size:
-        raise ValueError(f"it has {size} bytes, its header says {8 + length + end}")
+        raise ValueError(f"it has {size} bytes, but its header says {8 + length + end}")
     return header
 
 
@@ -74,9 +74,9 @@ def _check_folder(folder: Path, where: str) -> None:
     if not folder.is_dir():
         near = nearest(folder.name, (path.name for path in folder.parent.glob("*") if path.is_dir()))
         raise UserError(f"the model folder {folder} does not exist", where=where,
-                        fix=f"did you mean {folder.parent / near}?" if near
-                        else "give the folder that holds config.json; the small model of the examples is made by: "
-                        "megatron-rl models get smollm2-135m")
+                        fix=f"did you mean {folder.parent / near}?" if near else
+                        "give the folder with config.json; `megatron-rl models get smollm2-135m` makes the small model "
+                        "of the examples")
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds no config.json", where=where, fix="give a Hugging Face model folder")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -85,7 +85,7 @@ def _check_folder(folder: Path, where: str) -> None:
 
 
 def _read_shapes(folder: Path, where: str) -> dict[str, tuple[int, ...]]:
-    """Name -> shape over all shards."""
+    """Name -> shape of the tensors of all shards."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name in _shard_names(folder, where):
         try:
@@ -130,6 +130,6 @@ def _check_tensors(folder: Path, expected: dict[str, tuple[int, ...]], found: di
                         "weights may belong to different models")
     for name, shape in expected.items():
         if found[name] != shape:
-            raise UserError(f"{name} in {folder} has shape {list(found[name])}, config.json asks for {list(shape)}",
+            raise UserError(f"{name} in {folder} has shape {list(found[name])}, but config.json gives {list(shape)}",
                             where=where,
                             fix="config.json and the weights belong to different models: copy both again")

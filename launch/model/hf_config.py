@@ -1,4 +1,4 @@
-"""From a Hugging Face `config.json` to an `Architecture`, with the json module only: no transformers, no network."""
+"""Reads a Hugging Face `config.json` into an `Architecture`, without transformers and without network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-"""The rope types that are modelled, and what each needs besides `rope_theta`."""
+"""Supported rope type -> its parameters besides `rope_theta`."""
 
 
 def from_hf_config(folder: str | Path, *, planning: bool = False) -> Architecture:
@@ -23,17 +23,17 @@ def from_hf_config(folder: str | Path, *, planning: bool = False) -> Architectur
     files).
 
     Args:
-        planning: also take what can be planned but not trained (mixtures of experts).
+        planning: also accept models that can be planned but not trained (mixtures of experts).
 
     Raises:
-        UserError: no such folder or file, not JSON, a field that is missing or of the wrong type, an architecture or
-            a feature that is not supported (sliding window, quantised weights, other rope types).
+        UserError: no such folder or file, not JSON, a missing field or one of the wrong type, an unsupported
+            architecture or feature (sliding window, quantised weights, other rope types).
     """
     return from_hf_dict(_read(Path(folder) / "config.json"), str(Path(folder) / "config.json"), planning=planning)
 
 
 def from_hf_dict(config: dict[str, Any], where: str = "config.json", *, planning: bool = False) -> Architecture:
-    """The same from the parsed content of a config.json; `where` names it in messages."""
+    """As `from_hf_config`, from the parsed content of a config.json. `where` is its place in messages."""
     fields = Fields(config, where)
     family = _family(fields, planning)
     own = dict(family.read(fields))
@@ -45,7 +45,7 @@ def from_hf_dict(config: dict[str, Any], where: str = "config.json", *, planning
         raise UserError(f"num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}",
                         where=where, fix=RESTORE)
     if head_dim % 2:
-        raise UserError(f"head_dim = {head_dim} is odd: rotary embeddings turn pairs", where=where, fix=RESTORE)
+        raise UserError(f"head_dim = {head_dim} is odd, but rotary embeddings rotate pairs", where=where, fix=RESTORE)
     return Architecture(
         family=family.model_type, layers=fields.integer("num_hidden_layers"), hidden=hidden,
         ffn=fields.integer("intermediate_size"), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
@@ -56,8 +56,8 @@ def from_hf_dict(config: dict[str, Any], where: str = "config.json", *, planning
 
 def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
     if fields.config.get("head_dim") is None and hidden % heads:
-        raise UserError(f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads} and there is no "
-                        f"head_dim", where=fields.where, fix=RESTORE)
+        raise UserError(f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, and head_dim is "
+                        f"missing", where=fields.where, fix=RESTORE)
     return fields.integer("head_dim", default=hidden // heads)
 
 
@@ -77,7 +77,7 @@ def _family(fields: Fields, planning: bool) -> Family:
 
 
 def _refuse_unmodelled(fields: Fields, family: Family, biases: bool) -> None:
-    """What no family models. `biases`: the family has judged those of the attention itself."""
+    """Refuse features that no family models. `biases`: the family reads the attention biases itself."""
     config = fields.config
     if family.trains:
         fields.refuse_if_set("mixture-of-experts models are not supported", "use a dense model", "num_experts",
@@ -99,7 +99,7 @@ def _refuse_unmodelled(fields: Fields, family: Family, biases: bool) -> None:
 
 
 def _rope(fields: Fields) -> dict[str, Any]:
-    """`rope_parameters` in one form: `rope_type`, `rope_theta` and what the type needs, keys sorted."""
+    """`rope_parameters` in one form: `rope_type`, `rope_theta` and the parameters of the type, keys sorted."""
     config = fields.config
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(given, dict):
@@ -112,7 +112,7 @@ def _rope(fields: Fields) -> dict[str, Any]:
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise UserError(f"partial_rotary_factor = {given['partial_rotary_factor']!r} is not supported",
                         where=fields.where, fix="use a model with full rope")
-    # 10000 is what Hugging Face takes for an absent rope_theta (Llama 1 and 2 files have none).
+    # Hugging Face's default for an absent rope_theta is 10000 (Llama 1 and 2 files have none).
     result: dict[str, Any] = {"rope_type": kind, "rope_theta": rope.number("rope_theta", default=10000.0)}
     for name in ROPE_TYPES[kind]:
         result[name] = rope.integer(name) if name.startswith("original") else rope.number(name)
@@ -135,5 +135,5 @@ def _read(file: Path) -> dict[str, Any]:
         raise UserError(f"{file} is not JSON: {error}", where=str(file.absolute()),
                         fix="the file is damaged or cut short: copy it again") from error
     if not isinstance(config, dict):
-        raise UserError(f"{file} holds no JSON object", where=str(file.absolute()), fix="copy the model's own file")
+        raise UserError(f"{file} is not a JSON object", where=str(file.absolute()), fix="copy the model's own file")
     return config

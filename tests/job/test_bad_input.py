@@ -74,7 +74,7 @@ CASES = (
     Case("unsupported architecture", unsupported_model,
          ("MambaForCausalLM", "{folder}/model/config.json", "LlamaForCausalLM")),
     Case("data set empty", data([]),
-         ("the data file {folder}/train.jsonl is empty", "data.train", "at least one prompt a line")),
+         ("the data file {folder}/train.jsonl is empty", "data.train", "at least one prompt, one per line")),
     Case("column missing", data([line.replace('"answer"', '"anwser"') for line in TRAIN]),
          ("row 0 has no 'answer'; its columns are anwser, prompt", "data.train: {folder}/train.jsonl",
           "set data.answer_column=anwser")),

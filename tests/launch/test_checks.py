@@ -42,7 +42,7 @@ CASES = [
      ["trainer.token_budget = 30 is below the longest sequence of 26 tokens (padded to 36, a multiple of 12)",
       "use trainer.token_budget >= 36"], ["trainer.token_budget=36"]),
     (["trainer.cp=2", "trainer.sequence_parallel=true", "trainer.token_budget=60"],
-     ["trainer.token_budget = 60 is no multiple of 8", "trainer.token_budget = 64"], ["trainer.token_budget=64"]),
+     ["trainer.token_budget = 60 is not a multiple of 8", "trainer.token_budget = 64"], ["trainer.token_budget=64"]),
     (["trainer.share_prompts=on", "trainer.cp=2"], ["trainer.share_prompts = on with trainer.cp = 2",
                                                     "use trainer.share_prompts = auto"], ["trainer.cp=1"]),
     (["trainer.share_prompts=on", "trainer.sequence_parallel=true"],
@@ -56,7 +56,7 @@ CASES = [
     (["rollout.dtype=fp8"], ["rollout.dtype = fp8 with trainer.dtype = fp32", "use trainer.dtype = bf16"],
      ["trainer.dtype=bf16"]),
     (["weight_sync.staging=shadow", "placement.mode=colocated"],
-     ["weight_sync.staging = shadow with placement.mode = colocated", "take turns"], ["placement.mode=disaggregated"]),
+     ["weight_sync.staging = shadow with placement.mode = colocated", "alternate"], ["placement.mode=disaggregated"]),
     (["algorithm.updates_per_batch=3"], ["algorithm.prompts_per_step = 16 does not divide into",
                                          "updates_per_batch = 3", "updates_per_batch = 1, 2, 4, 8 or 16"],
      ["algorithm.updates_per_batch=4"]),
@@ -74,19 +74,19 @@ CASES = [
     (["trainer.optimizer.min_lr=1e-4"], ["min_lr = 0.0001 has no effect", "schedule = constant", "linear or cosine"],
      ["trainer.optimizer.schedule=linear"]),
     (["trainer.optimizer.warmup_steps=200", "algorithm.updates_per_batch=2"],
-     ["warmup_steps = 200 leaves nothing of the run's 200 optimizer steps", "warmup_steps <= 199"],
+     ["warmup_steps = 200 covers all 200 optimizer steps of the run", "warmup_steps <= 199"],
      ["trainer.optimizer.warmup_steps=199"]),
     (["rollout.max_num_batched_tokens=64"],
      ["rollout.max_num_batched_tokens = 64 is below rollout.max_num_seqs = 256", ">= 256"],
      ["rollout.max_num_batched_tokens=256"]),
     (["rollout.deterministic=true", "rollout.max_num_batched_tokens=8", "rollout.max_num_seqs=8"],
-     ["rollout.deterministic = true with prompts up to 16 tokens, past the chunked-prefill limit of 8",
+     ["rollout.deterministic = true with prompts of up to 16 tokens, above the chunked-prefill limit of 8",
       "use rollout.max_num_batched_tokens >= 16"], ["rollout.max_num_batched_tokens=16"]),
     (["rollout.kv_cache_gb=1e-5"], ["rollout.kv_cache_gb = 1e-05 holds 2 tokens, fewer than one sequence of 24",
                                     "use rollout.kv_cache_gb >= 0.01"], ["rollout.kv_cache_gb=0.01"]),
-    (["eval.every=5", "eval.at_end=true"], ["eval.every and eval.at_end ask for evaluations, and data.eval = null"],
+    (["eval.every=5", "eval.at_end=true"], ["eval.every and eval.at_end cannot be used with data.eval = null"],
      ["data.eval=held_out.jsonl"]),
-    (["eval.right=formatt"], ["eval.right = formatt is none of reward.functions"], ["eval.right=null"]),
+    (["eval.right=formatt"], ["eval.right = formatt is not one of reward.functions"], ["eval.right=null"]),
     (["data.system=Think.", "data.chat_template=none"], ["data.system needs a chat template",
                                                          "data.chat_template = none"], ["data.chat_template=auto"]),
     (["weight_sync.disk.compare=true"], ["disk.compare = true", "weight_sync.disk.every = 0"],
@@ -163,7 +163,7 @@ def test_fp32_under_context_parallelism_is_refused_on_gpus_only(run_yaml, tiny_a
 def test_shared_prompts_are_refused_on_gpus(run_yaml, tiny_architecture):
     words = ["trainer.share_prompts=on"]
     check(load_config(run_yaml, words), tiny_architecture, "cpu")
-    with pytest.raises(UserError, match="trainer.share_prompts = on, and on a GPU Transformer Engine") as error:
+    with pytest.raises(UserError, match="trainer.share_prompts = on, but on a GPU Transformer Engine") as error:
         check(load_config(run_yaml, words), tiny_architecture, "gpu", gpus=8)
     assert "override 'trainer.share_prompts=on'" in str(error.value)
     check(load_config(run_yaml, ["trainer.share_prompts=auto"]), tiny_architecture, "gpu", gpus=8)

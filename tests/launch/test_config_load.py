@@ -100,7 +100,7 @@ BAD_OVERRIDES = [
     ("data.train=[a", ["is not a YAML value", "close the bracket"]),
     ("reward.functions.1.weight=2", ["reward.functions has no item 1", "valid: 0 to 0"]),
     ("reward.functions.first.weight=2", ["reward.functions has no item first"]),
-    ("run.name.x=2", ["run.name = 'small' is a value: it has no key x", "run.name=..."]),
+    ("run.name.x=2", ["run.name = 'small' is a value and has no key x", "run.name=..."]),
     ("trainer.tp=two", ["trainer.tp = 'two' (text)", "integer > 0 or auto"]),
 ]
 

@@ -143,7 +143,7 @@ def test_vllm_loads_every_tensor_of_it(installed: Path, model: Path) -> None:
 
 @pytest.mark.parametrize("module, entry, message", [
     ("raise RuntimeError('no licence')", "exaone_family:FAMILY", "cannot be imported: RuntimeError('no licence')"),
-    ("FAMILY = 3", "exaone_family:FAMILY", "does not name a Family of Exaone4ForCausalLM: 3"),
+    ("FAMILY = 3", "exaone_family:FAMILY", "is not a Family for Exaone4ForCausalLM: 3"),
     ("", "exaone_family:FAMILY", "cannot be imported: AttributeError"),
     ("", "exaone_famly:FAMILY", "cannot be imported: ModuleNotFoundError")])
 def test_a_broken_package_is_named(tmp_path: Path, path, model: Path, module: str, entry: str, message: str) -> None:

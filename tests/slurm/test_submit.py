@@ -100,7 +100,7 @@ def test_without_a_controller(slurm: SlurmCluster, tmp_path):
 @pytest.mark.parametrize("words, what", [
     (["run.stop_margin_s=61"], "run.stop_margin_s = 61 is too short: a stop needs"),
     (["--time", "1"], "--time 1 is 60 s, but the job stops"), (["--time", "soon"], "is not a Slurm time"),
-    (["cluster=local"], "Slurm's nodes are others"), (["run.rehearse=false"], "algorithm.asynchronous = true"),
+    (["cluster=local"], "not Slurm's nodes"), (["run.rehearse=false"], "algorithm.asynchronous = true"),
     (["--profile", "nope.yaml"], "no site profile nope.yaml")])
 def test_what_is_refused_before_slurm_is_asked(slurm: SlurmCluster, tmp_path, words, what):
     done = launch(slurm, f"run.dir={tmp_path / 'runs'}", *words)
@@ -111,7 +111,7 @@ def test_what_is_refused_before_slurm_is_asked(slurm: SlurmCluster, tmp_path, wo
 @pytest.mark.parametrize("words, what", [
     (("--partition", "x"), "--partition applies to Slurm jobs only"),
     (("--dry-run",), "--dry-run applies to Slurm jobs only"),
-    (("run.rehearse=true", "cluster=local"), "run.rehearse = true is for jobs of Slurm"),
+    (("run.rehearse=true", "cluster=local"), "run.rehearse = true is only for Slurm jobs"),
     (("--on", "slurm", "--device", "cpu"), "--device applies to this machine only")])
 def test_what_is_of_slurm_only_is_refused_elsewhere(capsys, words, what):
     assert main(["launch", CONFIG, *words]) == ExitCode.USER_ERROR

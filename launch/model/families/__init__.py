@@ -1,2 +1,2 @@
-"""One file a family, found by its being here: `FAMILY` says how its config.json is read and which models of it are
-published. docs/models.md, "Adding a family"."""
+"""One file per family. `FAMILY` reads its config.json and lists its published models. Files in this folder are found
+automatically. See docs/models.md, "Adding a family"."""

@@ -1,4 +1,4 @@
-"""Llama 1 to 3.3. Old files have no KV heads: as many as heads."""
+"""Llama 1 to 3.3. In old files without KV heads, every head has its own."""
 
 from __future__ import annotations
 

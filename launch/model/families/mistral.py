@@ -1,4 +1,4 @@
-"""Mistral without a sliding window: 7B from v0.2 on, Nemo (whose heads x head_dim is not its hidden size)."""
+"""Mistral without a sliding window: 7B from v0.2 on, and Nemo, whose heads x head_dim differs from its hidden size."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ ROPE = {"rope_theta": 1_000_000.0, "rope_type": "default"}
 
 
 def read(config: Fields) -> dict[str, Any]:
-    if "sliding_window" not in config.config:      # Hugging Face's class, and vLLM with it, then takes 4096
-        config.refuse("sliding_window", "the file does not say that there is no window, and a window of 4096 is the "
-                      "default", 'write "sliding_window": null if the model has full attention')
+    if "sliding_window" not in config.config:      # Hugging Face and vLLM then assume 4096
+        config.refuse("sliding_window", "the file does not turn the window off, and the default is a window of "
+                      "4096", 'write "sliding_window": null if the model has full attention')
     return {}
 
 

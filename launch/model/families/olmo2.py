@@ -1,4 +1,4 @@
-"""OLMo-2: attention and MLP are normed at their output, and query and key over their whole width."""
+"""OLMo-2: norms at the output of attention and MLP, and query and key norms over the whole projection."""
 
 from __future__ import annotations
 

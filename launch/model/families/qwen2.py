@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v, which the config.json does not mention."""
+"""Qwen2 and Qwen2.5: q, k and v have biases, which config.json does not mention."""
 
 from __future__ import annotations
 

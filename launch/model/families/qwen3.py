@@ -1,4 +1,4 @@
-"""Qwen3, dense: RMSNorm of each head's query and key; head_dim is 128 where the file does not say."""
+"""Dense Qwen3: RMSNorm of each head's query and key; head_dim is 128 by default."""
 
 from __future__ import annotations
 

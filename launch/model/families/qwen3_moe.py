@@ -1,4 +1,4 @@
-"""Qwen3's mixtures of experts, with experts in every layer: planned, not trained."""
+"""Qwen3 mixtures of experts with experts in every layer. They can be planned, but not trained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launch.model.family import RESTORE, Family, Fields
 def read(config: Fields) -> dict[str, Any]:
     experts, picked = config.integer("num_experts"), config.integer("num_experts_per_tok")
     if config.config.get("mlp_only_layers") or config.config.get("decoder_sparse_step", 1) != 1:
-        raise UserError("mlp_only_layers or decoder_sparse_step: experts in some layers only are not modelled",
+        raise UserError("mlp_only_layers or decoder_sparse_step: experts in only some layers are not modelled",
                         where=config.where, fix="use a model with experts in every layer")
     if picked > experts:
         raise UserError(f"num_experts_per_tok = {picked} exceeds num_experts = {experts}", where=config.where,
