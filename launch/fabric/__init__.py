@@ -1,13 +1,14 @@
-"""Weight-sync routes at shard level: who sends which bytes to whom, over which NIC, and how long that takes. Pure.
+"""Weight-sync routes at shard level: which GPU sends which bytes to which GPU, over which NIC, and the time. Pure.
 
-    shards     which bytes of each training shard each rollout worker needs
-    gpu_order  which GPU of its node an engine's rank sits on, so that traffic stays on its rail
-    lanes      shards and workers put on nodes: senders, receivers, the parts in which a node takes its bytes
+    shards     bytes of each training shard that each rollout worker needs
+    gpu_order  the GPU of its node for each engine rank, so that traffic stays on its rail
+    lanes      shards and workers on nodes: senders, receivers, and the pieces that a node receives
     routes     direct, chain, tree: edges with bytes, slots, hops and parents
-    seated     the same for placed members: the seat of each one, and which are still alive
-    bounds     lower bounds of the time of any route
-    communicators  how many a route needs on a GPU, and their memory
-    estimate   expected time in closed form (the search), `simulate` chunk by chunk (the final plan)
-    paths      a route from node to node, as trees: what `megatron-rl sync plan` draws
-    choose     the three routes compared, and the choice
+    seated     the traffic of a placed run: the GPU of each member that is still alive
+    bounds     lower bounds for the time of any route
+    communicators  number of communicators on a GPU, and their memory
+    estimate   expected time in closed form, for the search
+    simulate   time chunk by chunk, for the final plan
+    paths      a route from node to node, as trees, for `megatron-rl sync plan`
+    choose     comparison of the three routes, and the choice
 """

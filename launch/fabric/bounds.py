@@ -1,5 +1,5 @@
-"""Times below which no route can be, whatever it does: every rollout node must take in every byte that its engines
-need, and every byte must leave a NIC."""
+"""Lower bounds for the time of any route: every rollout node must receive every byte that its engines need, and every
+byte must leave a NIC."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launch.plan.book import line, nonzero, part
 
 @dataclass(eq=False)
 class Bounds:
-    """Seconds, at line rate."""
+    """Lower bounds in seconds, at line rate."""
 
     PREFIX = "sync.floor"
 
@@ -23,13 +23,13 @@ class Bounds:
 
     @line("s", "one node's copy over its NICs", key="ingress_s", written=nonzero)
     def ingress(self) -> float:
-        """Busiest rollout NIC: one copy of what its GPUs take."""
+        """One copy of the bytes for its GPUs goes into the busiest rollout NIC."""
         return self.direct.rollout_nic_in_bytes / self.fabric.nic_bandwidth
 
     @line("s", "all copies over all NICs, relays included", key="egress_s", written=nonzero)
     @part
     def egress(self) -> float:
-        """All NICs of both partitions send what all rollout nodes take: relays included."""
+        """All NICs of both partitions, relays included, send the bytes for all rollout nodes."""
         traffic, fabric = self.traffic, self.fabric
         wanted = sum(sum(kind.ingress) * len(kind.nodes) for kind in traffic.kinds)
         trainer_nics = -(-traffic.training.gpus * fabric.nics_per_node // fabric.gpus_per_node)
@@ -39,38 +39,39 @@ class Bounds:
     @line("s", "one copy out of the holders of the busiest shard", key="source_s", written=nonzero)
     @part
     def source(self) -> float:
-        """Busiest training stage: one copy of each shard leaves its holders."""
+        """One copy of each shard leaves its holders, for the busiest shard."""
         return _source(self.traffic) / self.fabric.nic_bandwidth
 
     @line("s", "one copy into each leaf without a trainer, over its uplinks", key="spine_s", written=nonzero)
     @part
     def spine(self) -> float:
-        """One copy into each leaf that has rollout nodes and no training node; 0 where the spine is not thin."""
+        """One copy goes into each leaf with rollout nodes and no training node; 0 if the spine is not
+        oversubscribed."""
         return _spine(self.traffic)
 
     @line("s", "bytes between twins of a node", key="nvlink_s", written=nonzero)
     def nvlink(self) -> float:
-        """Bytes between twins of a node."""
+        """Bytes between twins go over NVLink."""
         return self.direct.nvlink_bytes / self.fabric.nvlink_bandwidth
 
-    @line("s", "below which no route can be: the largest of its parts", key="sync.floor_s")
+    @line("s", "lower bound for any route: the largest of its parts", key="sync.floor_s")
     def floor(self) -> float:
         return max(self.ingress, self.egress, self.source, self.spine, self.nvlink)
 
     @property
     def binding(self) -> str:
-        """Which one it is."""
+        """Name of the largest bound."""
         names = ("ingress", "egress", "source", "spine", "nvlink")
         return max(names, key=lambda name: getattr(self, name))
 
 
 def bounds(traffic: Traffic) -> Bounds:
-    """Of any route over this traffic."""
+    """Bounds for any route over this traffic."""
     return Bounds(traffic, traffic.fabric, RouteCost("direct", traffic, traffic.fabric, DEFAULT))
 
 
 def _source(traffic: Traffic) -> float:
-    """Bytes that a holder of the busiest shard must send if all holders share one copy of it."""
+    """Bytes per holder of the busiest shard if its holders share the sending of one copy."""
     most = 0.0
     for kind in traffic.kinds:
         needed: dict = {}

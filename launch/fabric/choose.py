@@ -1,4 +1,4 @@
-"""The three routes beside each other, and which one to take."""
+"""Compares the three routes and chooses one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from launch.plan.book import line, made, part
 from launch.plan.layouts import Precision, RolloutLayout, TrainingLayout
 
 TIE = 0.01
-"""Relative difference of expected times below which the simpler route is taken."""
+"""Relative difference of expected times below which the simpler route is chosen."""
 
 
 def _route(kind: Kind) -> made[RouteCost]:
@@ -42,38 +42,38 @@ class SyncPrediction:
     fabric: Fabric
     coefficients: SyncCoefficients
     weight_bytes: int
-    """Bytes of an element on the wire."""
+    """Bytes per element on the wire."""
     rollout_precision: Precision
-    """fp8: bf16 travels and the engine quantises what it received."""
+    """fp8: bf16 is sent, and the engine quantises it."""
     lora_rank: int
-    """Only adapters of this rank travel; 0: all weights."""
+    """Only adapters of this rank are sent; 0: all weights."""
     route: str
-    """auto, or the route that a configuration pins."""
+    """auto, or a pinned route."""
     bucket_bytes: int
-    """The largest chunk."""
+    """Maximum chunk size."""
     senders_limit: int = 0
-    """Most holders of a shard that may send; 0: all DP x CP."""
+    """Maximum holders of a shard that may send; 0: all DP x CP."""
 
     direct, chain, tree = _route("direct"), _route("chain"), _route("tree")
     limits = made(Bounds, traffic="traffic", fabric="fabric", direct="direct")
 
-    @line("bytes", "sum of the overlaps of training shards and engine ranks; padding never travels")
+    @line("bytes", "sum of the overlaps of training shards and engine ranks; padding is never sent")
     @part
     def replica_bytes(self) -> int:
-        """What one engine takes."""
+        """Bytes that one engine receives."""
         return sum(flow.bytes for flow in flows(self.shape, self.training, self.rollout, self.weight_bytes,
                                                 self.lora_rank))
 
-    @line("bytes", "into GPUs on whose rail no holder of the shard sits, engines' GPUs in the solved order")
+    @line("bytes", "into GPUs whose rail has no holder of the shard, with the solved order of the engines' GPUs")
     @part
     def cross_rail_bytes(self) -> int:
-        """Of all rollout nodes' bytes, those that change rails, with this order ..."""
+        """Bytes into all rollout nodes that change rails, with the solved order."""
         return self.traffic.crossing_bytes()
 
-    @line("bytes", "the same with GPUs in the natural order")
+    @line("bytes", "the same with the natural order of GPUs")
     @part
     def natural_cross_rail_bytes(self) -> int:
-        """... and with the natural order."""
+        """Bytes into all rollout nodes that change rails, with the natural order."""
         return self._traffic(solve_order=False).crossing_bytes()
 
     @line("s", lambda self: f"expected time of the chosen route, {self.chosen}")
@@ -86,7 +86,7 @@ class SyncPrediction:
 
     @part
     def traffic(self) -> Traffic:
-        """What moves, for `build`."""
+        """The traffic, for `build`."""
         return self._traffic()
 
     def _traffic(self, solve_order: bool = True) -> Traffic:
@@ -109,12 +109,12 @@ class SyncPrediction:
 
     @property
     def floor_s(self) -> float:
-        """Below which no route can be."""
+        """Lower bound for any route."""
         return self.limits.floor
 
     @property
     def floor_by(self) -> str:
-        """ingress, egress, source, spine or nvlink."""
+        """The binding bound: ingress, egress, source, spine or nvlink."""
         return self.limits.binding
 
     @property
@@ -128,21 +128,21 @@ class SyncPrediction:
 
     @property
     def reason(self) -> str:
-        """One sentence with the numbers that decided."""
+        """One sentence with the numbers behind the choice."""
         cost, direct, limits = self.cost, self.direct, self.limits
         others = ", ".join(f"{kind} {each.expected_s:.2f} s"
                            for kind, each in self.routes.items() if kind != self.chosen)
         if self.route != "auto":
             return f"pinned: {self.chosen} {cost.expected_s:.2f} s against {others}"
         if self.chosen == "direct":
-            why = (f"training NICs send {direct.trainer_nic_out_bytes / 1e9:.1f} GB while rollout NICs take "
-                   f"{direct.rollout_nic_in_bytes / 1e9:.1f} GB: senders suffice, no receiver need forward")
+            why = (f"training NICs send {direct.trainer_nic_out_bytes / 1e9:.1f} GB while rollout NICs receive "
+                   f"{direct.rollout_nic_in_bytes / 1e9:.1f} GB, so no receiver needs to forward")
             if direct.trainer_nic_out_bytes > direct.rollout_nic_in_bytes:
-                why = "forwarding would not gain more than it adds"
+                why = "forwarding would cost more time than it saves"
         else:
-            why = (f"direct, each training NIC would send {direct.trainer_nic_out_bytes / 1e9:.1f} GB; where receivers "
-                   f"forward it sends {cost.trainer_nic_out_bytes / 1e9:.1f} GB and the {self.traffic.rollout_nodes} "
-                   f"rollout nodes pass the rest on, {cost.hops} hops")
+            why = (f"a training NIC sends {cost.trainer_nic_out_bytes / 1e9:.1f} GB instead of "
+                   f"{direct.trainer_nic_out_bytes / 1e9:.1f} GB with direct, and the {self.traffic.rollout_nodes} "
+                   f"rollout nodes forward the rest, {cost.hops} hops")
         floor = f"floor {limits.floor:.2f} s by {limits.binding}"
         return f"{self.chosen} {cost.expected_s:.2f} s against {others}; {why} ({floor})"
 
@@ -150,26 +150,26 @@ class SyncPrediction:
     def notes(self) -> tuple[str, ...]:
         notes = []
         if self.quantise:
-            notes.append("bf16 travels and each engine quantises it to FP8, so an FP8 rollout saves no bytes")
+            notes.append("bf16 is sent and each engine quantises it to FP8, so an FP8 rollout saves no bytes")
         if self.lora_rank:
-            notes.append(f"only LoRA adapters of rank {self.lora_rank} travel; every engine rank takes them whole")
+            notes.append(f"only LoRA adapters of rank {self.lora_rank} are sent, whole to every engine rank")
         before, after = self.natural_cross_rail_bytes, self.cross_rail_bytes
         if before != after:
-            notes.append(f"engine GPU order {','.join(map(str, self.gpu_order))}: {before / 1e9:.1f} GB would change "
-                         f"rails in the natural order, {after / 1e9:.1f} GB do")
+            notes.append(f"engine GPU order {','.join(map(str, self.gpu_order))}: {after / 1e9:.1f} GB change rails "
+                         f"({before / 1e9:.1f} GB in natural order)")
         return tuple(notes)
 
     def build(self, kind: Kind | None = None) -> Route:
-        """The edges of a route, by default the chosen one."""
+        """The edges of a route (default: the chosen one)."""
         kind = kind or self.chosen
         return build(self.traffic, kind, self.routes[kind].chunk_bytes)
 
     def communicators(self, coefficients: SyncCoefficients = DEFAULT, kind: Kind | None = None) -> Communicators:
-        """Communicators on a GPU and their memory, by default of the chosen route."""
+        """Communicators on a GPU and their memory (default: of the chosen route)."""
         return communicators(self.build(kind), coefficients)
 
     def simulate(self, coefficients: SyncCoefficients = DEFAULT, kind: Kind | None = None) -> Simulation:
-        """A route chunk by chunk, by default the chosen one."""
+        """Simulate a route chunk by chunk (default: the chosen one)."""
         return simulate(self.build(kind), coefficients, quantise=self.quantise)
 
 
@@ -177,10 +177,10 @@ def predict(shape: Architecture, training: TrainingLayout, rollout: RolloutLayou
             coefficients: SyncCoefficients = DEFAULT, *, weight_bytes: int = 2, rollout_precision: Precision = "bf16",
             lora_rank: int = 0, route: str = "auto", bucket_bytes: int = DEFAULT_BUCKET, senders_limit: int = 0,
             fabric: Fabric | None = None) -> SyncPrediction:
-    """Times of all routes, and the choice; see `SyncPrediction`.
+    """Times of all routes, and the choice.
 
     Args:
-        fabric: default: of `cluster`, nodes in its order.
+        fabric: default: that of `cluster`, with nodes in its order.
     """
     found = SyncPrediction(shape, training, rollout, fabric or fabric_of(cluster), coefficients, weight_bytes,
                            rollout_precision, lora_rank, route, bucket_bytes, senders_limit)
@@ -192,7 +192,7 @@ def predict(shape: Architecture, training: TrainingLayout, rollout: RolloutLayou
 def fastest(shape: Architecture, training: TrainingLayout, rollout: RolloutLayout, fabric: Fabric,
             coefficients: SyncCoefficients = DEFAULT, *, weight_bytes: int = 2, rollout_precision: Precision = "bf16",
             lora_rank: int = 0, bucket_bytes: int = DEFAULT_BUCKET, senders_limit: int = 0) -> tuple[Kind, float]:
-    """(route, expected seconds) that `predict` would choose: what a search calls, a few 100 us."""
+    """(route, expected seconds) that `predict` would choose, in a few 100 us, for a search."""
     moved = traffic(shape, training, rollout, fabric, element_bytes=weight_bytes, lora_rank=lora_rank,
                     senders_limit=senders_limit)
     quantise = rollout_precision == "fp8" and not lora_rank
@@ -206,18 +206,18 @@ def least_seconds(shape: Architecture, training: TrainingLayout, rollout: Rollou
                   coefficients: SyncCoefficients = DEFAULT, *, weight_bytes: int = 2,
                   rollout_precision: Precision = "bf16", lora_rank: int = 0,
                   bucket_bytes: int = DEFAULT_BUCKET) -> float:
-    """What `fastest` cannot fall below, whatever the number of trainers (DP, CP) and of engines: enough senders on
-    every rail, so that no receiver forwards and the busiest NIC is a receiver's. A search's bound: equal to `fastest`
-    wherever senders do suffice."""
-    if fabric.nics_per_node < fabric.gpus_per_node:     # which GPUs share a NIC depends on the engines' order
+    """Lower bound of `fastest` over all numbers of trainers (DP, CP) and engines, for a search. It assumes enough
+    senders on every rail, so that no receiver forwards and the busiest NIC is a receiver's. It equals `fastest` if
+    there are enough senders."""
+    if fabric.nics_per_node < fabric.gpus_per_node:     # the GPUs that share a NIC depend on the engines' order
         return coefficients.pause_s + coefficients.barrier_s
     each = max(1, fabric.gpus_per_node // (rollout.tp * rollout.pp))
     full = replace(rollout, replicas=min(rollout.replicas, each))
     moved = traffic(shape, training, full, fabric, element_bytes=weight_bytes, lora_rank=lora_rank)
     found = _EnoughSenders("direct", moved, fabric, coefficients, bucket_bytes,
                            rollout_precision == "fp8" and not lora_rank)
-    # A route over relays has smaller chunks: it packs its first and last one sooner, pays their latency more often, and
-    # passes at least one on.
+    # A route with relays has smaller chunks: it packs the first and last chunk sooner, pays the latency more often, and
+    # forwards at least one chunk.
     nvlink_rate = fabric.nvlink_bandwidth * coefficients.nvlink_efficiency
     rate, latency = fabric.nic_bandwidth * coefficients.nic_efficiency, coefficients.chunk_latency_s
     sooner = 2 / coefficients.copy_rate + (1 / nvlink_rate if found.nvlink_bytes else 0.0)
@@ -230,7 +230,7 @@ def least_seconds(shape: Architecture, training: TrainingLayout, rollout: Rollou
 
 
 class _EnoughSenders(RouteCost):
-    """Trainers whose NICs set no limit."""
+    """A route whose training NICs are not a limit."""
 
     egress = 0.0
 
@@ -242,7 +242,7 @@ def expected_seconds(moved: Traffic, kind: Kind, coefficients: SyncCoefficients 
 
 
 def least(seconds: Mapping[Kind, float]) -> Kind:
-    """The fastest; of those within `TIE` of it the simplest."""
+    """The simplest route whose time is within `TIE` of the fastest."""
     best = min(seconds.values())
     return next(kind for kind in KINDS if seconds[kind] <= best * (1 + TIE))
 
@@ -251,4 +251,4 @@ def _pinned(route: str) -> Kind:
     for kind in KINDS:
         if kind == route:
             return kind
-    raise ValueError(f"route {route!r} is none of auto, {', '.join(KINDS)}")
+    raise ValueError(f"route {route!r} is not one of auto, {', '.join(KINDS)}")

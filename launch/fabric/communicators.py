@@ -1,7 +1,8 @@
-"""How many communicators of NCCL a route needs, and what they take of a GPU's memory.
+"""The number of NCCL communicators that a route needs, and their memory on a GPU.
 
-One for each pair of GPUs and direction, whatever streams go between the two (`megatron_rl.weight_sync.wire.transport`).
-NCCL allocates a communicator's buffers beside torch's and vLLM's pools, for as long as it lives: the whole run.
+There is one per pair of GPUs and direction, shared by all streams between the two
+(`megatron_rl.weight_sync.wire.transport`). NCCL allocates its buffers outside torch's and vLLM's pools for its
+lifetime, which is the whole run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from launch.fabric.routes import ROOT, Route
 
 
 class Communicators(NamedTuple):
-    """Of the GPU that has most, on either side; bytes of the one whose communicators take most."""
+    """Maximum number on a training GPU and on a rollout GPU, and maximum bytes."""
 
     training: int
     rollout: int
@@ -25,7 +26,7 @@ class Communicators(NamedTuple):
 
 
 def communicators(route: Route, coefficients: SyncCoefficients) -> Communicators:
-    """Of a route over GPUs."""
+    """Communicators of a route over GPUs."""
     size = {"nic": coefficients.communicator_nic_bytes, "nvlink": coefficients.communicator_nvlink_bytes}
     counts: dict[Place, int] = defaultdict(int)
     taken: dict[Place, float] = defaultdict(float)

@@ -1,13 +1,13 @@
-"""Bytes through the busiest NICs and the expected time of each route, in closed form: what the search calls.
+"""Bytes through the busiest NICs and expected time of each route, in closed form, for the search.
 
-With W bytes into the busiest rollout NIC, B its real rate, a the cost of a chunk, c the chunk, H hops:
+W bytes go into the busiest rollout NIC at its real rate B. A chunk has c bytes and costs a seconds. With H hops:
 
     direct   max(in, out)/B + chunks a
     chain    W/B + (W/c) a +   (H - 1)(c/B + a)      c = sqrt(W a B / (H - 1))
     tree     W/B + (W/c) a + 2 (H - 1)(c/B + a)      H = floor(log2 R) + 1: double binary, half the bytes each
 
-(the usual pipeline formulas; Sanders, Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast", Parallel
-Computing 35, 2009, for the third). `simulate` counts the same chunk by chunk; a test holds the two together.
+These are the usual pipeline formulas; the third is from Sanders, Speck, Traeff, "Two-tree algorithms for full bandwidth
+broadcast", Parallel Computing 35, 2009. `simulate` computes the same chunk by chunk, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from launch.plan.book import line, part
 
 Kind = Literal["direct", "chain", "tree"]
 KINDS: tuple[Kind, ...] = ("direct", "chain", "tree")
-"""From the simplest to the most involved: a tie goes to the first."""
+"""From the simplest to the most complex. A tie goes to the first."""
 MIB = 1 << 20
 SMALL_STEP = MIB // 16
-"""Of chunks below a MiB."""
+"""Granularity of chunks below 1 MiB."""
 DEFAULT_BUCKET = 256 * MIB
 SENDING, RECEIVING = 2, 2
-"""Chunks that a training rank holds, and a receiver of each transfer that it takes in at once: one travels while the
-other is packed, or written and passed on."""
+"""Chunks in the staging of a training rank, and of a receiver for each concurrent transfer: one is on the wire while
+the other is packed, or written and forwarded."""
 MINOR = 20
-"""A transfer below 1/MINOR of what its NIC takes in (vocabulary rows on the border of two ranks) is a small one."""
+"""A transfer is small if it has less than 1/MINOR of the bytes into its NIC (vocabulary rows at the border of two
+ranks)."""
 
 
 def forwards(cost: RouteCost, value: float) -> bool:
-    """Whether receivers pass on what they take."""
+    """Whether receivers forward what they receive."""
     return cost.kind != "direct"
 
 
 @dataclass(eq=False)
 class RouteCost:
-    """One route, predicted: bytes through the busiest NIC of each sort, and seconds."""
+    """Prediction for one route: bytes through the busiest NIC of each kind, and seconds."""
 
     kind: Kind
     traffic: Traffic
@@ -63,7 +64,7 @@ class RouteCost:
           key="trainer_nic_out_bytes", shown=round)
     @part
     def egress(self) -> float:
-        """Out of a training NIC."""
+        """Bytes out of the busiest training NIC."""
         return _egress(self.traffic, self.kind)
 
     @line("bytes", "busiest rollout NIC: one copy for its node over its NICs")
@@ -74,20 +75,20 @@ class RouteCost:
     @line("bytes", "into a GPU from engines that share its node")
     @part
     def nvlink_bytes(self) -> int:
-        """Between twins of a node, into the busiest GPU."""
+        """Bytes between twins of a node, into the busiest GPU."""
         return max((each.twin_bytes for each in self.traffic.kinds), default=0)
 
     @line("", lambda self: f"NIC hops: receivers / senders{', its log2' if self.kind == 'tree' else ''}",
           written=forwards)
     @part
     def hops(self) -> int:
-        """Of the last receiver."""
+        """NIC hops to the last receiver."""
         return 1 if self.kind == "direct" else max([1, *(_hops(*each, self.kind) for each in self.by_kind)])
 
     @line("bytes", "busiest rollout NIC: what it forwards", written=forwards)
     @part
     def rollout_nic_out_bytes(self) -> int:
-        """0 for `direct`."""
+        """Bytes that the busiest rollout NIC forwards; 0 for `direct`."""
         if self.kind == "direct" or self.hops == 1:
             return 0
         return max(max(each.ingress, default=0)
@@ -95,14 +96,14 @@ class RouteCost:
 
     @line("s", "bytes of the busiest NIC / its line rate, or NVLink")
     def lower_bound_s(self) -> float:
-        """Busiest NIC of this route at line rate."""
+        """Time of the route's busiest NIC at line rate."""
         return max(self.busiest / self.fabric.nic_bandwidth, self.nvlink_bytes / self.fabric.nvlink_bandwidth)
 
-    @line("bytes", "sqrt(W a B / fill), or all where nobody forwards; at most a bucket")
+    @line("bytes", "sqrt(W a B / fill), or all if no receiver forwards; at most a bucket")
     @part
     def chunk_bytes(self) -> int:
-        """The chunk that makes chunks' latency and the pipeline's fill equal, in whole MiB (or 64 KiB, where it is less
-        than one)."""
+        """The chunk size at which the latency of chunks equals the fill of the pipeline, in whole MiB (64 KiB below one
+        MiB)."""
         if not self.fill or not self.busiest:
             return min(self.bucket_bytes, MIB * ceil(max(1, self.busiest) / MIB))
         best = sqrt(self.busiest * self.c.chunk_latency_s * self.rate / self.fill)
@@ -112,7 +113,7 @@ class RouteCost:
     @line("s", "W/(e B) + (W/c) a + fill (c/(e B) + a); fill = H - 1 (chain), 2 (H - 1) (tree)")
     @part
     def wire_s(self) -> float:
-        """First byte to last byte, expected."""
+        """Expected time from the first to the last byte."""
         latency, busiest, chunk = self.c.chunk_latency_s, self.busiest, self.chunk_bytes
         chunks = busiest / chunk + self.transfers / 2          # a transfer's last chunk is half full on average
         wire = busiest / self.rate + chunks * latency + self.fill * (chunk / self.rate + latency)
@@ -124,7 +125,7 @@ class RouteCost:
     @line("s", "pause + barriers + wire + 2 c/copy rate + held/digest rate (+ held/quantise rate)", key="seconds")
     @part
     def expected_s(self) -> float:
-        """The whole sync: pause, barriers, wire, packing that nothing overlaps, digest, requantising."""
+        """The whole sync: pause, barriers, wire, packing that is not overlapped, digest, requantising."""
         c, held = self.c, self.rollout_nic_in_bytes + self.nvlink_bytes
         return (c.pause_s + c.barrier_s + self.wire_s + 2 * self.chunk_bytes / c.copy_rate
                 + held / c.digest_rate + (held / c.quantise_rate if self.quantise else 0.0))
@@ -136,8 +137,8 @@ class RouteCost:
 
     @line("bytes", "2 chunks x transfers into a GPU at the same time")
     def rollout_staging_bytes(self) -> int:
-        """Two chunks for each transfer that a receiving GPU takes in at once; what it forwards leaves from there."""
-        # With slots the first chunks of the next transfer arrive while the last of this one are unpacked.
+        """Two chunks for each concurrent transfer into a receiving GPU. It forwards from the same buffers."""
+        # With slots, the first chunks of the next transfer arrive while the last ones of this transfer are unpacked.
         streams = min(2, self.transfers) if self.kind == "direct" else self.transfers * (
             2 if self.kind == "tree" and self.rollout_nic_out_bytes else 1)
         return RECEIVING * self.chunk_bytes * streams
@@ -161,7 +162,7 @@ class RouteCost:
 
     @property
     def fill(self) -> int:
-        """Chunks that pass before the last receiver's pipeline is full."""
+        """Chunks before the last receiver's pipeline is full."""
         return (self.hops - 1) * (2 if self.kind == "tree" else 1)
 
     @property
@@ -170,27 +171,28 @@ class RouteCost:
 
 
 def swap_seconds(weight_bytes: float, coefficients: SyncCoefficients) -> float:
-    """For how long an engine serves nothing that receives into a second copy of its weights: it pauses, copies them
-    inside the GPU, digests what is live, and resumes; of the protocol's three barriers it waits for one.
+    """Seconds without service of an engine that receives into a second copy of its weights. It pauses, copies the
+    weights inside the GPU, digests the live ones, and resumes. It waits for one of the protocol's three barriers.
 
     Args:
-        weight_bytes: of one GPU.
+        weight_bytes: bytes on one GPU.
     """
     return (coefficients.pause_s + coefficients.barrier_s / 3 + weight_bytes / coefficients.copy_rate
             + weight_bytes / coefficients.digest_rate)
 
 
 def dealt_whole(each: NodeKind, demands: Sequence[ShardDemand]) -> bool:
-    """Whether the senders of a shard deal its receivers out among themselves (`direct`): where that costs no time,
-    since they divide evenly or the busiest sender is done before its receivers are. Else every sender sends its part
-    of every copy. One answer for all shards of a kind of node: the two do not share a Latin square."""
+    """Whether the senders of a shard divide its receivers among themselves (`direct`). They do if it costs no time,
+    because the receivers divide evenly or the busiest sender finishes before its receivers. Otherwise every sender
+    sends a part of every copy. All shards of a kind of node get the same answer, because the two schemes do not share a
+    Latin square."""
     receivers, ingress = len(each.nodes), max(each.ingress, default=0)
     return all(receivers % demand.senders == 0 or demand.bytes * MINOR < ingress
                or ceil(receivers / demand.senders) * demand.bytes <= ingress for demand in demands)
 
 
 def _egress(traffic: Traffic, kind: Kind) -> float:
-    """Out of the busiest training NIC."""
+    """Bytes out of the busiest training NIC."""
     per_rail: dict[tuple[Shard, int], float] = defaultdict(float)
     spread: dict[Shard, float] = defaultdict(float)
     for each, demands in zip(traffic.kinds, traffic.demands, strict=True):
@@ -216,13 +218,13 @@ def _egress(traffic: Traffic, kind: Kind) -> float:
 
 
 def _hops(each: NodeKind, demands: Sequence[ShardDemand], kind: Kind) -> int:
-    """NIC hops into nodes of one kind, where receivers forward."""
+    """NIC hops into nodes of one kind if receivers forward."""
     behind = ceil(len(each.nodes) / min(demand.senders for demand in demands))
     return behind if kind == "chain" else behind.bit_length()
 
 
 def _transfers(traffic: Traffic, each: NodeKind) -> int:
-    """Large ones into the busiest NIC of a node."""
+    """Large transfers into the busiest NIC of a node."""
     counts = [0] * traffic.fabric.nics_per_node
     for piece in each.pieces:
         nic = traffic.fabric.nic(piece.gpu)

@@ -1,9 +1,9 @@
-"""Which GPU of its node each engine rank sits on, so that weight traffic stays on its rail.
+"""The GPU of its node for each engine rank, chosen so that weight traffic stays on its rail.
 
-NIC r of every node hangs on rail r, and a GPU sends and receives through the NIC of its own index. A training shard
-lies on the rails of its DP x CP holders; an engine rank that needs the shard should sit on one of these rails.
-NVSwitch makes the order irrelevant to the engine itself. Solved exactly: least crossing bytes, then the first
-permutation in lexicographic order.
+NIC r of every node is on rail r, and a GPU uses the NIC of its own index. A training shard is on the rails of its DP x
+CP holders, and an engine rank that needs the shard should be on one of these rails. The engine itself is indifferent to
+the order because of NVSwitch. The solution is exact: the fewest bytes that cross rails, then the first permutation in
+lexicographic order.
 
     >>> engine_gpu_order(TrainingLayout(tp=4, cp=2, pp=4, dp=5), 8)
     (0, 4, 1, 5, 2, 6, 3, 7)
@@ -18,21 +18,23 @@ from math import gcd
 from launch.plan.layouts import TrainingLayout
 
 MOST_GPUS = 16
-"""Of a node, for which the assignment is solved; beyond, the order is the natural one."""
+"""Maximum GPUs of a node for which the assignment is solved. Larger nodes get the natural order."""
 
 
 def engine_gpu_order(training: TrainingLayout, rollout_tp: int, *, rollout_pp: int = 1, gpus_per_node: int = 8,
                      rails: int | None = None) -> tuple[int, ...]:
-    """GPU index (of its node) of each engine rank of a node: rank i of the node's engines, in the order of
-    (replica, PP, TP), sits on GPU `result[i]`.
+    """GPU index for each engine rank of a node: rank i of the node's engines, in the order of (replica, PP, TP), gets
+    GPU `result[i]`.
 
-    One permutation of a node's GPUs where engines fit into a node (engine j of the node takes entries j x size to
-    (j + 1) x size), else one after the other for each node that an engine spans. `rails`: default one a GPU; with 1
-    (a fabric that is not rail-optimised), or more than `MOST_GPUS` GPUs, the order is the natural one.
+    The result is one permutation of a node's GPUs if engines fit into a node (engine j gets entries j x size to
+    (j + 1) x size), and otherwise one permutation after the other for the nodes of an engine.
+
+    Args:
+        rails: default one per GPU. With 1 (not rail-optimised) or more than `MOST_GPUS` GPUs, the order is natural.
     """
     if rollout_tp < 1 or rollout_pp < 1 or gpus_per_node < 1:
         raise ValueError(f"rollout TP {rollout_tp}, PP {rollout_pp} and {gpus_per_node} GPUs a node must be positive")
-    period = gpus_per_node // gcd(training.tp, gpus_per_node)      # further holders are on the same rails again
+    period = gpus_per_node // gcd(training.tp, gpus_per_node)      # more holders are on the same rails
     return _order(training.tp, min(training.cp * training.dp, period), training.pp, rollout_tp, rollout_pp,
                   gpus_per_node, rails or gpus_per_node)
 
@@ -58,8 +60,8 @@ def _order(tp: int, holders: int, pp: int, engine_tp: int, engine_pp: int, gpus:
 
 def _crossing(rank: int, twin: int, twins: int, engine_tp: int, tp: int, pp: int, rails: list[list[frozenset[int]]],
               rail: int) -> int:
-    """Bytes (in units of a stage / lcm) that this twin's share of an engine rank must take from shards with no holder
-    on `rail`."""
+    """Bytes (in units of a stage / lcm) that this twin's share of an engine rank takes from shards with no holder on
+    `rail`."""
     parts = engine_tp * twins
     unit = tp * parts // gcd(tp, parts)
     position = rank * twins + twin
@@ -73,16 +75,17 @@ def _crossing(rank: int, twin: int, twins: int, engine_tp: int, tp: int, pp: int
 
 def holder_rails(tp: int, holders: int, pp: int, gpus: int,
                  rails: int) -> list[list[frozenset[int]]]:
-    """`result[stage][shard]`: rails of the holders. Rank = tp + TP (i + holders x stage), node by node."""
+    """`result[stage][shard]`: rails of the holders. Rank = tp + TP (i + holders x stage), placed node by node."""
     period = gpus // gcd(tp, gpus)
     return [[frozenset((shard + tp * (index + holders * stage)) % gpus * rails // gpus
                        for index in range(min(holders, period))) for shard in range(tp)] for stage in range(pp)]
 
 
 def assign(costs: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Columns for rows, each at most once, at least cost; of the optima the first in lexicographic order.
+    """The column of each row, each used at most once, at the least total cost. Of several optima, the first in
+    lexicographic order.
 
-    Dynamic programme over sets of used columns: exact, 2^columns x columns steps.
+    Exact dynamic programme over sets of used columns, in 2^columns x columns steps.
     """
     columns = len(costs[0]) if costs else 0
     if len(costs) > columns or columns > MOST_GPUS:

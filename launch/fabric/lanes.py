@@ -1,9 +1,9 @@
-"""Shards and workers put on nodes: which GPUs hold a shard, through which GPU a rollout node takes which bytes, and
-how many senders share the receivers.
+"""Shards and workers on nodes: the GPUs that hold a shard, the GPU that receives each piece on a rollout node, and the
+number of senders for the receivers.
 
-Nodes are numbered as the plan sees them: training nodes first, then rollout nodes; the placement gives them names.
-A rollout node takes each byte that its engines need once over its NICs. Where several of its GPUs hold the same
-engine rank (twins: replicas that share the node), each takes an equal part and passes it on over NVLink.
+Nodes have the plan's numbers: training nodes first, then rollout nodes. The placement gives them names. A rollout node
+receives each byte that its engines need once over its NICs. If several of its GPUs hold the same engine rank (twins:
+replicas on one node), each receives an equal part and forwards it over NVLink.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """The network as routes see it."""
+    """The network for routes."""
 
     gpus_per_node: int
     nics_per_node: int
@@ -40,11 +40,11 @@ class Fabric:
     nvlink_bandwidth: float
     """bytes/s of one GPU in one direction."""
     rails: int
-    """Rails that traffic should stay on: one a NIC, or 1 where the fabric is not rail-optimised."""
+    """Rails that traffic should stay on: one per NIC, or 1 if the fabric is not rail-optimised."""
     leaf_of_node: tuple[int, ...] = ()
-    """Leaf switch of each node, by the plan's numbers; () puts all under one leaf (one rail group)."""
+    """Leaf switch of each node, by the plan's numbers; (): all nodes are under one leaf (one rail group)."""
     spine_bandwidth: float = 0.0
-    """bytes/s out of one leaf; 0: not oversubscribed."""
+    """bytes/s out of one leaf; 0: the spine is not oversubscribed."""
 
     def nic(self, gpu: int) -> int:
         """The NIC of a GPU."""
@@ -58,13 +58,13 @@ class Fabric:
 
 
 def fabric_of(cluster: ClusterSpec, nodes: Sequence[str] | None = None, spine_bandwidth: float = 0.0) -> Fabric:
-    """`nodes`: names in the plan's order, training first (default: the cluster's order)."""
+    """The network of a cluster. `nodes`: names in the plan's order, training first (default: the cluster's order)."""
     return ClusterFabric(cluster, nodes, spine_bandwidth).fabric
 
 
 @dataclass(eq=False)
 class ClusterFabric:
-    """What the network of a cluster is to routes, number by number; see `fabric_of`."""
+    """The numbers of `fabric_of`, one by one for the book."""
 
     cluster: ClusterSpec
     names: Sequence[str] | None = None
@@ -80,7 +80,7 @@ class ClusterFabric:
 
     @property
     def nic_bandwidth(self) -> float:
-        """A GPU with two NICs has one of twice the rate."""
+        """bytes/s. Two NICs of one GPU count as one with twice the rate."""
         return self.cluster.nic_bandwidth * self.cluster.nics_per_node / self.nics
 
     @property
@@ -95,22 +95,22 @@ class ClusterFabric:
 
 
 def leaf_of_nodes(cluster: ClusterSpec) -> dict[str, int]:
-    """The number of the leaf switch of each node that hangs on one."""
+    """Node -> number of its leaf switch, for nodes with one."""
     return {node: number for number, switch in enumerate(each for each in cluster.switches if each.nodes)
             for node in switch.nodes}
 
 
 class Piece(NamedTuple):
-    """Bytes that a rollout node takes in through one of its GPUs: part of a flow."""
+    """Bytes into a rollout node through one of its GPUs: part of a flow."""
 
     shard: Shard
     worker: Worker
     gpu: int
     first_byte: int
-    """Where the piece begins in the flow's bytes."""
+    """Offset of the piece in the flow."""
     bytes: int
     copies: tuple[int, ...]
-    """Twin GPUs of the node that get it over NVLink."""
+    """Twin GPUs of the node that receive the piece over NVLink."""
 
 
 class NodeKind(NamedTuple):
@@ -123,11 +123,11 @@ class NodeKind(NamedTuple):
     egress_per_copy: dict[tuple[Shard, int], int]
     """(shard, rail of the receiving GPU) -> bytes of one copy."""
     twin_bytes: int
-    """Most bytes into one GPU over NVLink."""
+    """Bytes into the busiest GPU over NVLink."""
 
 
 class ShardDemand(NamedTuple):
-    """One copy of what a rollout node takes from a shard on one rail."""
+    """One copy of the bytes that a rollout node receives from a shard on one rail."""
 
     shard: Shard
     rail: int
@@ -137,30 +137,30 @@ class ShardDemand(NamedTuple):
 
 
 class Senders(NamedTuple):
-    """Who sends a shard to receivers on one rail."""
+    """Senders of a shard to receivers on one rail."""
 
     number: int
     aligned: bool
-    """On the receivers' rail; else every holder of the shard sends, across rails."""
+    """Whether they are on the receivers' rail. Otherwise all holders of the shard send, across rails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """All that is to move, whatever the route."""
+    """The bytes to move, independent of the route."""
 
     fabric: Fabric
     training: TrainingLayout
     kinds: tuple[NodeKind, ...]
     demands: tuple[tuple[ShardDemand, ...], ...]
-    """Of a node of each kind."""
+    """Demands of a node of each kind."""
     order: tuple[int, ...]
-    """GPUs of the engines' ranks (see `gpu_order`)."""
+    """GPUs of the engines' ranks, see `gpu_order`."""
     replica_bytes: int
-    """Bytes that one engine takes."""
+    """Bytes that one engine receives."""
     senders_limit: int
-    """Most holders of a shard that may send; 0: all."""
+    """Maximum holders of a shard that may send; 0: all."""
     seats: tuple[Place | None, ...] = ()
-    """GPU of each training rank, None for one that does not send; (): rank after rank, node by node."""
+    """GPU of each training rank, None for a rank that does not send; (): ranks in order, node by node."""
 
     @property
     def rollout_nodes(self) -> int:
@@ -171,24 +171,24 @@ class Traffic:
         return _senders(self.training, self.fabric, shard, rail, self.senders_limit, self.seats)
 
     def sender_places(self, shard: Shard, rail: int) -> tuple[Place, ...]:
-        """Where these senders are, in rank order."""
+        """GPUs of the holders of `shard` on `rail`, or of all holders if there are none, in rank order."""
         places = holders(self.training, shard, self.fabric.gpus_per_node, self.senders_limit, self.seats)
         aligned = tuple(place for place in places if self.fabric.rail(place.gpu) == rail)
         return aligned or places
 
     def crossing_bytes(self) -> int:
-        """Bytes into one rollout node of each kind that change rails, all nodes together."""
+        """Bytes into all rollout nodes that change rails."""
         return sum(demand.bytes * len(kind.nodes) for kind, demands in zip(self.kinds, self.demands, strict=True)
                    for demand in demands if not demand.aligned)
 
 
 def traffic(shape: Architecture, training: TrainingLayout, rollout: RolloutLayout, fabric: Fabric, *,
             element_bytes: int = 2, lora_rank: int = 0, senders_limit: int = 0, solve_order: bool = True) -> Traffic:
-    """What must move from a training to a rollout partition, put on nodes.
+    """The traffic from a training to a rollout partition.
 
     Args:
-        senders_limit: most DP x CP holders of a shard that may send (0: all).
-        solve_order: the engines' GPU order from `gpu_order`; False: the natural order.
+        senders_limit: maximum DP x CP holders of a shard that may send (0: all).
+        solve_order: use the GPU order from `gpu_order` for engines; False: the natural order.
     """
     gpus = fabric.gpus_per_node
     order = engine_gpu_order(training, rollout.tp, rollout_pp=rollout.pp, gpus_per_node=gpus,
@@ -201,7 +201,7 @@ def traffic(shape: Architecture, training: TrainingLayout, rollout: RolloutLayou
 
 def assemble(fabric: Fabric, training: TrainingLayout, kinds: tuple[NodeKind, ...], order: tuple[int, ...],
              replica_bytes: int, senders_limit: int = 0, seats: tuple[Place | None, ...] = ()) -> Traffic:
-    """Node kinds with the senders of what they take."""
+    """The traffic into these kinds of nodes, with its senders."""
     demands = tuple(tuple(
         ShardDemand(shard, rail, size, *_senders(training, fabric, shard, rail, senders_limit, seats))
         for (shard, rail), size in kind.egress_per_copy.items()) for kind in kinds)
@@ -226,8 +226,8 @@ def _total(moved: tuple[Flow, ...]) -> int:
 
 def holders(training: TrainingLayout, shard: Shard, gpus_per_node: int, limit: int = 0,
             seats: Sequence[Place | None] = ()) -> tuple[Place, ...]:
-    """GPUs that hold a shard, in rank order. rank = tp + TP (cp + CP (dp + DP pp)); inside a stage, routed
-    experts follow the order (expert TP, EP, the rest). `seats`: see `Traffic`."""
+    """GPUs that hold a shard, in rank order. rank = tp + TP (cp + CP (dp + DP pp)). Inside a stage, routed experts are
+    in the order (expert TP, EP, the rest). `seats`: see `Traffic`."""
     stage_ranks = training.tp * training.cp * training.dp
     first, step = _first_and_step(shard, training.tp, training.ep, training.etp)
     ranks = range(shard.pp * stage_ranks + first, (shard.pp + 1) * stage_ranks, step)
@@ -238,14 +238,14 @@ def holders(training: TrainingLayout, shard: Shard, gpus_per_node: int, limit: i
 
 
 def _first_and_step(shard: Shard, tp: int, ep: int, etp: int) -> tuple[int, int]:
-    """Of the ranks of a stage that hold a shard: the first, and the distance to the next."""
+    """First rank of a stage that holds a shard, and the distance to the next one."""
     return (shard.tp + etp * shard.ep, etp * ep) if shard.routed else (shard.tp, tp)
 
 
 @lru_cache(maxsize=65536)
 def _holder_counts(tp: int, replicas: int, ep: int, etp: int, shard: Shard, gpus: int, rails: int,
                    limit: int) -> tuple[int, ...]:
-    """Holders of a shard on each rail."""
+    """Number of holders of a shard on each rail."""
     first, step = _first_and_step(shard, tp, ep, etp)
     number = tp * replicas // step
     counts = [0] * rails
@@ -256,7 +256,7 @@ def _holder_counts(tp: int, replicas: int, ep: int, etp: int, shard: Shard, gpus
 
 def engine_gpus(rollout_tp: int, rollout_pp: int, replica: int, order: Sequence[int],
                 gpus_per_node: int) -> tuple[Place, ...]:
-    """GPUs of a replica's ranks, in the order of (PP, TP); nodes counted from the first rollout node."""
+    """GPUs of a replica's ranks, in the order of (PP, TP). Nodes are counted from the first rollout node."""
     size = rollout_tp * rollout_pp
     if size > gpus_per_node:
         spans = -(-size // gpus_per_node)
@@ -290,7 +290,7 @@ def _kinds(moved: tuple[Flow, ...], tp: int, pp: int, replicas: int, first_node:
 
 def node_kind(moved: tuple[Flow, ...], workers: tuple[tuple[Worker, int], ...], nodes: tuple[int, ...], gpus: int,
               nics: int, rails: int) -> NodeKind:
-    """The nodes that hold `workers`: (engine rank, GPU of the node), twins in the order of their replicas."""
+    """The kind of the nodes that hold `workers`: (engine rank, GPU of the node), twins in the order of replicas."""
     pieces, twin_bytes = _pieces(moved, workers)
     ingress, egress = [0] * nics, defaultdict[tuple[Shard, int], int](int)
     for piece in pieces:
@@ -302,10 +302,10 @@ def node_kind(moved: tuple[Flow, ...], workers: tuple[tuple[Worker, int], ...], 
 @lru_cache(maxsize=1024)
 def _pieces(moved: tuple[Flow, ...],
             workers: tuple[tuple[Worker, int], ...]) -> tuple[tuple[Piece, ...], int]:
-    """Pieces of a node that holds `workers`, and most bytes into one GPU over NVLink.
+    """Pieces of a node that holds `workers`, and the bytes into its busiest GPU over NVLink.
 
-    Twins cut what each training stage sends at equal bytes, dense tensors and experts apart, shards in order: twin i
-    of k takes the i-th part (the order of GPUs counts on that).
+    Twins divide the bytes from each training stage equally, dense tensors and experts separately, with shards in order:
+    twin i of k receives the i-th part. `gpu_order` depends on this.
     """
     gpus_of: dict[Worker, list[int]] = defaultdict(list)
     for worker, gpu in workers:

@@ -1,4 +1,4 @@
-"""A route from node to node, as trees: which node passes how many bytes on to which, and when the last one arrives."""
+"""A route from node to node, as trees: bytes from each node to the next, and the arrival of the last byte."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from launch.fabric.routes import ROOT, Route
 
 @dataclass
 class Branch:
-    """What one node gets from the one above it, all shards and rails together. At the top of a tree: a training node,
-    which gets nothing."""
+    """Traffic into one node from the node above it, over all shards and rails. The top of a tree is a training node,
+    which receives nothing."""
 
     node: int
-    """As the fabric numbers them: training nodes first."""
+    """The fabric's number of the node; training nodes come first."""
     via: Literal["nic", "nvlink"] | None
-    """nvlink: copies for twins inside the node; None at the top."""
+    """nvlink: copies for twins inside the node. None at the top."""
     bytes: int = 0
     seconds: float = 0.0
-    """After the transfer's start, the last byte has arrived."""
+    """Time from the start of the transfer to the arrival of the last byte."""
     children: list[Branch] = field(default_factory=list)
 
     def child(self, node: int, via: Literal["nic", "nvlink"]) -> Branch:
-        """The branch to a node, made where there is none yet."""
+        """The branch to a node, created if it does not exist."""
         for each in self.children:
             if (each.node, each.via) == (node, via):
                 return each
@@ -33,10 +33,10 @@ class Branch:
 
 
 def trees(route: Route, arrivals: Sequence[float]) -> list[Branch]:
-    """One tree for each training node that sends, in order. A node that takes bytes on two ways stands in two places.
+    """One tree for each training node that sends, in order. A node that receives over two paths appears twice.
 
     Args:
-        arrivals: seconds of each edge, see `simulate.arrivals`.
+        arrivals: arrival time of each edge in seconds, see `simulate.arrivals`.
     """
     roots: dict[int, Branch] = {}
     reached: list[Branch] = []

@@ -1,14 +1,15 @@
-"""Routes: edges with bytes, slots, hops and parents. Deterministic; every rank builds the same and compares the
-fingerprint.
+"""Routes: edges with bytes, slots, hops and parents. Routes are deterministic: every rank builds the same one and
+compares its fingerprint.
 
-    direct  every receiver hears from holders of the shards. Slots as a Latin square: within a slot no NIC sends twice
-            or receives twice, so a receiver hears one stage at a time; small transfers come last
-    chain   the holders of a shard split the receivers among themselves; each sends to the first of its own, which
-            forwards chunk by chunk to the second, and so on
-    tree    the same groups, each as two binary trees that carry half the bytes; who forwards in one is a leaf of the
-            other, so nobody sends more than it receives
+    direct  Every receiver receives from holders of the shards. Slots form a Latin square: within a slot, no NIC sends
+            or receives twice, so a receiver has one stage at a time. Small transfers come last.
+    chain   The holders of a shard divide the receivers among themselves. Each sends to its first receiver, which
+            forwards chunk by chunk to the second, and so on.
+    tree    The same groups, each as two binary trees with half the bytes. A node that forwards in one tree is a leaf of
+            the other, so no node sends more than it receives.
 
-On other leaves first, then on the sender's own. Inside a node twins pass on what came in over the NIC (NVLink).
+Receivers under other leaf switches come before those under the sender's. Inside a node, the bytes from the NIC are
+forwarded to twins over NVLink.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from launch.fabric.lanes import Fabric, NodeKind, Piece, Place, Traffic
 from launch.fabric.shards import ALIGN, Shard, Worker, share
 
 ROOT = -1
-"""Parent of an edge whose source holds the shard."""
+"""Parent of an edge whose source is a training GPU."""
 
 
 class Edge(NamedTuple):
-    """Bytes from one GPU to another: a range of a flow (shard -> worker)."""
+    """A range of a flow (shard -> worker), sent from one GPU to another."""
 
     source: Place
     destination: Place
@@ -39,27 +40,27 @@ class Edge(NamedTuple):
     bytes: int
     via: Literal["nic", "nvlink"]
     hop: int
-    """1 from a training GPU, one more for each forwarding."""
+    """1 from a training GPU, plus 1 for each time the bytes are forwarded."""
     slot: int
-    """Order at both its NICs (`direct`); 0 elsewhere."""
+    """Order at both NICs (`direct`); 0 for other routes."""
     parent: int
-    """Number of the edge that brings the source these bytes; ROOT where the source is a training GPU."""
+    """Number of the edge that brings these bytes to the source; ROOT if the source is a training GPU."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """All edges; a parent comes before its children."""
+    """All edges. A parent comes before its children."""
 
     kind: Kind
     fabric: Fabric
     edges: tuple[Edge, ...]
     chunk_bytes: int
     slots: int
-    """0 where transfers are not ordered by slots."""
+    """Number of slots; 0 if transfers are not ordered by slots."""
 
     @property
     def hops(self) -> int:
-        """NIC hops of the last receiver."""
+        """NIC hops to the last receiver."""
         return max((edge.hop for edge in self.edges if edge.via == "nic"), default=0)
 
     @cached_property
@@ -88,7 +89,7 @@ class Route:
         return Place(place.node, self.fabric.nic(place.gpu))
 
     def fingerprint(self) -> str:
-        """The same on every rank, or the ranks would not do the same."""
+        """Hash of the route, for comparison between ranks."""
         text = f"{self.kind} {self.chunk_bytes} {[tuple(edge) for edge in self.edges]}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -100,12 +101,12 @@ class _Lane(NamedTuple):
     senders: tuple[Place, ...]
     nodes: tuple[int, ...]
     number: int
-    """Among the lanes into the same GPU, minor ones last."""
+    """Number among the lanes into the same GPU, minor ones last."""
     lanes: int
-    """So many large ones go there."""
+    """Number of large lanes into the same GPU."""
     minor: bool
     whole: bool
-    """Senders deal the receivers out (`direct`)."""
+    """Whether the senders divide the receivers among themselves (`direct`)."""
 
 
 def build(traffic: Traffic, kind: Kind, chunk_bytes: int) -> Route:
@@ -143,8 +144,8 @@ def _numbered(kind: NodeKind, fabric: Fabric) -> dict[Piece, tuple[int, int, boo
 
 
 def _direct(fabric: Fabric, lanes: Sequence[_Lane]) -> tuple[list[Edge], int]:
-    """Edges in slot order. Offsets in the Latin square are tried in turn, each edge takes the first slot in which
-    both its NICs are free: for equal stages and receivers that is the square itself."""
+    """Edges in slot order. In the order of the Latin square's offsets, each edge gets the first slot in which both its
+    NICs are free. For equal stages and receivers, the result is the square itself."""
     wanted = []
     for lane in lanes:
         piece, count = lane.piece, len(lane.senders)
@@ -201,7 +202,7 @@ def _forwarded(fabric: Fabric, lanes: Sequence[_Lane], kind: Kind) -> list[Edge]
 
 def _add(edges: list[Edge], piece: Piece, source: Place, destination: Place, low: int, high: int, *, hop: int,
          slot: int, parent: int) -> int:
-    """Append an edge and those to the twins of its destination; the edge's number."""
+    """Append an edge and the edges to the twins of its destination. Returns the edge's number."""
     number = len(edges)
     edges.append(Edge(source, destination, piece.shard, piece.worker, piece.first_byte + low, high - low, "nic", hop,
                       slot, parent))
@@ -212,7 +213,7 @@ def _add(edges: list[Edge], piece: Piece, source: Place, destination: Place, low
 
 
 def _shapes(kind: Kind, receivers: int, size: int) -> list[tuple[dict[int, int], int, int]]:
-    """[(position -> position of its parent, parents first; first byte, last byte)]; 0 is the sender."""
+    """[(position -> position of its parent, parents first; first byte, last byte)]. Position 0 is the sender."""
     if kind == "chain" or receivers < 2 or size < 2 * ALIGN:
         return [({position: position - 1 for position in range(1, receivers + 1)}, 0, size)]
     first = binary_tree(receivers)
@@ -221,7 +222,7 @@ def _shapes(kind: Kind, receivers: int, size: int) -> list[tuple[dict[int, int],
 
 
 def binary_tree(receivers: int) -> dict[int, int]:
-    """Parent of each of 1..receivers: the in-order binary tree, whose odd positions are leaves. 0 has one child."""
+    """Parent of each of 1..receivers in the in-order binary tree, whose odd positions are leaves. 0 has one child."""
     parents = {}
     for position in range(1, receivers + 1):
         bit = position & -position
@@ -231,8 +232,8 @@ def binary_tree(receivers: int) -> dict[int, int]:
 
 
 def second_tree(first: dict[int, int]) -> dict[int, int]:
-    """The tree on the same positions in which nobody who forwards in the first one forwards: mirrored for an even
-    number of receivers, shifted by one for an odd one."""
+    """A tree on the same positions, in which no position forwards that forwards in the first tree: mirrored for an even
+    number of receivers, shifted by one for an odd number."""
     count = len(first)
 
     def moved(position: int) -> int:
@@ -256,5 +257,5 @@ def _parents_first(parents: dict[int, int]) -> dict[int, int]:
 
 
 def _blocks(nodes: Sequence[int], count: int) -> list[Sequence[int]]:
-    """`nodes` dealt to `count` senders, contiguous, as even as they go."""
+    """`nodes` in `count` contiguous blocks of nearly equal size, one per sender."""
     return [nodes[len(nodes) * block // count:len(nodes) * (block + 1) // count] for block in range(count)]

@@ -1,5 +1,5 @@
-"""Traffic of a run that was placed: seats come from the placement and from the members that are still there, flows from
-the layouts as both sides describe them. With the seats and flows of the plan it is the plan's traffic."""
+"""Traffic of a placed run. Seats come from the placement and the members that are still alive, flows from the layouts
+that both sides describe. With the seats and flows of the plan, the traffic equals the plan's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EngineRank = tuple[int, int]
 
 @dataclass(frozen=True)
 class Seats:
-    """Where the members of a sync sit, and the network between them."""
+    """GPUs of the members of a sync, and the network between them."""
 
     fabric: Fabric
     training: tuple[Place, ...]
@@ -28,12 +28,12 @@ class Seats:
 
 
 def seats_of(placement: Placement, engine_size: int, cluster: ClusterFacts | None = None) -> Seats:
-    """Nodes numbered with the training nodes first. Without GPUs every process of a node has a seat of its own, and all
-    of them share its network card.
+    """The seats of a placement; training nodes come first. Without GPUs, every process of a node has its own seat, and
+    all share the node's network card.
 
     Args:
         engine_size: ranks of an engine.
-        cluster: what the plan knows of the nodes.
+        cluster: facts about the nodes from the plan.
     """
     numbers: dict[str, int] = {}
     taken: dict[str, int] = defaultdict(int)
@@ -59,25 +59,25 @@ def seats_of(placement: Placement, engine_size: int, cluster: ClusterFacts | Non
 
 
 def apart(ranks: int, engines: Collection[EngineRank]) -> Seats:
-    """Where nobody said who sits where: every training rank and every engine on a node of its own."""
+    """Seats without a placement: every training rank and every engine has its own node."""
     training = tuple(Place(rank, 0) for rank in range(ranks))
     rollout = {(replica, worker): Place(ranks + replica, worker) for replica, worker in engines}
     return Seats(one_card(1 + max((worker for _, worker in engines), default=0)), training, rollout)
 
 
 def one_card(gpus_per_node: int) -> Fabric:
-    """Nodes with one network card; rates do not matter to a route."""
+    """Nodes with one network card. Routes do not depend on the rates."""
     return Fabric(gpus_per_node, 1, 1.0, 1.0, 1)
 
 
 def seated(moved: Sequence[Flow], training: TrainingLayout, seats: Seats, senders: Collection[int],
            workers: Mapping[EngineRank, Worker]) -> Traffic:
-    """What must move.
+    """The traffic between these members.
 
     Args:
-        moved: flows from each shard to each sort of worker.
+        moved: flows from each shard to each kind of worker.
         senders: the training ranks that may send.
-        workers: the engine ranks that receive, with their sort.
+        workers: the engine ranks that receive, with their kind.
     """
     on_node: dict[int, list[tuple[Worker, int]]] = defaultdict(list)
     for key in sorted(workers):

@@ -1,9 +1,9 @@
-"""Which bytes of which training shard each rollout worker needs.
+"""Bytes of each training shard that each rollout worker needs.
 
-Every tensor is cut along one axis into units (query heads, KV heads, MLP columns, experts, vocabulary rows);
-training rank t of T and rollout rank d of D hold intervals of the same units, and what travels from t to d is the
-overlap. What is replicated over TP (norms, router) is taken from one rank. Rows that pad the vocabulary are in
-nobody's interval. All numbers are integers: a worker's bytes add up to what it needs, each once.
+Every tensor is cut along one axis into units (query heads, KV heads, MLP columns, experts, vocabulary rows). Training
+rank t of T and rollout rank d of D hold intervals of the same units, and their overlap is sent from t to d. Tensors
+that are replicated over TP (norms, router) are sent by one rank. Padding rows of the vocabulary are in no interval. All
+numbers are integers: a worker receives each byte that it needs once.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from launch.plan.layouts import RolloutLayout, TrainingLayout, stage_layers
 ENGINE_VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this (`vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE`)."""
 ALIGN = 4
-"""Flows are cut at multiples of so many bytes, which are whole elements of every type."""
+"""Flows are cut at multiples of this many bytes, so that no element of any type is split."""
 DENSE = -1
-"""In place of an EP rank: tensors that are not split over EP."""
+"""Replaces the EP rank for tensors that are not split over EP."""
 
 
 class Shard(NamedTuple):
-    """What the training ranks of one (PP, TP) coordinate hold of the dense tensors, or those of one (PP, EP, expert
-    TP) coordinate of the routed experts."""
+    """The dense tensors on the training ranks of one (PP, TP) coordinate, or the routed experts on those of one (PP,
+    EP, expert TP) coordinate."""
 
     pp: int
     tp: int
-    """TP rank; of routed experts the expert TP rank."""
+    """TP rank, or expert TP rank for routed experts."""
     ep: int = DENSE
-    """EP rank; DENSE for the dense tensors."""
+    """EP rank, or DENSE for dense tensors."""
 
     @property
     def routed(self) -> bool:
-        """Of routed experts."""
+        """Whether it holds routed experts."""
         return self.ep != DENSE
 
 
 class Worker(NamedTuple):
-    """A rank of an engine, whichever replica."""
+    """A rank of an engine, the same for every replica."""
 
     pp: int
     tp: int
 
 
 class Flow(NamedTuple):
-    """What one worker takes from one shard."""
+    """Bytes that one worker receives from one shard."""
 
     shard: Shard
     worker: Worker
@@ -56,14 +56,14 @@ class Flow(NamedTuple):
 
 
 class _Axis(NamedTuple):
-    """Tensors of a layer that are cut alike: `units` along the cut, `bytes` a unit and layer."""
+    """Tensors of a layer with the same cut: number of `units` along the cut, and `bytes` per unit and layer."""
 
     units: int
     bytes: int
     kv: bool = False
-    """Heads of K and V: repeated, not cut, where there are more ranks than heads."""
+    """KV heads, which are replicated if there are more ranks than heads."""
     whole: bool = False
-    """Every worker of an engine holds all of it (vLLM gathers a projection that is normed over its whole width)."""
+    """Every worker of an engine holds the whole tensor (vLLM gathers a projection for a norm over its whole width)."""
 
 
 def held_bytes(shape: Architecture, rollout: RolloutLayout, element_bytes: int = 2,
@@ -93,12 +93,12 @@ def held_bytes(shape: Architecture, rollout: RolloutLayout, element_bytes: int =
 
 def flows(shape: Architecture, training: TrainingLayout, rollout: RolloutLayout, element_bytes: int = 2,
           lora_rank: int = 0) -> tuple[Flow, ...]:
-    """All flows of one engine, sorted by shard, then worker. The same for every replica of either side.
+    """All flows of one engine, sorted by shard, then worker. They are the same for every replica of either side.
 
     Args:
-        element_bytes: bytes of an element on the wire (2: bf16 travels, also where the engine quantises).
-        lora_rank: only the adapters of every linear layer travel (0: all weights). An engine takes an adapter whole,
-            so every worker gets every byte of its layers.
+        element_bytes: bytes per element on the wire (2: bf16, also if the engine quantises).
+        lora_rank: only the adapters of every linear layer are sent (0: all weights). An engine needs whole adapters, so
+            every worker receives all bytes of its layers.
     """
     return _flows(shape, training.tp, training.ep, training.etp, training.vpp, stage_layers(shape, training),
                   rollout.tp, rollout.pp, element_bytes, lora_rank)
@@ -122,7 +122,7 @@ def _flows(shape: Architecture, tp: int, ep: int, etp: int, vpp: int, stages: tu
 
 
 def _layer(shape: Architecture, element_bytes: int) -> tuple[list[_Axis], int, int]:
-    """One layer: dense tensors by axis, bytes replicated over TP, bytes of one column of one routed expert."""
+    """One layer: axes of the dense tensors, bytes replicated over TP, bytes of one column of one routed expert."""
     tensors = layer_tensors(shape)
     norms = [tensor for tensor in tensors if tensor.role in ("q_norm", "k_norm")]
 
@@ -146,7 +146,7 @@ def _dense_layer(shape: Architecture, tp: int, engine_tp: int, element_bytes: in
         moved[near, target] += replicated
         for axis in axes:
             low, high = _held(axis, engine_tp, target)
-            if axis.kv and tp > axis.units:      # repeated at the source: of the ranks with this head, the nearest
+            if axis.kv and tp > axis.units:      # replicated at the source: the nearest rank with this head
                 for head in range(low, high):
                     owners = [rank for rank in range(tp) if rank * axis.units // tp == head]
                     moved[min(owners, key=lambda rank: abs(rank - near)), target] += axis.bytes
@@ -175,7 +175,7 @@ def _add_experts(moved: dict, shape: Architecture, ep: int, etp: int, engine_tp:
 
 def _add_ends(moved: dict, shape: Architecture, tp: int, pp: int, engine_tp: int, engine_pp: int, element_bytes: int,
               workers: list[Worker]) -> None:
-    """Embedding, positions, final norm and head. A tied head is sent once to an engine stage that holds one copy."""
+    """Add embedding, positions, final norm and head. An engine stage that holds one copy of a tied head gets one."""
     row, last = shape.hidden * element_bytes, pp - 1
     for worker in workers:
         near = worker.tp * tp // engine_tp
@@ -210,7 +210,8 @@ def _final_norm_bytes(shape: Architecture, element_bytes: int) -> int:
 
 
 def adapter_bytes(shape: Architecture, rank: int, element_bytes: int = 2) -> int:
-    """LoRA adapters of one layer: rank x (in + out) of q, k, v, o and of the dense MLP; routed experts have none."""
+    """Bytes of one layer's LoRA adapters: rank x (in + out) of q, k, v, o and the dense MLP. Routed experts have
+    none."""
     h, q, kv = shape.hidden, shape.q_width, shape.kv_width
     width = shape.shared_ffn if shape.experts else shape.ffn
     ends = 2 * (h + q) + 2 * (h + kv) + (shape.mlp_matrices * (h + width) if width else 0)
@@ -235,7 +236,7 @@ def _even(units: int, parts: int, part: int) -> tuple[int, int]:
 
 
 def _held(axis: _Axis, parts: int, part: int) -> tuple[int, int]:
-    """Units that an engine's worker holds."""
+    """Units of an engine's worker."""
     if axis.whole:
         return 0, axis.units
     if axis.kv and parts > axis.units:
@@ -245,12 +246,12 @@ def _held(axis: _Axis, parts: int, part: int) -> tuple[int, int]:
 
 
 def _trainer_rows(vocab: int, parts: int, part: int) -> tuple[int, int]:
-    """Real rows of Megatron's vocabulary shard."""
+    """Rows of Megatron's vocabulary shard without padding."""
     return _rows(vocab, round_up(vocab, VOCAB_MULTIPLE * parts) // parts, part)
 
 
 def _engine_rows(vocab: int, parts: int, part: int) -> tuple[int, int]:
-    """Real rows of vLLM's."""
+    """Rows of vLLM's vocabulary shard without padding."""
     return _rows(vocab, -(-round_up(vocab, ENGINE_VOCAB_MULTIPLE) // parts), part)
 
 
@@ -259,12 +260,13 @@ def _rows(vocab: int, each: int, part: int) -> tuple[int, int]:
 
 
 def _engine_layers(layers: int, pp: int) -> list[range]:
-    """Layers of each engine stage: contiguous, as even as they go."""
+    """Layers of each engine stage: contiguous and nearly even."""
     return [range(*_even(layers, pp, stage)) for stage in range(pp)]
 
 
 def _common_layers(stages: tuple[int, ...], vpp: int, engine: list[range]) -> dict[tuple[int, int], int]:
-    """(training stage, engine stage) -> layers they share. Chunk c of all stages comes before chunk c + 1 (VPP)."""
+    """(training stage, engine stage) -> number of shared layers. With VPP, chunk c of all stages precedes chunk c +
+    1."""
     common: dict[tuple[int, int], int] = defaultdict(int)
     layer = 0
     for chunk in range(vpp):

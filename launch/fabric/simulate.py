@@ -1,14 +1,14 @@
 """Chunk-level simulation of a route: NICs in both directions, NVLink, packing and unpacking.
 
-A chunk takes its sender's outgoing NIC and its receiver's incoming NIC for c/B + a each; both at the same time unless
-the receiver's is busy, then the chunk queues there (packets of concurrent transfers interleave: one receiver's queue
-does not stop a sender from serving another). With slots (`direct`) a NIC works through its transfers in their order;
-without, the chunk that can start first starts first, a tie going to the lower chunk number: transfers through one NIC
-alternate. A forwarded chunk can leave once it has arrived. Deterministic.
+A chunk occupies its sender's outgoing NIC and its receiver's incoming NIC for c/B + a each. Both start together unless
+the receiver's NIC is busy; then the chunk queues there. (Packets of concurrent transfers interleave, so the queue of
+one receiver does not stop a sender from serving another.) With slots (`direct`), a NIC handles its transfers in order.
+Without, the chunk that can start first starts first, and a tie goes to the lower chunk number, so transfers through one
+NIC alternate. A forwarded chunk can leave once it has arrived. The simulation is deterministic.
 
-Rails that look alike are simulated once: the graph falls apart into components, those of the same structure and equal
-bytes (within 2 %) count as one, represented by the one with the busiest port. Transfers of a few bytes between
-components (vocabulary rows on the border of two ranks) are held against both NICs, without coupling them.
+Equal rails are simulated once: the graph splits into components, and of components with the same structure and bytes
+(within 2 %) only the one with the busiest port is simulated. Transfers of a few bytes between components (vocabulary
+rows at the border of two ranks) occupy both NICs without coupling them.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from launch.fabric.estimate import MINOR
 from launch.fabric.routes import ROOT, Edge, Route
 
 Port = tuple
-"""(sort, node, NIC or GPU): "out", "in" of a NIC, "nvout", "nvin" of a GPU."""
+"""(kind, node, NIC or GPU). The kind is "out" or "in" for a NIC, "nvout" or "nvin" for a GPU."""
 ALIKE = 0.02
 """Relative difference of bytes up to which two transfers count as equal."""
 
 
 class Simulation(NamedTuple):
-    """What came out."""
+    """Result of a simulation."""
 
     wire_s: float
-    """The last byte has arrived."""
+    """Arrival of the last byte."""
     done_s: float
-    """The last byte is unpacked."""
+    """Unpacking of the last byte."""
     total_s: float
     """The whole sync: pause, barriers, transfer, digest, requantising."""
     chunks: int
-    """Simulated."""
+    """Chunks that were simulated."""
     components: int
-    """Of the graph; fewer were simulated where some look alike."""
+    """Components of the graph. Of equal ones, only one is simulated."""
 
 
 def simulate(route: Route, coefficients: SyncCoefficients, *, quantise: bool = False) -> Simulation:
@@ -63,13 +63,13 @@ def simulate(route: Route, coefficients: SyncCoefficients, *, quantise: bool = F
 
 
 def arrivals(route: Route, coefficients: SyncCoefficients) -> tuple[float, ...]:
-    """Seconds until each edge's last byte has arrived, by the edge's number. Every component is simulated: rails that
-    look alike may differ by a few per cent, and here each stands for itself."""
+    """Arrival of each edge's last byte in seconds, by the edge's number. Every component is simulated, because similar
+    rails may differ by a few per cent."""
     last = [0.0] * len(route.edges)
     for members in _components(route, [_ports(route, edge) for edge in route.edges]):
         run = _Run(route, coefficients, members)
         run.run()
-        for member, arrived in zip(members, run.arrived, strict=True):   # a cut transfer has two: out and in
+        for member, arrived in zip(members, run.arrived, strict=True):   # a cut transfer has two members: out and in
             last[member.edge] = max(last[member.edge], arrived[-1])
     return tuple(last)
 
@@ -81,7 +81,7 @@ def _ports(route: Route, edge: Edge) -> tuple[Port, Port]:
 
 
 class _Member(NamedTuple):
-    """An edge within a component; a port outside of it is None."""
+    """An edge in a component. A port outside the component is None."""
 
     edge: int
     out: Port | None
@@ -89,7 +89,7 @@ class _Member(NamedTuple):
 
 
 def _components(route: Route, ports: list[tuple[Port, Port]]) -> list[list[_Member]]:
-    """Edges that share ports, or that pass bytes on, in one component."""
+    """Edges that share ports or forward each other's bytes are in one component."""
     into = route.nic_bytes[1]
     minor = [edge.via == "nic" and edge.parent == ROOT and edge.bytes * MINOR < into[route.nic(edge.destination)]
              for edge in route.edges]
@@ -122,7 +122,7 @@ def _components(route: Route, ports: list[tuple[Port, Port]]) -> list[list[_Memb
 
 
 def _representatives(route: Route, parts: list[list[_Member]]) -> list[list[_Member]]:
-    """One component of each class, the one with the busiest port."""
+    """The component with the busiest port of each class."""
     classes: dict[tuple, list[tuple[list[int], float, list[_Member]]]] = defaultdict(list)
     for members in parts:
         structure, sizes, busiest = _outline(route, members)
@@ -138,8 +138,8 @@ def _representatives(route: Route, parts: list[list[_Member]]) -> list[list[_Mem
 
 
 def _outline(route: Route, members: list[_Member]) -> tuple[tuple, list[int], float]:
-    """(structure, bytes of the transfers within, bytes through the busiest port in NIC bytes) of a component. Small
-    transfers, which differ from rail to rail, count for the busiest port only."""
+    """(structure, bytes of the large transfers, load of the busiest port in NIC bytes) of a component. Small transfers
+    differ from rail to rail and count only for the load."""
     large = max(route.edges[member.edge].bytes for member in members) / MINOR
     labels: dict[Port, int] = {}
     faster = route.fabric.nvlink_bandwidth / route.fabric.nic_bandwidth
@@ -177,7 +177,7 @@ class _Run:
         self.arrived: list[list[float]] = [[] for _ in members]
         numbers: dict[int, int] = {}
         for number, member in enumerate(members):
-            if member.into is not None:          # of a cut transfer, the half that arrives here is the parent
+            if member.into is not None:          # the incoming half of a cut transfer is the parent
                 numbers[member.edge] = number
         self.parent = [numbers.get(edge.parent, ROOT) for edge in self.edges]
         self.children: list[list[int]] = [[] for _ in members]
@@ -188,7 +188,7 @@ class _Run:
         self.heap: list[tuple[float, int, int]] = []
 
     def _order(self, slots: bool) -> tuple[list[list[int]], list[int]]:
-        """(edges that come after this one at a NIC, number of edges before this one)."""
+        """(for each edge, the edges that follow it at a NIC; the number of edges before it)."""
         after: list[list[int]] = [[] for _ in self.edges]
         waits = [0] * len(self.edges)
         if not slots:
@@ -244,14 +244,14 @@ class _Run:
         return self.unpacked[place]
 
     def _proceed(self, number: int, start: float, end: float) -> None:
-        """After a chunk: offer the edge's next one, and what waited for this one."""
+        """After a chunk: offer the edge's next chunk and the chunks that waited for this one."""
         chunk = self.next[number]
         self.next[number] += 1
         self.arrived[number].append(end)
         if self.next[number] < self.count[number]:
             parent = self.parent[number]
             if parent == ROOT:
-                self._offer(number, start + self.copy[number])      # packed while this one travelled
+                self._offer(number, start + self.copy[number])      # packed while this one was on the wire
             elif len(self.arrived[parent]) > self.next[number]:
                 self._offer(number, self.arrived[parent][self.next[number]])
         else:

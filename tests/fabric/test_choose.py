@@ -110,7 +110,7 @@ def test_fp8_rollout_saves_no_bytes():
     bf16, fp8 = (predict(LLAMA_70B, *REFERENCE, cluster(32), rollout_precision=precision)
                  for precision in ("bf16", "fp8"))
     assert fp8.cost.rollout_nic_in_bytes == bf16.cost.rollout_nic_in_bytes
-    assert fp8.seconds > bf16.seconds and fp8.wire_precision == "bf16" and "bf16 travels" in fp8.notes[0]
+    assert fp8.seconds > bf16.seconds and fp8.wire_precision == "bf16" and "bf16 is sent" in fp8.notes[0]
 
 
 def test_lora_only():
