@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from launch.accuracy.fit import log_error, robust_mean, rounded, search
 from launch.accuracy.interface import Predicted, measured
+from launch.accuracy.machine import plain_cluster
 from launch.accuracy.points import Point
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.rollout import RolloutCoefficients
@@ -127,12 +128,9 @@ def _run(point: Point) -> _Run | str:
     gpus, sizes = point.num_gpus, point.sizes()
     if not gpus or not 0 < gpus <= MOST_GPUS:
         return "the number of GPUs is not stated"
-    per_node = max(1, point.integer("hardware.gpus_per_node", 8))
-    nodes = -(-gpus // per_node)
-    cluster = ClusterSpec("measured", tuple(f"node{i}" for i in range(nodes)), per_node, point.gpu, per_node, 50e9,
-                          per_node, 0)
+    cluster = plain_cluster(point, point.gpu, gpus)
     limit = point.integer("workload.max_num_seqs") or FULL_BATCH[engine]
-    tps = [sizes["tp"]] if "tp" in sizes else [tp for tp in (1, 2, 4, 8) if tp <= min(gpus, per_node)]
+    tps = [sizes["tp"]] if "tp" in sizes else [tp for tp in (1, 2, 4, 8) if tp <= min(gpus, cluster.gpus_per_node)]
     pp = sizes.get("pp", 1)
     layouts = [RolloutLayout(tp=tp, pp=pp, replicas=max(1, gpus // (tp * pp)), weight_precision=weights,
                              kv_precision=kv, max_num_seqs=limit, memory_utilization=UTILIZATION) for tp in tps]

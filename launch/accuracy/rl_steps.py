@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from launch.accuracy.decode import MOST_GPUS
 from launch.accuracy.fit import log_error, robust_mean, rounded, search
 from launch.accuracy.interface import Predicted, measured
+from launch.accuracy.machine import plain_cluster
 from launch.accuracy.points import Point
-from launch.cluster.spec import ClusterSpec, Gpu
+from launch.cluster.spec import Gpu
 from launch.coefficients.rl import RlCoefficients
 from launch.coefficients.training import TrainingCoefficients
 from launch.errors import UserError
@@ -61,7 +62,7 @@ LIMITS = {"train_efficiency": (0.2, 1.0), "mixture_efficiency": (0.1, 1.0), "rol
 SPREAD = 0.15
 """Minimum half-width of a range."""
 HOLD = 0.003
-"""Weight of staying near `TYPICAL`, as in `validate.decode`."""
+"""Weight of staying near `TYPICAL`, as in `launch.accuracy.decode`."""
 
 
 def default() -> RlCoefficients:
@@ -186,7 +187,7 @@ def _job(point: Point) -> _Job | str:
         1, responses // (point.integer("global_batch") or responses))
     group = point.integer("samples_per_prompt") or 1
     budget = longest or round(prompt + lengths.cap)
-    cluster = _cluster(point, point.gpu, max(train_gpus, rollout_gpus))
+    cluster = plain_cluster(point, point.gpu, max(train_gpus, rollout_gpus))
     layout = _trainer_layout(point, point.model, point.gpu, train_gpus, budget)
     if layout is None:
         return "no training layout fits"
@@ -224,12 +225,6 @@ def _lengths(point: Point, longest: int | None) -> tuple[float, Lengths, str] | 
         return prompt, LogNormal(mean, SIGMA, cap), assumed
     except UserError as error:
         return error.what
-
-
-def _cluster(point: Point, gpu: Gpu, gpus: int) -> ClusterSpec:
-    per_node = max(1, point.integer("hardware.gpus_per_node", 8))
-    nodes = tuple(f"node{i}" for i in range(-(-gpus // per_node)))
-    return ClusterSpec("measured", nodes, per_node, gpu, per_node, 50e9, per_node, 0)
 
 
 def _trainer_layout(point: Point, model: Architecture, gpu: Gpu, gpus: int, budget: int) -> TrainingLayout | None:

@@ -18,6 +18,7 @@ from typing import get_args
 from launch.accuracy.fit import log_error, robust_mean, rounded, search
 from launch.accuracy.interface import Predicted, measured
 from launch.accuracy.machine import cluster_of
+from launch.accuracy.memory import GRADIENT_BYTES, LORA_RANK
 from launch.accuracy.points import Point
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.training import TrainingCoefficients
@@ -46,10 +47,8 @@ MANY = 32
 """Micro-batches per rank if no batch size is given."""
 UNKNOWN_CHUNKS = 2
 """Chunks of a pipeline rank whose schedule is not stated: between 1F1B and one layer per chunk."""
-GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 PRECISIONS: Mapping[str, Precision] = {"bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "fp32": "fp32"}
 CONVENTIONS: Mapping[str, FlopsConvention] = {name: name for name in get_args(FlopsConvention)}
-LORA_RANK = 16
 
 
 @dataclass(frozen=True)
