@@ -101,7 +101,8 @@ def load_config(path: str | os.PathLike[str], words: Sequence[str] = ()) -> Load
             words_of[override.path] = override.word
     locate = _Locator(file, document, words_of)
     config = typed_file.checked(RunConfig, document.values, locate.where, problems, special=_one_completion)
-    loaded = LoadedConfig(config, dict(_sources(config, (), locate)), file)
+    sources = {keys.dotted(leaf): locate.source(leaf) for leaf, _ in leaves(config)}
+    loaded = LoadedConfig(config, sources, file)
     return loaded.resolved(auto.local_values(config)) if config.cluster == "local" else loaded
 
 
@@ -163,7 +164,3 @@ def _one_completion(key: str, error: dict[str, Any]) -> tuple[str, str] | None:
         return None
     return (f"{key} = {error['input']!r}: with one completion per prompt there is no group to compare, so all "
             "advantages would be 0", "use 2 or more; 8 and 16 are common")
-
-
-def _sources(config: RunConfig, path: Path, locate: _Locator) -> list[tuple[str, Source]]:
-    return [(keys.dotted(leaf), locate.source(leaf)) for leaf, _ in leaves(config, path)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launch.coefficients.sync import DEFAULT
 from launch.fabric.estimate import RouteCost
 from launch.fabric.lanes import Fabric, Traffic
 from launch.plan.book import line, nonzero, part
@@ -42,13 +41,6 @@ class Bounds:
         """One copy of each shard leaves its holders, for the busiest shard."""
         return _source(self.traffic) / self.fabric.nic_bandwidth
 
-    @line("s", "one copy into each leaf without a trainer, over its uplinks", key="spine_s", written=nonzero)
-    @part
-    def spine(self) -> float:
-        """One copy goes into each leaf with rollout nodes and no training node; 0 if the spine is not
-        oversubscribed."""
-        return _spine(self.traffic)
-
     @line("s", "bytes between twins of a node", key="nvlink_s", written=nonzero)
     def nvlink(self) -> float:
         """Bytes between twins go over NVLink."""
@@ -56,18 +48,13 @@ class Bounds:
 
     @line("s", "lower bound for any route: the largest of its parts", key="sync.floor_s")
     def floor(self) -> float:
-        return max(self.ingress, self.egress, self.source, self.spine, self.nvlink)
+        return max(self.ingress, self.egress, self.source, self.nvlink)
 
     @property
     def binding(self) -> str:
         """Name of the largest bound."""
-        names = ("ingress", "egress", "source", "spine", "nvlink")
+        names = ("ingress", "egress", "source", "nvlink")
         return max(names, key=lambda name: getattr(self, name))
-
-
-def bounds(traffic: Traffic) -> Bounds:
-    """Bounds for any route over this traffic."""
-    return Bounds(traffic, traffic.fabric, RouteCost("direct", traffic, traffic.fabric, DEFAULT))
 
 
 def _source(traffic: Traffic) -> float:
@@ -87,18 +74,3 @@ def _source(traffic: Traffic) -> float:
                 holders = min(holders, traffic.senders_limit)
             most = max(most, sum(ranges.values()) / holders)
     return most
-
-
-def _spine(traffic: Traffic) -> float:
-    fabric = traffic.fabric
-    if not fabric.spine_bandwidth:
-        return 0.0
-    gpus = fabric.gpus_per_node
-    near = {fabric.leaf(node) for node in range(-(-traffic.training.gpus // gpus))}
-    far: dict[int, int] = {}
-    for kind in traffic.kinds:
-        for node in kind.nodes:
-            leaf = fabric.leaf(node)
-            if leaf not in near:
-                far[leaf] = max(far.get(leaf, 0), sum(kind.ingress))
-    return max(far.values(), default=0) / fabric.spine_bandwidth

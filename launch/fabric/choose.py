@@ -114,7 +114,7 @@ class SyncPrediction:
 
     @property
     def floor_by(self) -> str:
-        """The binding bound: ingress, egress, source, spine or nvlink."""
+        """The binding bound: ingress, egress, source or nvlink."""
         return self.limits.binding
 
     @property
@@ -196,8 +196,7 @@ def fastest(shape: Architecture, training: TrainingLayout, rollout: RolloutLayou
     moved = traffic(shape, training, rollout, fabric, element_bytes=weight_bytes, lora_rank=lora_rank,
                     senders_limit=senders_limit)
     quantise = rollout_precision == "fp8" and not lora_rank
-    seconds = {kind: expected_seconds(moved, kind, coefficients, bucket_bytes=bucket_bytes, quantise=quantise)
-               for kind in KINDS}
+    seconds = {kind: RouteCost(kind, moved, fabric, coefficients, bucket_bytes, quantise).expected_s for kind in KINDS}
     chosen = least(seconds)
     return chosen, seconds[chosen]
 
@@ -233,12 +232,6 @@ class _EnoughSenders(RouteCost):
     """A route whose training NICs are not a limit."""
 
     egress = 0.0
-
-
-def expected_seconds(moved: Traffic, kind: Kind, coefficients: SyncCoefficients = DEFAULT, *,
-                     bucket_bytes: int = DEFAULT_BUCKET, quantise: bool = False) -> float:
-    """Expected time of one route."""
-    return RouteCost(kind, moved, moved.fabric, coefficients, bucket_bytes, quantise).expected_s
 
 
 def least(seconds: Mapping[Kind, float]) -> Kind:

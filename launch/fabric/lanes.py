@@ -43,8 +43,6 @@ class Fabric:
     """Rails that traffic should stay on: one per NIC, or 1 if the fabric is not rail-optimised."""
     leaf_of_node: tuple[int, ...] = ()
     """Leaf switch of each node, by the plan's numbers; (): all nodes are under one leaf (one rail group)."""
-    spine_bandwidth: float = 0.0
-    """bytes/s out of one leaf; 0: the spine is not oversubscribed."""
 
     def nic(self, gpu: int) -> int:
         """The NIC of a GPU."""
@@ -57,9 +55,9 @@ class Fabric:
         return self.leaf_of_node[node] if node < len(self.leaf_of_node) else 0
 
 
-def fabric_of(cluster: ClusterSpec, nodes: Sequence[str] | None = None, spine_bandwidth: float = 0.0) -> Fabric:
-    """The network of a cluster. `nodes`: names in the plan's order, training first (default: the cluster's order)."""
-    return ClusterFabric(cluster, nodes, spine_bandwidth).fabric
+def fabric_of(cluster: ClusterSpec) -> Fabric:
+    """The network of a cluster, with nodes in its order."""
+    return ClusterFabric(cluster).fabric
 
 
 @dataclass(eq=False)
@@ -67,12 +65,9 @@ class ClusterFabric:
     """The numbers of `fabric_of`, one by one for the book."""
 
     cluster: ClusterSpec
-    names: Sequence[str] | None = None
-    spine_bandwidth: float = 0.0
 
     fabric = made(Fabric, gpus_per_node="cluster.gpus_per_node", nics_per_node="nics", nic_bandwidth="nic_bandwidth",
-                  nvlink_bandwidth="cluster.gpu.nvlink_bandwidth", rails="rails", leaf_of_node="leaves",
-                  spine_bandwidth="spine_bandwidth")
+                  nvlink_bandwidth="cluster.gpu.nvlink_bandwidth", rails="rails", leaf_of_node="leaves")
 
     @property
     def nics(self) -> int:
@@ -90,7 +85,7 @@ class ClusterFabric:
     @property
     def leaves(self) -> tuple[int, ...]:
         leaf_of = leaf_of_nodes(self.cluster)
-        leaves = tuple(leaf_of.get(node, 0) for node in self.names or self.cluster.nodes)
+        leaves = tuple(leaf_of.get(node, 0) for node in self.cluster.nodes)
         return leaves if any(leaves) else ()
 
 
@@ -165,10 +160,6 @@ class Traffic:
     @property
     def rollout_nodes(self) -> int:
         return sum(len(kind.nodes) for kind in self.kinds)
-
-    def senders(self, shard: Shard, rail: int) -> Senders:
-        """Holders of `shard` on `rail`, or all of them where there is none."""
-        return _senders(self.training, self.fabric, shard, rail, self.senders_limit, self.seats)
 
     def sender_places(self, shard: Shard, rail: int) -> tuple[Place, ...]:
         """GPUs of the holders of `shard` on `rail`, or of all holders if there are none, in rank order."""

@@ -74,17 +74,6 @@ class Route:
                 into[self.nic(edge.destination)] += edge.bytes
         return dict(out), dict(into)
 
-    @property
-    def cross_rail_bytes(self) -> int:
-        return sum(edge.bytes for edge in self.edges if edge.via == "nic"
-                   and self.fabric.rail(edge.source.gpu) != self.fabric.rail(edge.destination.gpu))
-
-    @property
-    def lower_bound_s(self) -> float:
-        """Its busiest NIC at line rate."""
-        out, into = self.nic_bytes
-        return max([*out.values(), *into.values(), 0]) / self.fabric.nic_bandwidth
-
     def nic(self, place: Place) -> Place:
         return Place(place.node, self.fabric.nic(place.gpu))
 

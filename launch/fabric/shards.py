@@ -13,11 +13,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from launch.model.architecture import VOCAB_MULTIPLE, Architecture, elements, expert_tensors, layer_tensors
-from launch.model.padding import round_up
+from launch.model.padding import VLLM_VOCAB_MULTIPLE, round_up
 from launch.plan.layouts import RolloutLayout, TrainingLayout, stage_layers
 
-ENGINE_VOCAB_MULTIPLE = 64
-"""vLLM pads the vocabulary to a multiple of this (`vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE`)."""
 ALIGN = 4
 """Flows are cut at multiples of this many bytes, so that no element of any type is split."""
 DENSE = -1
@@ -64,31 +62,6 @@ class _Axis(NamedTuple):
     """KV heads, which are replicated if there are more ranks than heads."""
     whole: bool = False
     """Every worker of an engine holds the whole tensor (vLLM gathers a projection for a norm over its whole width)."""
-
-
-def held_bytes(shape: Architecture, rollout: RolloutLayout, element_bytes: int = 2,
-               lora_rank: int = 0) -> dict[Worker, int]:
-    """Bytes that each worker of an engine holds, padding left out: what a sync must bring it."""
-    needs: dict[Worker, int] = defaultdict(int)
-    layers = _engine_layers(shape.layers, rollout.pp)
-    for pp in range(rollout.pp):
-        for tp in range(rollout.tp):
-            worker, number = Worker(pp, tp), len(layers[pp])
-            if lora_rank:
-                needs[worker] = number * adapter_bytes(shape, lora_rank, element_bytes)
-                continue
-            dense, replicated, expert = _layer(shape, element_bytes)
-            for axis in dense:
-                low, high = _held(axis, rollout.tp, tp)
-                needs[worker] += number * (high - low) * axis.bytes
-            low, high = _even(shape.moe_ffn, rollout.tp, tp)
-            needs[worker] += number * (replicated + shape.experts * (high - low) * expert)
-            low, high = _engine_rows(shape.vocab, rollout.tp, tp)
-            rows = (high - low) * shape.hidden * element_bytes
-            needs[worker] += rows * _embedding_copies(shape, rollout, pp)
-            needs[worker] += _position_bytes(shape, element_bytes) if pp == 0 else 0
-            needs[worker] += _final_norm_bytes(shape, element_bytes) if pp == rollout.pp - 1 else 0
-    return dict(needs)
 
 
 def flows(shape: Architecture, training: TrainingLayout, rollout: RolloutLayout, element_bytes: int = 2,
@@ -195,12 +168,6 @@ def _add_ends(moved: dict, shape: Architecture, tp: int, pp: int, engine_tp: int
             moved[Shard(last, near), worker] += _final_norm_bytes(shape, element_bytes)
 
 
-def _embedding_copies(shape: Architecture, rollout: RolloutLayout, pp: int) -> int:
-    """Vocabulary matrices that an engine stage holds."""
-    first, last = pp == 0, pp == rollout.pp - 1
-    return 1 if first and last and shape.tied else int(first) + int(last)
-
-
 def _position_bytes(shape: Architecture, element_bytes: int) -> int:
     return shape.learned_positions * shape.hidden * element_bytes
 
@@ -252,7 +219,7 @@ def _trainer_rows(vocab: int, parts: int, part: int) -> tuple[int, int]:
 
 def _engine_rows(vocab: int, parts: int, part: int) -> tuple[int, int]:
     """Rows of vLLM's vocabulary shard without padding."""
-    return _rows(vocab, -(-round_up(vocab, ENGINE_VOCAB_MULTIPLE) // parts), part)
+    return _rows(vocab, -(-round_up(vocab, VLLM_VOCAB_MULTIPLE) // parts), part)
 
 
 def _rows(vocab: int, each: int, part: int) -> tuple[int, int]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from launch.coefficients.sync import DEFAULT
-from launch.fabric.bounds import bounds
 from launch.fabric.choose import fastest, predict
-from launch.fabric.lanes import fabric_of, traffic
+from launch.fabric.lanes import fabric_of
 from launch.plan.layouts import RolloutLayout, TrainingLayout
-from tests.fabric.cases import FABRIC, LLAMA_70B, cluster
+from tests.fabric.cases import LLAMA_70B, cluster
 
 REFERENCE = TrainingLayout(tp=8, pp=4, dp=4), RolloutLayout(tp=8, replicas=16)
 WIDE = TrainingLayout(tp=4, pp=4, cp=2, dp=1)
@@ -130,9 +129,3 @@ def test_the_search_sees_the_same():
     for training, rollout in (REFERENCE, (WIDE, RolloutLayout(tp=8, replicas=28))):
         found = predict(LLAMA_70B, training, rollout, cluster(32))
         assert fastest(LLAMA_70B, training, rollout, fabric_of(cluster(32))) == (found.chosen, found.seconds)
-
-
-def test_a_thin_spine_bounds():
-    fabric = FABRIC.__class__(8, 8, 50e9, 450e9, 8, leaf_of_node=(0,) * 16 + (1,) * 16, spine_bandwidth=100e9)
-    limits = bounds(traffic(LLAMA_70B, *REFERENCE, fabric))
-    assert limits.spine == pytest.approx(1.411, rel=0.001) and limits.binding == "spine"

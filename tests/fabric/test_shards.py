@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.fabric.shards import Worker, adapter_bytes, flows, held_bytes
+from launch.fabric.shards import Worker, adapter_bytes, flows
+from launch.model.architecture import Architecture, expert_tensors, layer_tensors
+from launch.model.padding import round_up
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.planner.parameters import count, parameters_of
 from tests.fabric.cases import LLAMA_70B, MIXTURE, SHAPES, SMALL, TIED
+
+
+def held_bytes(shape: Architecture, rollout: RolloutLayout, lora_rank: int = 0) -> dict[Worker, int]:
+    """bf16 bytes that each worker of an engine holds without padding, tensor by tensor."""
+    units = {"heads": shape.heads, "kv_heads": shape.kv_heads, "ffn": shape.shared_ffn if shape.experts else shape.ffn}
+    held = {}
+    for pp, tp in itertools.product(range(rollout.pp), range(rollout.tp)):
+        def part(size: int, number: int, tp: int = tp) -> int:
+            return size // number * (number * (tp + 1) // rollout.tp - number * tp // rollout.tp)
+
+        layer = 0
+        for tensor in layer_tensors(shape):
+            whole = not tensor.cut or shape.qk_norm_whole and tensor.role in ("q_norm", "k_norm")
+            repeated = tensor.cut == "kv_heads" and rollout.tp > shape.kv_heads
+            layer += (tensor.size if whole else tensor.size // shape.kv_heads if repeated else
+                      part(tensor.size, units[tensor.cut]))
+        layer += shape.experts * sum(part(tensor.size, shape.moe_ffn) for tensor in expert_tensors(shape))
+        first, last = pp == 0, pp == rollout.pp - 1
+        rows = -(-round_up(shape.vocab, 64) // rollout.tp)
+        real = min(shape.vocab, rows * (tp + 1)) - min(shape.vocab, rows * tp)
+        ends = real * (1 if first and last and shape.tied else first + last)
+        ends += shape.learned_positions * first + (2 if shape.all_biases else 1) * last
+        layers = shape.layers * (pp + 1) // rollout.pp - shape.layers * pp // rollout.pp
+        held[Worker(pp, tp)] = layers * adapter_bytes(shape, lora_rank) if lora_rank else \
+            2 * (layers * layer + ends * shape.hidden)
+    return held
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=("small", "tied", "mixture", "gpt", "whole-norms"))
