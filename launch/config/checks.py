@@ -84,7 +84,7 @@ def check_runnable(loaded: LoadedConfig, here: bool, on: Literal["local", "slurm
 class _Checker:
     def __init__(self, loaded: ResolvedLoaded, architecture: Architecture, device: Literal["cpu", "gpu"]) -> None:
         self.loaded, self.config = loaded, loaded.config
-        self.architecture: Architecture = architecture
+        self.architecture = architecture
         self.device: Literal["cpu", "gpu"] = device
         self.problems = Problems(loaded.path)
 
@@ -93,17 +93,14 @@ class _Checker:
 
     def trainer_parallel_sizes(self) -> None:
         a, tp = self.architecture, self.config.trainer.tp
-        fitting = divisors(a.heads, a.kv_heads, a.ffn)
-        if a.heads % tp:
-            self.add(f"trainer.tp = {tp} does not divide the {a.heads} attention heads", "trainer.tp",
-                     fix=f"use trainer.tp = {fitting}")
-        elif a.kv_heads % tp:
-            self.add(f"trainer.tp = {tp} does not divide the {a.kv_heads} KV heads (query groups), which "
-                     f"the trainer does not split", "trainer.tp",
-                     fix=f"use trainer.tp = {fitting}; rollout.tp may be larger")
-        elif a.ffn % tp:
-            self.add(f"trainer.tp = {tp} does not divide the {a.ffn} columns of the feed-forward layer", "trainer.tp",
-                     fix=f"use trainer.tp = {fitting}")
+        for units, what, hint in (
+                (a.heads, "attention heads", ""),
+                (a.kv_heads, "KV heads (query groups), which the trainer does not split", "; rollout.tp may be larger"),
+                (a.ffn, "columns of the feed-forward layer", "")):
+            if units % tp:
+                self.add(f"trainer.tp = {tp} does not divide the {units} {what}", "trainer.tp",
+                         fix=f"use trainer.tp = {divisors(a.heads, a.kv_heads, a.ffn)}{hint}")
+                break
         if self.config.trainer.sequence_parallel and tp == 1:
             self.add("trainer.sequence_parallel = true shards the sequence over a TP group, but trainer.tp = 1",
                      "trainer.sequence_parallel", "trainer.tp", fix="use trainer.tp >= 2 or sequence_parallel: false")
@@ -125,24 +122,10 @@ class _Checker:
 
     def rollout_parallel_sizes(self) -> None:
         a, tp = self.architecture, self.config.rollout.tp
-        fitting = one_of(n for n in range(1, a.heads + 1) if self._vllm_divides(n))
-        padded = round_up(a.vocab, VLLM_VOCAB_MULTIPLE)
-        if a.heads % tp:
-            self.add(f"rollout.tp = {tp} does not divide the {a.heads} attention heads", "rollout.tp",
-                     fix=f"use rollout.tp = {fitting}")
-        elif a.kv_heads % tp and tp % a.kv_heads:
-            self.add(f"rollout.tp = {tp} neither divides the {a.kv_heads} KV heads nor is a multiple of them (vLLM "
-                     f"shards or replicates whole heads)", "rollout.tp", fix=f"use rollout.tp = {fitting}")
-        elif not a.engine_divides_kv_heads(tp):
-            self.add(f"rollout.tp = {tp} exceeds the {a.kv_heads} KV heads, and this model norms its keys over all "
-                     f"heads: vLLM gathers them for the norm, which fails with replicated heads", "rollout.tp",
-                     fix=f"use rollout.tp = {fitting}")
-        elif a.ffn % tp:
-            self.add(f"rollout.tp = {tp} does not divide the {a.ffn} columns of the feed-forward layer", "rollout.tp",
-                     fix=f"use rollout.tp = {fitting}")
-        elif padded % tp:
-            self.add(f"rollout.tp = {tp} does not divide the padded vocabulary of {padded}", "rollout.tp",
-                     fix=f"use rollout.tp = {fitting}")
+        wrong = self._not_for_vllm(tp)
+        if wrong:
+            fitting = one_of(n for n in range(1, a.heads + 1) if not self._not_for_vllm(n))
+            self.add(f"rollout.tp = {tp} {wrong}", "rollout.tp", fix=f"use rollout.tp = {fitting}")
         if self.device == "cpu" and a.head_dim not in VLLM_CPU_HEAD_SIZES:
             self.add(f"vLLM's CPU attention does not take the model's head size {a.head_dim}", "model.path",
                      fix=f"use a model with head size {one_of(VLLM_CPU_HEAD_SIZES)}")
@@ -155,10 +138,21 @@ class _Checker:
                      f"differ, but the synced weights are compared bit for bit", "trainer.dtype", "rollout.dtype",
                      fix="give both the same value")
 
-    def _vllm_divides(self, tp: int) -> bool:
+    def _not_for_vllm(self, tp: int) -> str:
+        """Why vLLM cannot shard the model over `tp` ranks; "" if it can."""
         a = self.architecture
-        return (a.heads % tp == 0 and a.engine_divides_kv_heads(tp) and a.ffn % tp == 0
-                and round_up(a.vocab, VLLM_VOCAB_MULTIPLE) % tp == 0)
+        padded = round_up(a.vocab, VLLM_VOCAB_MULTIPLE)
+        if a.heads % tp:
+            return f"does not divide the {a.heads} attention heads"
+        if a.kv_heads % tp and tp % a.kv_heads:
+            return (f"neither divides the {a.kv_heads} KV heads nor is a multiple of them (vLLM shards or replicates "
+                    f"whole heads)")
+        if not a.engine_divides_kv_heads(tp):
+            return (f"exceeds the {a.kv_heads} KV heads, and this model norms its keys over all heads: vLLM gathers "
+                    f"them for the norm, which fails with replicated heads")
+        if a.ffn % tp:
+            return f"does not divide the {a.ffn} columns of the feed-forward layer"
+        return f"does not divide the padded vocabulary of {padded}" if padded % tp else ""
 
     def lengths(self) -> None:
         r, t = self.config.rollout, self.config.trainer
@@ -261,7 +255,7 @@ class _Checker:
                      fix=f"use rollout.kv_cache_gb >= {math.ceil(longest * token_bytes / 2**30 * 100) / 100:g}")
 
     def staging(self) -> None:
-        """`shadow` holds the weights as they are sent in a second copy, next to an engine that serves."""
+        """`shadow` receives the weights into a second copy, next to an engine that serves."""
         c, key = self.config, "weight_sync.staging"
         if c.weight_sync.staging != "shadow":
             return
