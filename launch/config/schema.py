@@ -21,7 +21,7 @@ class Section(BaseModel):
 
 class Run(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Files of the run are in `<dir>/<name>`."""
+    """Name of the run; its files are in `<dir>/<name>`."""
     dir: str = "runs"
     """Folder of all runs."""
     steps: PositiveInt
@@ -133,8 +133,8 @@ class Rollout(Section):
     tp: Size = "auto"
     """Tensor parallel size of an engine."""
     dtype: Literal["fp32", "bf16", "fp8"] = "bf16"
-    """Type of the rollout weights: `trainer.dtype` (`fp32`, `bf16`), or `fp8` with a bf16 trainer and GPUs of compute
-    capability 8.9 or higher (docs/weight-sync.md)."""
+    """Type of the rollout weights: `trainer.dtype` (`fp32`, `bf16`), or `fp8` with a bf16 trainer
+    (docs/weight-sync.md). On GPUs, FP8 needs compute capability 8.9."""
     max_prompt_tokens: PositiveInt
     """Maximum prompt tokens, chat template included; longer prompts are refused at start-up."""
     max_new_tokens: PositiveInt

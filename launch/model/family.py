@@ -92,8 +92,7 @@ def find(architecture: Any, where: str) -> Family:
 
     Raises:
         UserError: the architecture is unknown, a package's family cannot be imported or is not a `Family`, or two
-        packages
-            have one.
+            packages have one.
     """
     name = architecture if isinstance(architecture, str) else ""
     if name in built_in():
