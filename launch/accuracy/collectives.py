@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from launch.accuracy.fit import log_error, robust_mean, rounded, search
+from launch.accuracy.fit import fit_regimes, log_error
 from launch.accuracy.interface import Predicted, measured
 from launch.accuracy.machine import cluster_of
 from launch.accuracy.points import Point
@@ -42,20 +42,14 @@ def predict(point: Point, coefficients: CollectiveCoefficients) -> list[Predicte
 
 
 def calibrate(points: Sequence[Point], start: CollectiveCoefficients) -> CollectiveCoefficients:
-    """Fit the coefficients in `TYPICAL`. Each regime is weighted by the square root of its number of points."""
+    """Fit the coefficients in `TYPICAL`."""
     regimes: dict[str, list[tuple[_Run, float]]] = {}
     for point in points:
         seconds, run = _measured(point), _run(point)
         if point.calibrates and seconds is not None and not isinstance(run, str):
             regimes.setdefault(point.regime, []).append((run, seconds))
-
-    def cost(values: Mapping[str, float]) -> float:
-        coefficients = start.changed(dict(values))
-        fit = sum(len(rows) ** 0.5 * robust_mean([log_error(_seconds(run, coefficients), seconds)
-                                                  for run, seconds in rows]) for rows in regimes.values())
-        return fit + HOLD * sum(log_error(values[name], TYPICAL[name]) ** 2 for name in values)
-
-    return start.changed(rounded(search(cost, TYPICAL, bounds=LIMITS, evaluations=900)))
+    return fit_regimes(start, regimes, lambda run, c: log_error(_seconds(run[0], c), run[1]), TYPICAL, LIMITS,
+                       hold=HOLD, evaluations=900)
 
 
 def _measured(point: Point) -> float | None:

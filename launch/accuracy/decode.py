@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from launch.accuracy.fit import log_error, robust_mean, rounded, search
+from launch.accuracy.fit import fit_regimes, log_error
 from launch.accuracy.interface import Predicted, measured
 from launch.accuracy.machine import plain_cluster
 from launch.accuracy.points import Point
@@ -39,8 +39,8 @@ TYPICAL = {"hbm": 0.9, "gemm": 0.6, "decode_gemm_fp8": 0.4, "nvlink": 0.7, "allr
 LIMITS = {"hbm": (0.5, 0.97), "gemm": (0.2, 0.9), "decode_gemm_fp8": (0.1, 0.9), "nvlink": (0.2, 1.0),
           "allreduce_s": (2e-6, 3e-5), "layer_s": (5e-6, 1e-4)}
 HOLD = 0.003
-"""Cost of a coefficient that is e times its typical value. A regime of n points costs sqrt(n) times its mean robust
-error, about 0.005 each at the optimum."""
+"""Cost of a coefficient that is e times its typical value. The mean robust error of a regime is about 0.005 at the
+optimum."""
 
 
 def default() -> RolloutCoefficients:
@@ -60,23 +60,14 @@ def predict(point: Point, coefficients: RolloutCoefficients) -> list[Predicted]:
 
 
 def calibrate(points: Sequence[Point], start: RolloutCoefficients) -> RolloutCoefficients:
-    """Fit the coefficients in `TYPICAL`. The mean robust error of each regime is weighted by the square root of its
-    number of points, so that a long table does not outweigh a short one."""
+    """Fit the coefficients in `TYPICAL`."""
     regimes: dict[str, list[tuple[_Run, str, float]]] = {}
     for point in points:
         run = _run(point)
         if point.calibrates and not isinstance(run, str):
             regimes.setdefault(point.regime, []).extend((run, *each) for each in _measured(point).items())
-
-    def cost(values: Mapping[str, float]) -> float:
-        coefficients = start.changed(dict(values))
-        fit = sum(len(rows) ** 0.5 * robust_mean([
-            log_error(_predictions(run, coefficients)[quantity], value) for run, quantity, value in rows])
-            for rows in regimes.values())
-        return fit + HOLD * sum(log_error(values[name], TYPICAL[name]) ** 2 for name in values)
-
-    found = search(cost, TYPICAL, bounds=LIMITS, step=0.3, evaluations=900)
-    return start.changed(rounded(found))
+    return fit_regimes(start, regimes, lambda row, c: log_error(_predictions(row[0], c)[row[1]], row[2]), TYPICAL,
+                       LIMITS, hold=HOLD, step=0.3, evaluations=900)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from launch.coefficients.base import Coefficients
+
+C = TypeVar("C", bound=Coefficients)
+Run = TypeVar("Run")
 
 
 def search(cost: Callable[[Mapping[str, float]], float], start: Mapping[str, float], *,
@@ -50,6 +56,26 @@ def search(cost: Callable[[Mapping[str, float]], float], start: Mapping[str, flo
         if not improved:
             step /= 2
     return best
+
+
+def fit_regimes(start: C, regimes: Mapping[str, Sequence[Run]], error: Callable[[Run, C], float],
+                typical: Mapping[str, float], limits: Mapping[str, tuple[float, float]], *, hold: float,
+                scale: float = 0.1, step: float = 0.4, evaluations: int = 400) -> C:
+    """Fit the coefficients in `typical`. The mean robust error of each regime is weighted by the square root of its
+    number of runs, so that a long table does not outweigh a short one.
+
+    Args:
+        error: logarithmic error of a run.
+        hold: cost of a coefficient that is e times its typical value.
+        scale: errors beyond this count linearly.
+    """
+    def cost(values: Mapping[str, float]) -> float:
+        coefficients = start.changed(dict(values))
+        fit = sum(len(runs) ** 0.5 * robust_mean([error(run, coefficients) for run in runs], scale)
+                  for runs in regimes.values())
+        return fit + hold * sum(log_error(values[name], typical[name]) ** 2 for name in values)
+
+    return start.changed(rounded(search(cost, typical, bounds=limits, step=step, evaluations=evaluations)))
 
 
 def _clip(value: float, limits: tuple[float, float]) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from launch.accuracy.fit import log_error, robust_mean, rounded, search
+from launch.accuracy.fit import fit_regimes, log_error
 from launch.accuracy.interface import Predicted, measured
 from launch.accuracy.machine import cluster_of
 from launch.accuracy.memory import GRADIENT_BYTES, LORA_RANK
@@ -37,8 +37,6 @@ LIMITS = {"gemm_bf16": (0.5, 1.0), "gemm_fp8": (0.4, 1.0), "gemm_memory": (0.05,
           "hbm": (0.4, 0.95), "tp_exposed": (0.05, 1.0), "overlap_cost": (0.02, 0.6),
           "layer_s": (1e-5, 1e-3), "step_s": (1e-3, 0.2), "fsdp_rate": (0.5, 1.0)}
 HOLD = 0.003
-SCALE = 0.05
-"""Errors beyond this count linearly."""
 
 PACKED = 0.25
 """E[t^2]/E[t] of packed fine-tuning samples over the length of the pack. This is an assumption: samples of
@@ -80,22 +78,15 @@ def predict(point: Point, coefficients: TrainingCoefficients) -> list[Predicted]
 
 
 def calibrate(points: Sequence[Point], start: TrainingCoefficients) -> TrainingCoefficients:
-    """Fit the coefficients in `TYPICAL`. The mean robust error of each regime is weighted by the square root of its
-    number of points, so that a long table does not outweigh a short one."""
+    """Fit the coefficients in `TYPICAL`."""
     regimes: dict[str, list[Run]] = {}
     for point in points:
         if point.calibrates and _measured(point):
             run = run_of(point)
             if not isinstance(run, str):
                 regimes.setdefault(point.regime, []).append(run)
-
-    def cost(values: Mapping[str, float]) -> float:
-        coefficients = start.changed(dict(values))
-        fit = sum(len(runs) ** 0.5 * robust_mean([log_error(_value(run, coefficients), run.measured) for run in runs],
-                                                 SCALE) for runs in regimes.values())
-        return fit + HOLD * sum(log_error(values[name], TYPICAL[name]) ** 2 for name in values)
-
-    return start.changed(rounded(search(cost, TYPICAL, bounds=LIMITS, evaluations=700)))
+    return fit_regimes(start, regimes, lambda run, c: log_error(_value(run, c), run.measured), TYPICAL, LIMITS,
+                       hold=HOLD, scale=0.05, evaluations=700)
 
 
 def time_of(run: Run, coefficients: TrainingCoefficients) -> TrainingTime:
