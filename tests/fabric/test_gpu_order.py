@@ -16,7 +16,7 @@ from tests.fabric.cases import FABRIC, LLAMA_70B, SMALL
 
 
 def test_the_trap():
-    """TP4 CP2: shard t lies on GPUs t and t + 4, ranks 2t and 2t + 1 of a TP8 engine need its halves."""
+    """TP4 CP2: shard t is on GPUs t and t + 4, and ranks 2t and 2t + 1 of a TP8 engine need its halves."""
     training = TrainingLayout(tp=4, pp=4, cp=2, vpp=5, dp=5)
     assert engine_gpu_order(training, 8) == (0, 4, 1, 5, 2, 6, 3, 7)
     solved = traffic(LLAMA_70B, training, RolloutLayout(tp=8, replicas=12), FABRIC)

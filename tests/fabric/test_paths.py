@@ -1,4 +1,4 @@
-"""Routes from node to node: nothing is lost when edges become trees, and times follow the way of the bytes."""
+"""Routes from node to node: trees have all bytes of the edges, and arrival times increase along a path."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_last_arrival_is_the_time_of_the_whole_simulation(kind):
 
 
 def test_a_chain_is_one_line_and_a_tree_reaches_every_node_twice():
-    """TP8 on one node to seven nodes: in a tree half the bytes arrive on either way."""
+    """TP8 on one node to seven nodes: in a tree, half the bytes arrive on each path."""
     moved = traffic(LLAMA_70B, TrainingLayout(tp=8), RolloutLayout(tp=8, replicas=7), FABRIC)
     chain, = trees(*_with_times(build(moved, "chain", 64 << 20)))
     nodes, times, link = [], [], chain

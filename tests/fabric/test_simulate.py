@@ -33,7 +33,7 @@ SYMMETRIC = [
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("training, rollout", SYMMETRIC)
 def test_closed_form_and_simulation_agree(training, rollout, kind):
-    """Within 5 %, of the wire and of the whole sync."""
+    """Within 5 %, for the wire and for the whole sync."""
     moved = traffic(LLAMA_70B, training, rollout, FABRIC)
     expected = RouteCost(kind, moved, FABRIC, DEFAULT)
     found = simulate(build(moved, kind, expected.chunk_bytes), DEFAULT)
@@ -61,16 +61,15 @@ def test_never_below_the_bounds(case: Case, kind, chunk):
 @settings(max_examples=25, deadline=None)
 @given(case=traffics(), kind=st.sampled_from(KINDS))
 def test_closed_form_bound_is_the_routes(case: Case, kind):
-    """Bytes of the busiest NIC: counted in closed form and on the edges. Where receivers do not divide, or GPUs share
-    a NIC, the closed form may overestimate; it promises no less than the edges need, but for small transfers, which
-    are dealt out whole (5 %)."""
+    """Bytes of the busiest NIC in closed form and counted on the edges. The closed form may overestimate if receivers
+    do not divide evenly or GPUs share a NIC. It underestimates only small transfers, which are not divided (5 %)."""
     closed = RouteCost(kind, case.traffic, case.traffic.fabric, DEFAULT, bucket_bytes=1 << 20)
     assert closed.lower_bound_s >= busiest_nic_s(build(case.traffic, kind, 1 << 20)) * 0.95
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_alike_rails_count_once(kind):
-    """Eight rails and two groups, and the same answer as from simulating each of them."""
+    """Eight rails and two groups give the same answer as the simulation of each of them."""
     moved = traffic(LLAMA_70B, TrainingLayout(tp=8, pp=4, dp=2), RolloutLayout(tp=8, replicas=6), FABRIC)
     route = build(moved, kind, 256 << 20)
     found = simulate(route, DEFAULT)

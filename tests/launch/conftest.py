@@ -1,4 +1,4 @@
-"""A valid run of a small model in a temporary folder, to be spoiled in one way a test."""
+"""A valid run of a small model in a temporary folder. Each test breaks it in one way."""
 
 from __future__ import annotations
 

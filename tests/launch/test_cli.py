@@ -78,7 +78,7 @@ def test_options_may_stand_between_overrides(run_yaml, cli):
 
 
 def test_a_reader_that_stops_reading_gets_no_traceback(run_yaml):
-    """`megatron-rl config show ... | head`: here nobody reads at all."""
+    """`megatron-rl config show ... | head`, with a reader that ends at once."""
     reader, writer = os.pipe()
     os.close(reader)
     try:

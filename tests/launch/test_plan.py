@@ -93,7 +93,7 @@ def test_any_pipeline_covers_every_layer_once_and_is_balanced(layers, pp):
     "rollout.replicas": SIZES, "algorithm.prompts_per_step": st.integers(1, 8),
     "algorithm.updates_per_batch": st.sampled_from([1, 1, 2])}))
 def test_what_passes_the_checks_can_be_planned(run_yaml, tiny_architecture, sizes):
-    """No combination of sizes is a traceback: it is refused with a message, or planned within its own rules."""
+    """No combination of sizes ends in a traceback: it is refused with a message, or planned within its own rules."""
     loaded = load_config(run_yaml, [f"{key}={value}" for key, value in sizes.items()])
     try:
         check(loaded, tiny_architecture, "cpu")

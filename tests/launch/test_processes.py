@@ -108,7 +108,7 @@ def test_ending_what_has_ended_is_no_error(tmp_path):
 @pytest.mark.parametrize("blocked", [(), (signal.SIGTERM,)], ids=["", "TERM blocked"])
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGTERM])
 def test_a_child_dies_with_its_parent(tmp_path, death, blocked):
-    """Also where it inherits a mask that holds back what the kernel would send it."""
+    """It also ends if it inherits a mask that blocks the signal of the kernel."""
     parent = f"""
         import signal, sys, time
         from pathlib import Path

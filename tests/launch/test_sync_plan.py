@@ -1,4 +1,4 @@
-"""`megatron-rl sync plan`: routes beside each other and drawn, as text and as JSON."""
+"""`megatron-rl sync plan`: routes compared and drawn, as text and as JSON."""
 
 from __future__ import annotations
 

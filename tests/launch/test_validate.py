@@ -14,7 +14,7 @@ SMALL = "configs/7b/grpo.yaml"
 
 
 def of_file(text: str) -> int:
-    """Values that a YAML text of one line a value gives: the lines that do not open a section."""
+    """Number of values in a YAML text with one value per line: the lines that do not open a section."""
     return sum(not line.rstrip().endswith(":") for line in text.splitlines())
 
 

@@ -1,4 +1,4 @@
-"""A model folder is complete, or one message says what is wrong with it. Real folders, damaged one way each."""
+"""A model folder is complete, or one message says what is wrong. Each test damages a real folder in one way."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def test_the_seed_decides_the_weights(family, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_two_parameters_of_a_test_model_are_alike(family, tmp_path):
-    """Else a test could not see two of them swapped."""
+    """Otherwise a test could not detect that two of them are swapped."""
     weights = AutoModelForCausalLM.from_pretrained(make_tiny(tmp_path / "m", family, 0)).state_dict()
     for (a, x), (b, y) in itertools.combinations(weights.items(), 2):
         assert x.shape != y.shape or not torch.equal(x, y), (a, b)
