@@ -14,6 +14,7 @@ from typing import Any, overload
 
 import yaml
 
+from launch.cluster import gpus
 from launch.cluster.spec import Gpu
 from launch.errors import UserError
 from launch.model.architecture import Architecture
@@ -110,12 +111,10 @@ class Point:
         sizes = {str(name): self.integer(f"{path}.{name}") for name in names}
         return {name: size for name, size in sizes.items() if size is not None and size > 0}
 
-    def recompute(self, default: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """Recomputed modules: () for none, ("full",), ("core_attn", "layernorm"); `default` if not stated.
+    def recompute(self) -> tuple[str, ...]:
+        """Recomputed modules: () for none or if not stated, ("full",), ("core_attn", "layernorm").
         "selective" and "selective_attention" are Megatron's names for recomputing core attention."""
-        value = self.get("recompute")
-        if value is None:
-            return default
+        value = self.get("recompute", "none")
         names = value if isinstance(value, list) else str(value).replace(",", "+").split("+")
         names = [str(name).strip() for name in names]
         return tuple("core_attn" if name in ("selective", "selective_attention") else name
@@ -249,7 +248,6 @@ def _shape(name: str, fields: Mapping[str, Any]) -> tuple[Architecture | None, s
 
 
 def _gpu(data: Mapping[str, Any]) -> tuple[Gpu | None, str]:
-    from launch.cluster import gpus
     hardware = data.get("hardware")
     name = _text(hardware.get("gpu")) if isinstance(hardware, Mapping) else ""
     if not name or name == NOT_STATED:

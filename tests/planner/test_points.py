@@ -76,7 +76,7 @@ def test_absent_null_and_not_stated_are_the_same(tmp_path):
     assert point.sizes("measured.d_s") == point.sizes("nowhere") == {}
     assert [point.number(f"measured.{name}_s") for name in "abcd"] == [1000.0, None, None, 2.0]
     assert point.get("parallelism.pp", 7) == point.get("parallelism.vpp", 7) == point.get("x.y.z", 7) == 7
-    assert point.recompute() == () and point.recompute(("full",)) == ("full",)
+    assert point.recompute() == ()
     assert (point.regime, point.source, point.confidence) == ("not_stated",) * 3
 
 
