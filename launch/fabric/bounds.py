@@ -70,7 +70,5 @@ def _source(traffic: Traffic) -> float:
             holders = traffic.training.cp * traffic.training.dp
             if shard.routed:
                 holders = max(1, holders * traffic.training.tp // (traffic.training.ep * traffic.training.etp))
-            if traffic.senders_limit:
-                holders = min(holders, traffic.senders_limit)
             most = max(most, sum(ranges.values()) / holders)
     return most

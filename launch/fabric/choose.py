@@ -51,8 +51,6 @@ class SyncPrediction:
     """auto, or a pinned route."""
     bucket_bytes: int
     """Maximum chunk size."""
-    senders_limit: int = 0
-    """Maximum holders of a shard that may send; 0: all DP x CP."""
 
     direct, chain, tree = _route("direct"), _route("chain"), _route("tree")
     limits = made(Bounds, traffic="traffic", fabric="fabric", direct="direct")
@@ -91,7 +89,7 @@ class SyncPrediction:
 
     def _traffic(self, solve_order: bool = True) -> Traffic:
         return traffic(self.shape, self.training, self.rollout, self.fabric, element_bytes=self.weight_bytes,
-                       lora_rank=self.lora_rank, senders_limit=self.senders_limit, solve_order=solve_order)
+                       lora_rank=self.lora_rank, solve_order=solve_order)
 
     @part
     def chosen(self) -> Kind:
@@ -175,7 +173,7 @@ class SyncPrediction:
 
 def predict(shape: Architecture, training: TrainingLayout, rollout: RolloutLayout, cluster: ClusterSpec,
             coefficients: SyncCoefficients = DEFAULT, *, weight_bytes: int = 2, rollout_precision: Precision = "bf16",
-            lora_rank: int = 0, route: str = "auto", bucket_bytes: int = DEFAULT_BUCKET, senders_limit: int = 0,
+            lora_rank: int = 0, route: str = "auto", bucket_bytes: int = DEFAULT_BUCKET,
             fabric: Fabric | None = None) -> SyncPrediction:
     """Times of all routes, and the choice.
 
@@ -183,7 +181,7 @@ def predict(shape: Architecture, training: TrainingLayout, rollout: RolloutLayou
         fabric: default: that of `cluster`, with nodes in its order.
     """
     found = SyncPrediction(shape, training, rollout, fabric or fabric_of(cluster), coefficients, weight_bytes,
-                           rollout_precision, lora_rank, route, bucket_bytes, senders_limit)
+                           rollout_precision, lora_rank, route, bucket_bytes)
     if route != "auto":
         _pinned(route)
     return found
@@ -191,10 +189,9 @@ def predict(shape: Architecture, training: TrainingLayout, rollout: RolloutLayou
 
 def fastest(shape: Architecture, training: TrainingLayout, rollout: RolloutLayout, fabric: Fabric,
             coefficients: SyncCoefficients = DEFAULT, *, weight_bytes: int = 2, rollout_precision: Precision = "bf16",
-            lora_rank: int = 0, bucket_bytes: int = DEFAULT_BUCKET, senders_limit: int = 0) -> tuple[Kind, float]:
+            lora_rank: int = 0, bucket_bytes: int = DEFAULT_BUCKET) -> tuple[Kind, float]:
     """(route, expected seconds) that `predict` would choose, in a few 100 us, for a search."""
-    moved = traffic(shape, training, rollout, fabric, element_bytes=weight_bytes, lora_rank=lora_rank,
-                    senders_limit=senders_limit)
+    moved = traffic(shape, training, rollout, fabric, element_bytes=weight_bytes, lora_rank=lora_rank)
     quantise = rollout_precision == "fp8" and not lora_rank
     seconds = {kind: RouteCost(kind, moved, fabric, coefficients, bucket_bytes, quantise).expected_s for kind in KINDS}
     chosen = least(seconds)

@@ -152,8 +152,6 @@ class Traffic:
     """GPUs of the engines' ranks, see `gpu_order`."""
     replica_bytes: int
     """Bytes that one engine receives."""
-    senders_limit: int
-    """Maximum holders of a shard that may send; 0: all."""
     seats: tuple[Place | None, ...] = ()
     """GPU of each training rank, None for a rank that does not send; (): ranks in order, node by node."""
 
@@ -163,7 +161,7 @@ class Traffic:
 
     def sender_places(self, shard: Shard, rail: int) -> tuple[Place, ...]:
         """GPUs of the holders of `shard` on `rail`, or of all holders if there are none, in rank order."""
-        places = holders(self.training, shard, self.fabric.gpus_per_node, self.senders_limit, self.seats)
+        places = holders(self.training, shard, self.fabric.gpus_per_node, self.seats)
         aligned = tuple(place for place in places if self.fabric.rail(place.gpu) == rail)
         return aligned or places
 
@@ -174,11 +172,10 @@ class Traffic:
 
 
 def traffic(shape: Architecture, training: TrainingLayout, rollout: RolloutLayout, fabric: Fabric, *,
-            element_bytes: int = 2, lora_rank: int = 0, senders_limit: int = 0, solve_order: bool = True) -> Traffic:
+            element_bytes: int = 2, lora_rank: int = 0, solve_order: bool = True) -> Traffic:
     """The traffic from a training to a rollout partition.
 
     Args:
-        senders_limit: maximum DP x CP holders of a shard that may send (0: all).
         solve_order: use the GPU order from `gpu_order` for engines; False: the natural order.
     """
     gpus = fabric.gpus_per_node
@@ -187,26 +184,26 @@ def traffic(shape: Architecture, training: TrainingLayout, rollout: RolloutLayou
     moved = flows(shape, training, rollout, element_bytes, lora_rank)
     kinds = _kinds(moved, rollout.tp, rollout.pp, rollout.replicas, -(-training.gpus // gpus), order, gpus,
                    fabric.nics_per_node, fabric.rails)
-    return assemble(fabric, training, kinds, order, _total(moved), senders_limit)
+    return assemble(fabric, training, kinds, order, _total(moved))
 
 
 def assemble(fabric: Fabric, training: TrainingLayout, kinds: tuple[NodeKind, ...], order: tuple[int, ...],
-             replica_bytes: int, senders_limit: int = 0, seats: tuple[Place | None, ...] = ()) -> Traffic:
+             replica_bytes: int, seats: tuple[Place | None, ...] = ()) -> Traffic:
     """The traffic into these kinds of nodes, with its senders."""
     demands = tuple(tuple(
-        ShardDemand(shard, rail, size, *_senders(training, fabric, shard, rail, senders_limit, seats))
+        ShardDemand(shard, rail, size, *_senders(training, fabric, shard, rail, seats))
         for (shard, rail), size in kind.egress_per_copy.items()) for kind in kinds)
-    return Traffic(fabric, training, kinds, demands, order, replica_bytes, senders_limit, seats)
+    return Traffic(fabric, training, kinds, demands, order, replica_bytes, seats)
 
 
-def _senders(training: TrainingLayout, fabric: Fabric, shard: Shard, rail: int, limit: int,
+def _senders(training: TrainingLayout, fabric: Fabric, shard: Shard, rail: int,
              seats: tuple[Place | None, ...]) -> Senders:
     if seats:
-        places = holders(training, shard, fabric.gpus_per_node, limit, seats)
+        places = holders(training, shard, fabric.gpus_per_node, seats)
         counts = tuple(sum(fabric.rail(place.gpu) == each for place in places) for each in range(fabric.rails))
     else:
         counts = _holder_counts(training.tp, training.cp * training.dp, training.ep, training.etp, shard,
-                                fabric.gpus_per_node, fabric.rails, limit)
+                                fabric.gpus_per_node, fabric.rails)
     return Senders(counts[rail], True) if counts[rail] else Senders(sum(counts), False)
 
 
@@ -215,7 +212,7 @@ def _total(moved: tuple[Flow, ...]) -> int:
     return sum(flow.bytes for flow in moved)
 
 
-def holders(training: TrainingLayout, shard: Shard, gpus_per_node: int, limit: int = 0,
+def holders(training: TrainingLayout, shard: Shard, gpus_per_node: int,
             seats: Sequence[Place | None] = ()) -> tuple[Place, ...]:
     """GPUs that hold a shard, in rank order. rank = tp + TP (cp + CP (dp + DP pp)). Inside a stage, routed experts are
     in the order (expert TP, EP, the rest). `seats`: see `Traffic`."""
@@ -223,9 +220,8 @@ def holders(training: TrainingLayout, shard: Shard, gpus_per_node: int, limit: i
     first, step = _first_and_step(shard, training.tp, training.ep, training.etp)
     ranks = range(shard.pp * stage_ranks + first, (shard.pp + 1) * stage_ranks, step)
     if seats:
-        places = tuple(place for place in (seats[rank] for rank in ranks) if place is not None)
-        return places[:limit] if limit else places
-    return tuple(Place(*divmod(rank, gpus_per_node)) for rank in (ranks[:limit] if limit else ranks))
+        return tuple(place for place in (seats[rank] for rank in ranks) if place is not None)
+    return tuple(Place(*divmod(rank, gpus_per_node)) for rank in ranks)
 
 
 def _first_and_step(shard: Shard, tp: int, ep: int, etp: int) -> tuple[int, int]:
@@ -234,13 +230,11 @@ def _first_and_step(shard: Shard, tp: int, ep: int, etp: int) -> tuple[int, int]
 
 
 @lru_cache(maxsize=65536)
-def _holder_counts(tp: int, replicas: int, ep: int, etp: int, shard: Shard, gpus: int, rails: int,
-                   limit: int) -> tuple[int, ...]:
+def _holder_counts(tp: int, replicas: int, ep: int, etp: int, shard: Shard, gpus: int, rails: int) -> tuple[int, ...]:
     """Number of holders of a shard on each rail."""
     first, step = _first_and_step(shard, tp, ep, etp)
-    number = tp * replicas // step
     counts = [0] * rails
-    for index in range(min(number, limit) if limit else number):
+    for index in range(tp * replicas // step):
         counts[(shard.pp * tp * replicas + first + step * index) % gpus * rails // gpus] += 1
     return tuple(counts)
 

@@ -111,10 +111,3 @@ def test_other_leaves_come_first():
     crossing = sum(edge.bytes for edge in route.edges
                    if fabric.leaf(edge.source.node) != fabric.leaf(edge.destination.node))
     assert crossing == pytest.approx(3 * 141.1e9, rel=0.01)
-
-
-def test_one_replica_that_may_send():
-    limited = traffic(LLAMA_70B, TrainingLayout(tp=8, pp=4, dp=4), RolloutLayout(tp=8, replicas=16), FABRIC,
-                      senders_limit=1)
-    sources = {edge.source.node for edge in build(limited, "tree", 64 << 20).edges if edge.hop == 1}
-    assert sources == {0, 4, 8, 12}
