@@ -4,9 +4,9 @@ Fields that a point omits get the defaults of published recipes: micro-batches o
 gradients in bf16 (FSDP programs: fp32), two chunks per pipeline rank, and many micro-batches if no batch size is given.
 
 Engine classes, besides FSDP programs, which are recognised by their layout:
-    fp16 runs         Megatron before fused attention, which stores the scores, and before sequence parallelism if all
-                      is recomputed (arXiv 2205.14135, 2205.05198)
-    fine-tuning       sequences are packed from short ones that attend only to themselves: see `PACKED`
+    fp16 runs         Megatron without fused attention, so that it stores the scores, and without sequence parallelism
+                      in runs with full recomputation (arXiv 2205.14135, 2205.05198)
+    fine-tuning       short sequences are packed and attend only to themselves, see `PACKED`
 """
 
 from __future__ import annotations

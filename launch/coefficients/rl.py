@@ -1,4 +1,5 @@
-"""Coefficients of `planner.time.step`: what an RL step keeps of the rates of its parts, and the time between them."""
+"""Coefficients of `planner.time.step`: share of the parts' rates that an RL step reaches, and the time between the
+parts."""
 
 from __future__ import annotations
 
