@@ -16,7 +16,7 @@ class ReliabilityCoefficients(Coefficients):
         "419 unexpected interruptions in 54 days on 2,048 nodes: The Llama 3 Herd of Models (arXiv 2407.21783), "
         "section 3.3.4 and table 5")
     checkpoint_bandwidth: float = coefficient(
-        2e9, "bytes/s a training node", "rate at which a node writes a checkpoint to the shared file system",
+        2e9, "bytes/s per training node", "rate at which a node writes a checkpoint to the shared file system",
         "assumption: a fifth of a 100 Gb/s storage network; measure yours")
     restart_s: float = coefficient(
         600.0, "s", "from a failure to the first step after it: detection, requeue, start-up, loading",

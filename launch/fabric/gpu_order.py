@@ -33,7 +33,7 @@ def engine_gpu_order(training: TrainingLayout, rollout_tp: int, *, rollout_pp: i
         rails: default one per GPU. With 1 (not rail-optimised) or more than `MOST_GPUS` GPUs, the order is natural.
     """
     if rollout_tp < 1 or rollout_pp < 1 or gpus_per_node < 1:
-        raise ValueError(f"rollout TP {rollout_tp}, PP {rollout_pp} and {gpus_per_node} GPUs a node must be positive")
+        raise ValueError(f"rollout TP {rollout_tp}, PP {rollout_pp} and {gpus_per_node} GPUs per node must be positive")
     period = gpus_per_node // gcd(training.tp, gpus_per_node)      # more holders are on the same rails
     return _order(training.tp, min(training.cp * training.dp, period), training.pp, rollout_tp, rollout_pp,
                   gpus_per_node, rails or gpus_per_node)
