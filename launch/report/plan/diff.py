@@ -40,8 +40,8 @@ def diff(a: Plan, b: Plan, names: tuple[str, str] = ("A", "B")) -> str:
     )
     before, after = _subjects(a), _subjects(b)
     blocks = [head]
-    for subject, values in before.items():
-        lines = list(_changed(values, after[subject]))
+    for subject in before | after:
+        lines = list(_changed(before.get(subject, {}), after.get(subject, {})))
         if lines:
             blocks.append("\n".join([subject, *lines]))
     blocks += _numbers(forecast_of(a), forecast_of(b))
@@ -55,30 +55,35 @@ def _subjects(plan: Plan) -> dict[str, dict[str, Value]]:
     return {
         "run": {"config hash": (plan.config_hash, ""), "device": (plan.device, "")}
         | {f"model {name}": (value, "") for name, value in asdict(plan.architecture).items()},
-        "split": _split(forecast),
+        "split": {"forecast": ("none", "")} if forecast is None else _split(forecast),
         "layouts": {"training": (layout(plan, "training"), ""), "rollout": (layout(plan, "rollout"), ""),
                     "sequence parallel": (plan.training.sequence_parallel, ""),
                     "layers of stages": ([sum(map(len, stage)) for stage in plan.training.layers_of_stage], "")},
         "batch": {name.replace("_", " "): (value, "") for name, value in plan.batch.model_dump().items()},
+    } | ({} if forecast is None else _predicted(forecast))
+
+
+def _predicted(forecast: Forecast) -> dict[str, dict[str, Value]]:
+    reliability = forecast.reliability
+    return {
         "memory of a GPU": _memory(forecast),
-        "step": _step(forecast),
+        "step": {"whole step": (forecast.step_s, "s"), "at best": (forecast.step_low_s, "s"),
+                 "at worst": (forecast.step_high_s, "s"), "bottleneck": (forecast.bottleneck, "")}
+        | {each.name: (each.seconds, "s") for each in forecast.phases},
         "throughput": _throughput(forecast),
         "rollout and staleness": _rollout(forecast),
         "weight sync": _sync(forecast),
-        "reliability": {} if forecast is None else {
-            "job MTBF": (forecast.reliability.job_mtbf_hours * 3600, "s"),
-            "checkpoint": (forecast.reliability.checkpoint_s, "s"),
-            "checkpoint every": (forecast.reliability.checkpoint_every_steps, "steps"),
-            "restart": (forecast.reliability.restart_s, "s"),
-            "effective time ratio": (forecast.reliability.effective_time_ratio, "")},
-        "choices": {} if forecast is None else {each.key: (each.value, "") for each in forecast.choices},
-        "warnings": {} if forecast is None else {each.code: (each.message, "") for each in forecast.warnings},
+        "reliability": {"job MTBF": (reliability.job_mtbf_hours * 3600, "s"),
+                        "checkpoint": (reliability.checkpoint_s, "s"),
+                        "checkpoint every": (reliability.checkpoint_every_steps, "steps"),
+                        "restart": (reliability.restart_s, "s"),
+                        "effective time ratio": (reliability.effective_time_ratio, "")},
+        "choices": {each.key: (each.value, "") for each in forecast.choices},
+        "warnings": {each.code: (each.message, "") for each in forecast.warnings},
     }
 
 
-def _split(forecast: Forecast | None) -> dict[str, Value]:
-    if forecast is None:
-        return {"forecast": ("none", "")}
+def _split(forecast: Forecast) -> dict[str, Value]:
     cluster, split = forecast.cluster, forecast.split
     return {"cluster": (cluster.name, ""), "cluster nodes": (cluster.nodes, ""),
             "GPUs a node": (cluster.gpus_per_node, ""), "GPU": (cluster.gpu, ""),
@@ -88,9 +93,9 @@ def _split(forecast: Forecast | None) -> dict[str, Value]:
             "spare nodes": (split.spare, ""), "asynchronous": (forecast.asynchronous, "")}
 
 
-def _memory(forecast: Forecast | None) -> dict[str, Value]:
+def _memory(forecast: Forecast) -> dict[str, Value]:
     found: dict[str, Value] = {}
-    for each in forecast.memory if forecast else ():
+    for each in forecast.memory:
         found[f"{each.role} {each.name}"] = (each.total, "bytes")
         found[f"{each.role} {each.name} limit"] = (each.limit, "bytes")
         found[f"{each.role} {each.name} verdict"] = (each.verdict, "")
@@ -98,26 +103,14 @@ def _memory(forecast: Forecast | None) -> dict[str, Value]:
     return found
 
 
-def _step(forecast: Forecast | None) -> dict[str, Value]:
-    if forecast is None:
-        return {}
-    return ({"whole step": (forecast.step_s, "s"), "at best": (forecast.step_low_s, "s"),
-             "at worst": (forecast.step_high_s, "s"), "bottleneck": (forecast.bottleneck, "")}
-            | {each.name: (each.seconds, "s") for each in forecast.phases})
-
-
-def _throughput(forecast: Forecast | None) -> dict[str, Value]:
-    rate = forecast.throughput if forecast else None
-    if rate is None:
-        return {}
+def _throughput(forecast: Forecast) -> dict[str, Value]:
+    rate = forecast.throughput
     target: Value = ("none", "") if rate.target is None else (rate.target, "prompts/h")
     return {"nominal": (rate.nominal, "prompts/h"), "low": (rate.low, "prompts/h"), "high": (rate.high, "prompts/h"),
             "target": target, "verdict": (rate.verdict, "")}
 
 
-def _rollout(forecast: Forecast | None) -> dict[str, Value]:
-    if forecast is None:
-        return {}
+def _rollout(forecast: Forecast) -> dict[str, Value]:
     units = {"tpot_s": "s", "longest_s": "s", "tokens_per_s_per_gpu": "tokens/s"}
     found: dict[str, Value] = {name.removesuffix("_s").replace("_", " "): (value, units.get(name, ""))
                                for name, value in forecast.rollout.model_dump().items()}
@@ -126,9 +119,7 @@ def _rollout(forecast: Forecast | None) -> dict[str, Value]:
                     "staleness limit": ("none" if stale.limit is None else stale.limit, "")}
 
 
-def _sync(forecast: Forecast | None) -> dict[str, Value]:
-    if forecast is None:
-        return {}
+def _sync(forecast: Forecast) -> dict[str, Value]:
     sync = forecast.sync
     found: dict[str, Value] = {"route": (sync.chosen, ""), "payload": (sync.payload_bytes, "bytes"),
                                "GPU order": (list(sync.gpu_order), ""),

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from launch.errors import UserError, nearest_few
 from launch.plan.forecast import Alternative, Choice, Forecast, Number
-from launch.plan.plan import ForecastPlan, Plan
+from launch.plan.plan import Plan
+from launch.report.plan.file import with_forecast
 from launch.report.quantities import both, human, plain, plural
 
 WIDTH = 100
@@ -24,10 +25,7 @@ def explain(plan: Plan, key: str = "") -> str:
     Raises:
         UserError: the plan has no forecast, or the key is unknown; the message names the nearest keys.
     """
-    if not isinstance(plan, ForecastPlan):
-        raise UserError("this plan has no forecast, so there is nothing to explain", where="plan: forecast",
-                        fix="plan for a cluster: megatron-rl plan CONFIG --cluster FILE")
-    forecast = plan.forecast
+    forecast = with_forecast(plan, "there is nothing to explain").forecast
     if not key:
         return "\n\n".join(each for each in (_choices(forecast.choices), _numbers(forecast.numbers)) if each)
     numbers = {each.key: each for each in forecast.numbers}

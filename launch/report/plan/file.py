@@ -1,4 +1,4 @@
-"""Reads a plan written by `megatron-rl plan --out`."""
+"""Reads a plan written by `megatron-rl plan --out`, and requires its forecast."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from launch.errors import UserError
-from launch.plan.plan import SCHEMA_VERSION, Plan, read_plan
+from launch.plan.plan import SCHEMA_VERSION, ForecastPlan, Plan, read_plan
 from launch.report.quantities import plain
 
 
@@ -48,3 +48,15 @@ def load_plan(path: str | Path) -> Plan:
         field = field or "the whole file"
         raise UserError(f"{name} is not a valid plan: {field}: {plain(why)}",
                         where=f"{name}: {field}", fix=again) from error
+
+
+def with_forecast(plan: Plan, so: str) -> ForecastPlan:
+    """The plan, if it has a forecast.
+
+    Raises:
+        UserError: it has none. `so` is what follows from that: `there is nothing to draw`.
+    """
+    if not isinstance(plan, ForecastPlan):
+        raise UserError(f"this plan has no forecast, so {so}", where="plan: forecast",
+                        fix="plan for a cluster: megatron-rl plan CONFIG --cluster FILE")
+    return plan

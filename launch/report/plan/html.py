@@ -1,4 +1,4 @@
-"""A plan as one HTML file without network access or scripts, for light and dark mode."""
+"""A plan as an HTML page."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from launch.model.architecture import parameter_count
 from launch.plan.forecast import Forecast, Number
 from launch.plan.plan import ForecastPlan, Placement, Plan
 from launch.planner.seats.cluster import Seating
+from launch.report.html import CSS, NUMBER, TEXT, facts, page, table
 from launch.report.plan import map as plan_map
 from launch.report.plan import routes as plan_routes
 from launch.report.plan import svg as plan_svg
 from launch.report.plan.explain import rejected
+from launch.report.plan.file import with_forecast
 from launch.report.plan.overview import layout, role_gpus, role_nodes, worst
 from launch.report.quantities import both, gigabytes, human, plural, seconds, significant
-from launch.report.run.html import CSS
 
-STYLE = (
-    CSS
-    + """
+STYLE = """
 .facts { grid-template-columns: repeat(auto-fit, minmax(240px, 1fr)); }
 .note { margin: 10px 0 0; color: var(--soft); font-size: 13px; }
 h3 { font-size: 15px; margin: 0 0 10px; } .card + .card { margin-top: 12px; }
@@ -30,7 +29,7 @@ code { font: 12.5px ui-monospace, monospace; overflow-wrap: anywhere; } ul { mar
 .good { color: #16a34a; } .doubtful { color: #d97706; } .bad { color: #dc2626; } .scroll { overflow-x: auto; }
 td:first-child code { white-space: nowrap; } td p { margin: 0 0 4px; } .gpu:hover, .edge:hover { opacity: 0.75; }
 """
-)
+"""Added to the common style sheet."""
 VERDICTS = {"reached": "good", "within its uncertainty": "doubtful", "missed": "bad", "no target": "", "fits": "good",
             "tight": "doubtful", "no": "bad"}
 
@@ -56,9 +55,7 @@ def write_html(plan: Plan, placement: Placement | Seating | None, path: str | Pa
 
 def render(plan: Plan, placement: Placement | Seating | None, leaves: Sequence[Sequence[str]] = ()) -> str:
     """The whole page as text. Equal plans and placements give equal bytes."""
-    if not isinstance(plan, ForecastPlan):
-        raise UserError("this plan has no forecast, so there is nothing to draw", where="plan: forecast",
-                        fix="plan for a cluster: megatron-rl plan CONFIG --cluster FILE")
+    plan = with_forecast(plan, "there is nothing to draw")
     forecast = plan.forecast
     title = f"Plan {plan.fingerprint()} on {forecast.cluster.name}"
     body = [
@@ -66,29 +63,24 @@ def render(plan: Plan, placement: Placement | Seating | None, leaves: Sequence[S
         _facts(plan),
         _warnings(forecast),
         _map(plan, placement, leaves),
-        f'<h2>The step</h2><div class="card">{plan_svg.step(forecast)}<p class="note">Two steps of the steady state, '
-        f"predicted: {escape(_step_words(forecast))}</p></div>",
+        _step(forecast),
         _memory_and_front(forecast),
         _sync(forecast),
         _choices(forecast),
         _numbers(forecast),
     ]
-    return ('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>{''.join(body)}</body></html>\n")
+    return page(title, body, CSS + STYLE)
 
 
 def _head(plan: ForecastPlan, title: str) -> str:
     forecast, model, batch = plan.forecast, plan.architecture, plan.batch
     cluster = forecast.cluster
     mode = f"{forecast.split.mode}, {'asynchronous' if forecast.asynchronous else 'synchronous'}"
-    return (
-        f'<h1>{escape(title)}</h1><div class="soft">{escape(mode)}; {escape(model.family)}, '
-        f"{parameter_count(model):,} parameters, {model.layers} layers; a step is {batch.prompts_per_step} prompts x "
-        f"{batch.group_size} completions; {plural(cluster.nodes, 'node')} x {cluster.gpus_per_node} "
-        f"{escape(cluster.gpu)} ({escape(cluster.source)}). Every figure on this page is predicted: no run of this "
-        "plan has been measured.</div>"
-    )
+    return (f'<h1>{escape(title)}</h1><div class="soft">{escape(mode)}; {escape(model.family)}, '
+            f"{parameter_count(model):,} parameters, {model.layers} layers; a step is {batch.prompts_per_step} prompts "
+            f"x {batch.group_size} completions; {plural(cluster.nodes, 'node')} x {cluster.gpus_per_node} "
+            f"{escape(cluster.gpu)} ({escape(cluster.source)}). Every figure on this page is predicted: no run of this "
+            "plan has been measured.</div>")
 
 
 def _facts(plan: ForecastPlan) -> str:
@@ -96,33 +88,28 @@ def _facts(plan: ForecastPlan) -> str:
     rate, it, split = forecast.throughput, forecast.reliability, forecast.split
     heaviest, stale = worst(forecast.memory), forecast.staleness
     goal = "no target" if rate.target is None else f"target {human(rate.target)}: {rate.verdict}"
-    facts = [(f"{rate.nominal:,.0f} prompts/h", f"{rate.low:,.0f} to {rate.high:,.0f}; {goal}",
-              VERDICTS[rate.verdict]),
-             (f"{seconds(forecast.step_s)} per step",
-              f"{seconds(forecast.step_low_s)} to {seconds(forecast.step_high_s)}", "")]
+    rows = [(f"{rate.nominal:,.0f} prompts/h", f"{rate.low:,.0f} to {rate.high:,.0f}; {goal}",
+             VERDICTS[rate.verdict]),
+            (f"{seconds(forecast.step_s)} per step",
+             f"{seconds(forecast.step_low_s)} to {seconds(forecast.step_high_s)}", "")]
     for role in ("training", "rollout"):
-        facts.append((f"{plural(role_nodes(forecast, role), 'node')}, {role_gpus(plan, role):,} GPUs",
-                      f"{role}: {layout(plan, role)}", ""))
+        rows.append((f"{plural(role_nodes(forecast, role), 'node')}, {role_gpus(plan, role):,} GPUs",
+                     f"{role}: {layout(plan, role)}", ""))
     if split.spare:
-        facts.append((plural(split.spare, "spare node"), "not used: a reserve, or more than the layouts need", ""))
+        rows.append((plural(split.spare, "spare node"), "not used: a reserve, or more than the layouts need", ""))
     if heaviest is not None:
-        facts.append((f"{gigabytes(heaviest.total)} of {gigabytes(heaviest.limit)} GB",
-                      f"fullest GPU: {heaviest.role}, {heaviest.name}; {heaviest.verdict}",
-                      VERDICTS[heaviest.verdict]))
+        rows.append((f"{gigabytes(heaviest.total)} of {gigabytes(heaviest.limit)} GB",
+                     f"fullest GPU: {heaviest.role}, {heaviest.name}; {heaviest.verdict}",
+                     VERDICTS[heaviest.verdict]))
     mean = f"at most; mean {significant(stale.mean, 2)}" if forecast.asynchronous else "the step is synchronous"
-    facts += [(plural(stale.versions, "version"), f"staleness, {mean}", ""),
-              (f"{seconds(_expected(forecast))} sync",
-               f"{forecast.sync.chosen}, {human(forecast.sync.payload_bytes, 'bytes')} per copy", ""),
-              (f"{it.effective_time_ratio:.1%} progress", f"a failure every {significant(it.job_mtbf_hours)} h; "
-               f"checkpoint every {plural(it.checkpoint_every_steps, 'step')}", "")]
-    cards = "".join(f'<div class="card fact"><b class="{kind}">{escape(value)}</b><span>{escape(what)}</span></div>'
-                    for value, what, kind in facts)
-    return (f'<div class="facts">{cards}</div><div class="card" style="margin-top:12px"><b>Bottleneck</b> '
+    sync = forecast.sync
+    expected_s = next((each.expected_s for each in sync.routes if each.route == sync.chosen), 0.0)
+    rows += [(plural(stale.versions, "version"), f"staleness, {mean}", ""),
+             (f"{seconds(expected_s)} sync", f"{sync.chosen}, {human(sync.payload_bytes, 'bytes')} per copy", ""),
+             (f"{it.effective_time_ratio:.1%} progress", f"a failure every {significant(it.job_mtbf_hours)} h; "
+              f"checkpoint every {plural(it.checkpoint_every_steps, 'step')}", "")]
+    return (f'{facts(rows)}<div class="card" style="margin-top:12px"><b>Bottleneck</b> '
             f"{escape(forecast.bottleneck)}</div>")
-
-
-def _expected(forecast: Forecast) -> float:
-    return next((each.expected_s for each in forecast.sync.routes if each.route == forecast.sync.chosen), 0.0)
 
 
 def _warnings(forecast: Forecast) -> str:
@@ -139,55 +126,43 @@ def _map(plan: ForecastPlan, placement: Placement | Seating | None, leaves: Sequ
     cluster = plan.forecast.cluster
     rails = (f"NIC r of every node is on rail r ({cluster.rails} rails)" if cluster.rails > 1
              else "all NICs share one fabric")
-    return (
-        f'<h2>Nodes and GPUs</h2><div class="card">{plan_map.draw(plan, placement, leaves)}'
-        '<p class="note">A square is a GPU: '
-        f"its training rank or its engine. Hover for coordinates. {escape(rails)}.</p></div>"
-    )
+    return (f'<h2>Nodes and GPUs</h2><div class="card">{plan_map.draw(plan, placement, leaves)}'
+            '<p class="note">A square is a GPU: its training rank or its engine. Hover for coordinates. '
+            f"{escape(rails)}.</p></div>")
 
 
-def _step_words(forecast: Forecast) -> str:
+def _step(forecast: Forecast) -> str:
     overlap = ("rollout and training run at the same time, on samples of different versions" if forecast.asynchronous
                else "each phase waits for the previous one")
-    return f"{overlap}; grey is idle, the thin line spans low to high."
+    return (f'<h2>The step</h2><div class="card">{plan_svg.step(forecast)}<p class="note">Two steps of the steady '
+            f"state, predicted: {overlap}; grey is idle, the thin line spans low to high.</p></div>")
 
 
 def _memory_and_front(forecast: Forecast) -> str:
-    front = f'<div class="card"><h3>Alternatives: the effect of more nodes</h3>{plan_svg.pareto(forecast)}</div>'
-    return (f'<h2>Memory and capacity</h2><div class="charts"><div class="card"><h3>Memory of a GPU (the line is the '
-            f"limit)</h3>{plan_svg.memory(forecast.memory)}</div>{front}</div>")
+    return ('<h2>Memory and capacity</h2><div class="charts"><div class="card"><h3>Memory of a GPU (the line is the '
+            f'limit)</h3>{plan_svg.memory(forecast.memory)}</div><div class="card"><h3>Alternatives: the effect of '
+            f"more nodes</h3>{plan_svg.pareto(forecast)}</div></div>")
 
 
 def _sync(forecast: Forecast) -> str:
     sync = forecast.sync
     if not sync.routes:
         return ""
-    rows = "".join(
-        f"<tr><td>{escape(r.route)}{' (chosen)' if r.route == sync.chosen else ''}</td>"
-        f'<td class="n">{seconds(r.lower_bound_s)}</td><td class="n">{seconds(r.expected_s)}</td>'
-        f'<td class="n">{human(r.busiest_nic_out_bytes, "bytes")}</td>'
-        f'<td class="n">{human(r.busiest_nic_in_bytes, "bytes")}</td>'
-        f'<td class="n">{r.hops}</td></tr>'
-        for r in sync.routes
-    )
-    order = (
-        f"GPU order of an engine: {', '.join(map(str, sync.gpu_order))}. "
-        f"{human(sync.cross_rail_bytes, 'bytes')} cross "
-        f"rails ({human(sync.cross_rail_bytes_natural, 'bytes')} in natural order)."
-        if sync.gpu_order
-        else ""
-    )
+    routes = table(
+        {"route": TEXT, "at least": NUMBER, "expected": NUMBER, "busiest NIC, out": NUMBER, "busiest NIC, in": NUMBER,
+         "hops": NUMBER},
+        ((escape(r.route) + (" (chosen)" if r.route == sync.chosen else ""), seconds(r.lower_bound_s),
+          seconds(r.expected_s), human(r.busiest_nic_out_bytes, "bytes"), human(r.busiest_nic_in_bytes, "bytes"),
+          f"{r.hops}") for r in sync.routes))
+    order = "" if not sync.gpu_order else (
+        f"GPU order of an engine: {', '.join(map(str, sync.gpu_order))}. {human(sync.cross_rail_bytes, 'bytes')} cross "
+        f"rails ({human(sync.cross_rail_bytes_natural, 'bytes')} in natural order).")
     panels = "".join(f'<div class="card"><h3>{escape(r.route)}{", chosen" if r.route == sync.chosen else ""}</h3>'
                      f"{plan_routes.route(forecast, r)}</div>"
                      for r in sorted(sync.routes, key=lambda each: each.route != sync.chosen) if r.edges)
-    return (
-        f'<h2>Weight sync</h2><div class="card"><p style="margin-top:0">'
-        f'{escape(sync.chosen)}: {escape(sync.reason)}</p>'
-        f'{plan_routes.times(sync)}<table><tr><th>route</th><th class="n">at least</th><th class="n">expected</th>'
-        f'<th class="n">busiest NIC, out</th><th class="n">busiest NIC, in</th><th class="n">hops</th></tr>'
-        f"{rows}</table>"
-        f'<p class="note">{escape(order)}</p></div>{panels}'
-    )
+    return (f'<h2>Weight sync</h2><div class="card"><p style="margin-top:0">{escape(sync.chosen)}: '
+            f"{escape(sync.reason)}</p>{plan_routes.times(sync)}{routes}"
+            f'<p class="note">{escape(order)}</p></div>{panels}')
 
 
 def _choices(forecast: Forecast) -> str:
@@ -196,13 +171,11 @@ def _choices(forecast: Forecast) -> str:
     rows = []
     for choice in forecast.choices:
         others = "".join(f"<li>{escape(rejected(each))}</li>" for each in choice.alternatives)
-        rows.append(f"<tr><td><code>{escape(choice.key)}</code></td><td><p><b>{escape(choice.value)}</b></p>"
-                    f"{escape(choice.reason)}</td><td>{f'<ul>{others}</ul>' if others else ''}</td></tr>")
-    return (
-        '<h2>Choices</h2><div class="card scroll"><table><tr><th>key</th><th>chosen, and why</th>'
-        '<th>rejected, and by what'
-        f"</th></tr>{''.join(rows)}</table></div>"
-    )
+        rows.append((f"<code>{escape(choice.key)}</code>",
+                     f"<p><b>{escape(choice.value)}</b></p>{escape(choice.reason)}",
+                     f"<ul>{others}</ul>" if others else ""))
+    columns = {"key": TEXT, "chosen, and why": TEXT, "rejected, and by what": TEXT}
+    return f'<h2>Choices</h2><div class="card scroll">{table(columns, rows)}</div>'
 
 
 def _numbers(forecast: Forecast) -> str:
@@ -211,16 +184,14 @@ def _numbers(forecast: Forecast) -> str:
         groups.setdefault(each.key.split(".")[0], []).append(each)
     blocks = "".join(
         f'<details class="card"><summary>{escape(name)} <span class="soft">({plural(len(members), "number")})</span>'
-        f"</summary>{_table(members)}</details>"
+        f'</summary><div class="scroll">{_table(members)}</div></details>'
         for name, members in groups.items()
     )
     return f"<h2>Where each number comes from</h2>{blocks}" if blocks else ""
 
 
 def _table(numbers: Iterable[Number]) -> str:
-    rows = "".join(
-        f"<tr><td><code>{escape(each.key)}</code></td><td>{escape(both(each.value, each.unit))}</td>"
-        f"<td>{escape(each.formula or each.source)}</td>"
-        f"<td>{', '.join(f'<code>{escape(key)}</code>' for key in each.inputs)}</td></tr>" for each in numbers)
-    return ('<div class="scroll"><table><tr><th>key</th><th>value</th><th>formula or source</th><th>inputs</th></tr>'
-            f"{rows}</table></div>")
+    return table({"key": TEXT, "value": TEXT, "formula or source": TEXT, "inputs": TEXT},
+                 ((f"<code>{escape(each.key)}</code>", escape(both(each.value, each.unit)),
+                   escape(each.formula or each.source),
+                   ", ".join(f"<code>{escape(key)}</code>" for key in each.inputs)) for each in numbers))

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from launch.errors import UserError
 from launch.plan.forecast import Forecast
 from launch.plan.plan import ForecastPlan, Plan
+from launch.report.plan.file import with_forecast
 from launch.report.plan.timeline import one_f_one_b, phases
 
 STEPS = 2
@@ -28,9 +28,7 @@ def trace(plan: Plan) -> dict[str, Any]:
     Raises:
         UserError: the plan has no forecast.
     """
-    if not isinstance(plan, ForecastPlan):
-        raise UserError("this plan has no forecast, so there is no timeline", where="plan: forecast",
-                        fix="plan for a cluster: megatron-rl plan CONFIG --cluster FILE")
+    plan = with_forecast(plan, "there is no timeline")
     events = _phases(plan.forecast) + _pipeline(plan) + _sync(plan.forecast)
     return {"traceEvents": _apart(events), "displayTimeUnit": "ms",
             "otherData": {"plan": plan.fingerprint(), "times": "predicted"}}
@@ -76,16 +74,9 @@ def _pipeline(plan: ForecastPlan) -> list[Event]:
         layers = sum(map(len, training.layers_of_stage[stage]))
         events.append(_thread(pid, stage, f"stage {stage} ({layers} layers)"))
         for each in stages[stage]:
-            events.append(
-                _complete(
-                    f"{each.kind[0].upper()}{each.micro_batch}",
-                    pid,
-                    stage,
-                    train.starts + each.start,
-                    each.seconds,
-                    {"pass": each.kind, "micro_batch": each.micro_batch, "chunk": each.chunk},
-                )
-            )
+            events.append(_complete(
+                f"{each.kind[0].upper()}{each.micro_batch}", pid, stage, train.starts + each.start, each.seconds,
+                {"pass": each.kind, "micro_batch": each.micro_batch, "chunk": each.chunk}))
         start = train.starts + computing
         for name, seconds in after:
             if seconds > 0:

@@ -1,4 +1,4 @@
-"""The HTML report of a run: one file, without network access or scripts."""
+"""The HTML report of a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from launch.report.html import NUMBER, TEXT, facts, page, table
 from launch.report.run.charts import SPLIT_COLOURS, svg_charts
 from launch.report.run.display import duration, shares
 from launch.report.run.plan_vs_measured import FILE, comparison_html, of_attempt
@@ -16,30 +17,6 @@ DOCUMENTS = ("config.yaml", "config.json", "plan.json", "placement.json", FILE, 
              "environment.json")
 """Files of an attempt or of the run that the report shows in full, if they exist."""
 SAMPLES = 12
-CSS = """
-:root { color-scheme: light dark; --ink: #1f2937; --soft: #6b7280; --line: #e5e7eb; --card: #fff; --page: #f8fafc; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e5e7eb; --soft: #9ca3af; --line: #374151; --card: #1f2937; --page: #111827; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1180px; padding: 28px 20px 60px; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 26px; margin: 0; } h2 { font-size: 18px; margin: 34px 0 12px; } .soft { color: var(--soft); }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(168px, 1fr)); gap: 12px; margin-top: 18px; }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px; }
-.fact b { display: block; font-size: 17px; font-weight: 650; white-space: nowrap; }
-.fact span { color: var(--soft); font-size: 13px; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 14px;
-  grid-auto-flow: dense; }
-.wide { grid-column: 1 / -1; } svg { width: 100%; height: auto; display: block; }
-.bar { display: flex; height: 22px; border-radius: 6px; overflow: hidden; margin: 4px 0 12px; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; }
-th, td { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
-.key { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 8px; }
-.warning { border-left: 4px solid #f59e0b; margin-bottom: 8px; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 12.5px/1.45 ui-monospace, monospace; margin: 0; }
-details { margin-bottom: 8px; } summary { cursor: pointer; font-weight: 600; }
-"""
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
@@ -72,9 +49,7 @@ def render(name: str, history: Sequence[Row], *, warnings: Sequence[dict], sampl
     else:
         body.append("<p>No step has been logged yet.</p>")
     body += [_samples(samples), _document_list(documents)]
-    return ('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(name)}</title><style>{CSS}</style></head><body>{''.join(body)}</body></html>\n")
+    return page(name, body)
 
 
 def _head(name: str, history: Sequence[Row], attempts: int) -> str:
@@ -84,25 +59,23 @@ def _head(name: str, history: Sequence[Row], attempts: int) -> str:
 
 
 def _facts(history: Sequence[Row]) -> str:
-    facts: list[tuple[str, str]] = []
+    found: list[tuple[str, str]] = []
     _, rewards = series(history, "reward/mean")
     if rewards:
         first, last, n = first_and_last(rewards)
-        facts.append((f"{first:.3f} → {last:.3f}", f"mean reward, first and last {n} steps"))
+        found.append((f"{first:.3f} → {last:.3f}", f"mean reward, first and last {n} steps"))
     _, accuracy = series(history, "eval/accuracy")
     if accuracy:
-        facts.append((f"{accuracy[0]:.1%} → {accuracy[-1]:.1%}", "held-out accuracy, greedy"))
+        found.append((f"{accuracy[0]:.1%} → {accuracy[-1]:.1%}", "held-out accuracy, greedy"))
     split = mean_split(history)
     if split.get("time/step"):
-        facts.append((f"{split['time/step']:.2f} s", "mean step"))
-        facts.append((duration(sum(row.get("time/step", 0.0) for row in history)), "in steps, start-up not counted"))
+        found.append((f"{split['time/step']:.2f} s", "mean step"))
+        found.append((duration(sum(row.get("time/step", 0.0) for row in history)), "in steps, start-up not counted"))
     for unit in ("samples", "tokens"):
         _, values = series(history, f"throughput/{unit}_per_s")
         if values:
-            facts.append((f"{sum(values) / len(values):,.1f}", f"{unit}/s, mean"))
-    cards = "".join(f'<div class="card fact"><b>{escape(value)}</b><span>{escape(what)}</span></div>'
-                    for value, what in facts)
-    return f'<div class="facts">{cards}</div>'
+            found.append((f"{sum(values) / len(values):,.1f}", f"{unit}/s, mean"))
+    return facts((value, what, "") for value, what in found)
 
 
 def _warnings(warnings: Sequence[dict]) -> str:
@@ -120,23 +93,24 @@ def _split(history: Sequence[Row]) -> str:
         return ""
     bar = "".join(f'<div style="width:{share:.2%};background:{SPLIT_COLOURS[word]}" title="{word}"></div>'
                   for word, _, share in parts)
-    rows = "".join(f'<tr><td><span class="key" style="background:{SPLIT_COLOURS[word]}"></span>{word}</td>'
-                   f'<td class="n">{seconds:.3f}</td><td class="n">{share:.1%}</td></tr>'
-                   for word, seconds, share in parts)
-    return (f'<h2>Where a step goes</h2><div class="card"><div class="bar">{bar}</div><table><tr><th>part</th>'
-            f'<th class="n">seconds</th><th class="n">share</th></tr>{rows}</table></div>')
+    rows = ((f'<span class="key" style="background:{SPLIT_COLOURS[word]}"></span>{word}', f"{seconds:.3f}",
+             f"{share:.1%}") for word, seconds, share in parts)
+    return (f'<h2>Where a step goes</h2><div class="card"><div class="bar">{bar}</div>'
+            f"{table({'part': TEXT, 'seconds': NUMBER, 'share': NUMBER}, rows)}</div>")
 
 
 def _samples(samples: Sequence[dict]) -> str:
     if not samples:
         return ""
-    rows = "".join(
-        f'<tr><td class="n">{int(s["step"])}</td><td class="n">{float(s["reward"]):.3g}</td>'
-        f'<td>{escape(str(s["why"]))}</td><td><pre>{escape(str(s["prompt"]))}</pre></td><td><pre>{escape(str(s["completion"]))}</pre></td>'
-        f'<td>{escape(str(s["answer"]))}</td><td>{escape(str(s["finish_reason"]))}</td></tr>'
-        for s in samples[-SAMPLES:])
-    return (f'<h2>Completions</h2><div class="card"><table><tr><th class="n">step</th><th class="n">reward</th>'
-            f"<th>why</th><th>prompt</th><th>completion</th><th>answer</th><th>end</th></tr>{rows}</table></div>")
+    rows = []
+    for sample in samples[-SAMPLES:]:
+        why, prompt, completion, answer, end = (
+            escape(str(sample[key])) for key in ("why", "prompt", "completion", "answer", "finish_reason"))
+        rows.append((f"{int(sample['step'])}", f"{float(sample['reward']):.3g}", why, f"<pre>{prompt}</pre>",
+                     f"<pre>{completion}</pre>", answer, end))
+    columns = {"step": NUMBER, "reward": NUMBER, "why": TEXT, "prompt": TEXT, "completion": TEXT, "answer": TEXT,
+               "end": TEXT}
+    return f'<h2>Completions</h2><div class="card">{table(columns, rows)}</div>'
 
 
 def _documents(run_dir: Path, attempt: Path) -> dict[str, str]:

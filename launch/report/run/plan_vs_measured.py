@@ -12,6 +12,7 @@ import click
 from launch.plan.plan import forecast_of, read_plan
 from launch.planner.calibrate.calibrate import Calibration
 from launch.planner.calibrate.measured import PlanVsMeasured, compare
+from launch.report.html import NUMBER, TEXT, table
 from launch.report.quantities import seconds, significant
 from launch.run.metrics import metric_rows
 
@@ -59,25 +60,21 @@ def comparison_html(found: PlanVsMeasured | None) -> str:
     head = "<h2>Predicted and measured</h2>"
     if found.steps is None:
         return f'{head}<p class="soft">Not compared: {escape(found.nothing or "")}.</p>'
-    rows = "".join(
-        f'<tr><td>{escape(each.name)}</td><td class="n">{seconds(each.predicted.seconds)}</td>'
-        f'<td class="n">{seconds(each.predicted.low)} to {seconds(each.predicted.high)}</td>'
-        f'<td class="n">{seconds(each.measured.median)}</td>'
-        f'<td class="n">{seconds(each.measured.lowest)} to {seconds(each.measured.highest)}</td>'
-        f'<td class="n">{significant(each.ratio)}</td><td>{"yes" if each.in_range else "no"}</td></tr>'
-        for each in found.phases)
-    lengths = "".join(
-        f'<tr><td>tokens per {escape(each.name)}</td><td class="n">{significant(each.assumed, 4)}</td>'
-        f'<td class="n">{significant(each.measured, 4)}</td><td class="n">{significant(each.ratio)}</td></tr>'
-        for each in found.lengths)
+    phases = table(
+        {"phase": TEXT, "predicted": NUMBER, "predicted range": NUMBER, "measured median": NUMBER,
+         "measured, all steps": NUMBER, "measured / predicted": NUMBER, "in the range": TEXT},
+        ((escape(each.name), seconds(each.predicted.seconds),
+          f"{seconds(each.predicted.low)} to {seconds(each.predicted.high)}", seconds(each.measured.median),
+          f"{seconds(each.measured.lowest)} to {seconds(each.measured.highest)}", significant(each.ratio),
+          "yes" if each.in_range else "no") for each in found.phases))
+    lengths = table(
+        {"length": TEXT, "assumed": NUMBER, "measured mean": NUMBER, "measured / assumed": NUMBER},
+        ((f"tokens per {escape(each.name)}", significant(each.assumed, 4), significant(each.measured, 4),
+          significant(each.ratio)) for each in found.lengths))
     notes = "".join(f"<p>{escape(note)}</p>" for note in found.notes)
     return (f'{head}<div class="card"><p class="soft">Predicted: by the plan, before the run. Measured: steps '
             f"{found.steps.first} to {found.steps.last}, without {found.steps.left_out} warm-up steps.</p>"
-            '<table><tr><th>phase</th><th class="n">predicted</th><th class="n">predicted range</th>'
-            '<th class="n">measured median</th><th class="n">measured, all steps</th>'
-            f'<th class="n">measured / predicted</th><th>in the range</th></tr>{rows}</table>'
-            '<table><tr><th>length</th><th class="n">assumed</th><th class="n">measured mean</th>'
-            f'<th class="n">measured / assumed</th></tr>{lengths}</table>{notes}</div>')
+            f"{phases}{lengths}{notes}</div>")
 
 
 def print_calibration(found: Calibration) -> None:
