@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from launch.report.diagnose.doctor import PAGE
-from launch.report.diagnose.known import GROUPS
-from launch.report.diagnose.known.symptom import Symptom
+from launch.report.diagnose.known import GROUPS, Symptom
 from tools.docs import item
 
 BEGIN, END = "<!-- begin rows -->", "<!-- end rows -->"

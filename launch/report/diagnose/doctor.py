@@ -13,8 +13,7 @@ from launch.exit_codes import MEANINGS, ExitCode
 from launch.health.ledger import FILE as LEDGER
 from launch.health.ledger import Ledger
 from launch.report.diagnose import log_lines
-from launch.report.diagnose.known import BY_CODE, IN_ANY_LOG, SYMPTOMS
-from launch.report.diagnose.known.symptom import Symptom
+from launch.report.diagnose.known import BY_CODE, IN_ANY_LOG, SYMPTOMS, Symptom
 from launch.report.diagnose.log_lines import LogFile
 from launch.report.diagnose.logs import sources
 from launch.report.diagnose.logs_first_error import LoggedError, first_error
