@@ -10,20 +10,8 @@ from html import escape
 INK = "currentColor"
 SOFT = "var(--soft)"
 LINE = "var(--line)"
-PALETTE = (
-    "#3b82f6",
-    "#f59e0b",
-    "#10b981",
-    "#a855f7",
-    "#ef4444",
-    "#06b6d4",
-    "#84cc16",
-    "#ec4899",
-    "#8b5cf6",
-    "#14b8a6",
-    "#f97316",
-    "#64748b",
-)
+PALETTE = ("#3b82f6", "#f59e0b", "#10b981", "#a855f7", "#ef4444", "#06b6d4", "#84cc16", "#ec4899", "#8b5cf6", "#14b8a6",
+           "#f97316", "#64748b")
 
 
 def picture(width: float, height: float, shapes: Iterable[str], label: str) -> str:
@@ -59,39 +47,21 @@ def line(x1: float, y1: float, x2: float, y2: float, stroke: str = LINE, *, widt
 
 
 def path(commands: Sequence[str | float], stroke: str, *, width: float = 1.5, opacity: float = 1, title: str = "",
-         fill: str = "none", kind: str = "", dash: str = "") -> str:
+         kind: str = "") -> str:
     """`commands` is SVG path data with numbers as numbers: `("M", 0, 0, "L", 5, 5)`."""
     data = " ".join(each if isinstance(each, str) else number(each) for each in commands)
-    return _shape("path", {"d": data, "fill": fill, "stroke": stroke, "stroke-width": width,
-                           "opacity": None if opacity == 1 else opacity, "class": kind or None,
-                           "stroke-dasharray": dash or None}, title)
+    return _shape("path", {"d": data, "fill": "none", "stroke": stroke, "stroke-width": width,
+                           "opacity": None if opacity == 1 else opacity, "class": kind or None}, title)
 
 
-def text(
-    x: float,
-    y: float,
-    words: str,
-    *,
-    size: float = 12,
-    anchor: str = "start",
-    fill: str = INK,
-    bold: bool = False,
-    title: str = "",
-    halo: bool = False,
-) -> str:
+def text(x: float, y: float, words: str, *, size: float = 12, anchor: str = "start", fill: str = INK,
+         bold: bool = False, title: str = "", halo: bool = False) -> str:
     """`halo`: an outline in the colour of the card, for words on top of lines."""
-    attributes = {
-        "x": x,
-        "y": y,
-        "font-size": None if size == 12 else size,
-        "text-anchor": None if anchor == "start" else anchor,
-        "fill": fill,
-        "font-weight": "600" if bold else None,
-    }
-    if halo:
-        attributes |= {"stroke": "var(--card)", "stroke-width": 4, "paint-order": "stroke"}
-    inner = (f"<title>{escape(title)}</title>" if title else "") + escape(words)
-    return f"<text {_attributes(attributes)}>{inner}</text>"
+    return _shape("text", {"x": x, "y": y, "font-size": None if size == 12 else size,
+                           "text-anchor": None if anchor == "start" else anchor, "fill": fill,
+                           "font-weight": "600" if bold else None, "stroke": "var(--card)" if halo else None,
+                           "stroke-width": 4 if halo else None, "paint-order": "stroke" if halo else None},
+                  title, escape(words))
 
 
 def legend(x: float, y: float, entries: Sequence[tuple[str, str]], *, width: float,
@@ -143,11 +113,7 @@ def mixed(colour: str, other: str, share: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
 
 
-def _shape(name: str, attributes: dict[str, str | float | None], title: str) -> str:
-    inner = f"<title>{escape(title)}</title></{name}>" if title else f"</{name}>"
-    return f"<{name} {_attributes(attributes)}>{inner}"
-
-
-def _attributes(attributes: dict[str, str | float | None]) -> str:
-    return " ".join(f'{name}="{escape(value) if isinstance(value, str) else number(value)}"'
-                    for name, value in attributes.items() if value is not None)
+def _shape(name: str, attributes: dict[str, str | float | None], title: str, inner: str = "") -> str:
+    given = " ".join(f'{key}="{escape(value) if isinstance(value, str) else number(value)}"'
+                     for key, value in attributes.items() if value is not None)
+    return f"<{name} {given}>" + (f"<title>{escape(title)}</title>" if title else "") + f"{inner}</{name}>"

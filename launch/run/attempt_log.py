@@ -80,14 +80,11 @@ def append(run_folder: Path, past: PastAttempt) -> None:
 
 def record_of(attempt: Attempt, job_id: str, outcome: Outcome, before: Sequence[PastAttempt]) -> PastAttempt:
     """The line of an attempt that has ended, without the decision on what follows."""
-    return PastAttempt(attempt=attempt.number, job_id=job_id, status=outcome.status, step_before=best_step(before),
-                       step=outcome.step, message=outcome.message, component=outcome.component, nodes=outcome.nodes,
-                       stop_reason=_reason(attempt, outcome), at=time.time())
-
-
-def _reason(attempt: Attempt, outcome: Outcome) -> Reason | None:
-    """Why a stop was requested, if the attempt was stopped, or Slurm ended it before it could stop."""
-    return stop_reason(attempt.folder) if outcome.status in ("stopped", "interrupted") else None
+    stopped = outcome.status in ("stopped", "interrupted")      # or Slurm ended it before it could stop
+    return PastAttempt(attempt=attempt.number, job_id=job_id, status=outcome.status,
+                       step_before=max((past.step for past in before), default=0), step=outcome.step,
+                       message=outcome.message, component=outcome.component, nodes=outcome.nodes,
+                       stop_reason=stop_reason(attempt.folder) if stopped else None, at=time.time())
 
 
 def chain(history: Sequence[PastAttempt], job_id: str) -> list[PastAttempt]:
@@ -100,11 +97,6 @@ def chain(history: Sequence[PastAttempt], job_id: str) -> list[PastAttempt]:
         ours.add(past.job_id)
         found.append(past)
     return found[::-1]
-
-
-def best_step(history: Sequence[PastAttempt]) -> int:
-    """Maximum number of steps completed by any of these attempts."""
-    return max((past.step for past in history), default=0)
 
 
 def close_open_attempts(run_folder: Path) -> tuple[list[PastAttempt], list[PastAttempt]]:

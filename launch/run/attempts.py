@@ -34,6 +34,7 @@ from launch.errors import UserError
 from launch.files.shared import patiently, write_atomically
 from launch.files.waiting import wait_for
 from launch.plan.plan import Placement, Plan, read_plan
+from launch.run.find import attempts_of
 
 FRESH_NAMES = 1000
 HELD = (errno.EWOULDBLOCK, errno.EACCES)
@@ -145,10 +146,8 @@ class RunFolder:
 
     def new_attempt(self) -> Attempt:
         """Create the next attempt's folder and point `latest` to it."""
-        attempts = self.folder / "attempts"
-        attempts.mkdir(exist_ok=True)
-        numbers = [int(path.name) for path in attempts.iterdir() if path.name.isdecimal()]
-        folder = attempts / str(max(numbers, default=0) + 1)
+        earlier = attempts_of(self.folder)
+        folder = self.folder / "attempts" / str(int(earlier[-1].name) + 1 if earlier else 1)
         for name in ("logs", "components", "stacks", "errors"):
             (folder / name).mkdir(parents=True)
         link = self.folder / ".latest"

@@ -11,7 +11,6 @@ import json
 import os
 import time
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import psutil
 
@@ -99,14 +98,10 @@ def register_children(attempt: Attempt, record: ComponentRecord) -> ComponentRec
 
 
 def _write(attempt: Attempt, record: ComponentRecord) -> None:
-    path = _file(attempt, record.node, record.name)
+    """Write the component's file. Each node has its own folder, so that a supervisor reads only its own."""
+    path = attempt.folder / "components" / (record.node or NO_NODE) / f"{record.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(record)))
-
-
-def _file(attempt: Attempt, node: str, name: str) -> Path:
-    """The file of a component. Each node has its own folder, so that a supervisor reads only its own."""
-    return attempt.folder / "components" / (node or NO_NODE) / f"{name}.json"
 
 
 def record_error(attempt: Attempt, name: str, summary: str, traceback: str, *, user_error: bool = False) -> None:

@@ -76,7 +76,8 @@ def attempts_of(folder: Path) -> list[Path]:
 
 def job_of(attempt: Path) -> str | None:
     """The Slurm job id that an attempt's leader recorded; None for a run on one machine."""
-    return _text(read_json(attempt / JOB_FILE).get("job_id"))
+    job_id = read_json(attempt / JOB_FILE).get("job_id")
+    return None if job_id in (None, "") else str(job_id)
 
 
 def read_json(path: Path) -> dict:
@@ -106,10 +107,6 @@ def _attempt(folder: Path, number: int | None) -> Path | None:
     raise UserError(f"run {folder.resolve().name!r} has no attempt {number}",
                     where=str((folder / "attempts").absolute()),
                     fix=f"attempts: {names}" if names else "the run has no attempts yet")
-
-
-def _text(value: object) -> str | None:
-    return None if value in (None, "") else str(value)
 
 
 def _nearest(run: str, runs_folder: Path) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launch.errors import UserError
+from launch.run.find import attempts_of
 
 Row = dict[str, float]
 SPLIT: tuple[tuple[str, str], ...] = (
@@ -18,12 +19,11 @@ SPLIT: tuple[tuple[str, str], ...] = (
 
 def attempt_dirs(run_dir: Path) -> list[Path]:
     """`attempts/<n>` of a run, oldest first. Raises UserError if the folder is not a run."""
-    folder = run_dir / "attempts"
-    found = [path for path in folder.iterdir() if path.is_dir() and path.name.isdigit()] if folder.is_dir() else []
+    found = attempts_of(run_dir)
     if not found:
         raise UserError(f"{run_dir} is not a run: it has no attempts/<n>", where=str(run_dir),
                         fix="give the run's folder, such as runs/tiny")
-    return sorted(found, key=lambda path: int(path.name))
+    return found
 
 
 def read_jsonl(path: Path) -> list[dict]:

@@ -44,8 +44,7 @@ OWN_SILENCE_S = 3 * BEAT_EVERY_S
 BEHIND_S = 5 * BEAT_EVERY_S
 """A node whose last heartbeat is this much older than the others' failed first. Slurm notices only after
 `SlurmdTimeout`, usually minutes."""
-JOB, END, STACKS_WANTED, LEADER_BEAT = "job.json", "end", "stacks-wanted", "leader-beat"
-TERMINATED = "terminated"
+END, STACKS_WANTED, LEADER_BEAT, TERMINATED = "end", "stacks-wanted", "leader-beat", "terminated"
 
 
 @dataclass(frozen=True)

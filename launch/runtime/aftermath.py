@@ -17,8 +17,8 @@ from launch.health.ledger import Ledger
 from launch.health.verdict import judge
 from launch.run.attempt_log import PastAttempt, append, read_history
 from launch.run.attempts import Attempt
-from launch.run.find import attempts_of, read_json
-from launch.run.node_files import JOB, all_nodes
+from launch.run.find import JOB_FILE, attempts_of, read_json
+from launch.run.node_files import all_nodes
 from launch.run.outcome import Outcome
 from launch.run.stop import stop_reason, stopping_for_s
 from launch.runtime.decide import CRASHES, Decision, decide
@@ -35,17 +35,6 @@ HARDWARE = ("gpu.count", "gpu.lost", "gpu.ecc", "gpu.rows", "gpu.nvlink", "gpu.p
 another job: full disks, missing files, processes that still hold memory."""
 
 
-@dataclass(frozen=True)
-class Going:
-    """The inputs of a follow-up attempt."""
-
-    before: Sequence[PastAttempt]
-    min_nodes: int | None
-    words: Sequence[str]
-    record: JobRecord | None
-    """Slurm's record of this job, if it was just read."""
-
-
 @dataclass
 class Aftermath:
     """What the leader does after its processes have ended."""
@@ -54,6 +43,11 @@ class Aftermath:
     facts: JobFacts
     attempt: Attempt
     ledger: Ledger
+    loaded: LoadedConfig
+    words: Sequence[str]
+    """Overrides of the job."""
+    before: Sequence[PastAttempt]
+    """Attempts that led to this job without user action in between."""
     say: Callable[[str], None]
 
     def __post_init__(self) -> None:
@@ -76,19 +70,18 @@ class Aftermath:
                                                  "too late for the step and the checkpoint: raise run.stop_margin_s"})
         return outcome
 
-    def conclude(self, past: PastAttempt, before: Sequence[PastAttempt], loaded: LoadedConfig, words: Sequence[str],
-                 code: ExitCode | None) -> int:
+    def conclude(self, past: PastAttempt, code: ExitCode | None) -> int:
         """Decide, write the attempt's line, and carry out the decision. Returns the exit code of the job.
 
         Args:
             code: exit code of an error that defines its own.
         """
-        run, record = loaded.config.run, None
-        decision = decide(past, before, run.max_attempts)
+        run, record = self.loaded.config.run, None
+        decision = decide(past, self.before, run.max_attempts)
         if past.status == "interrupted" or not decision.ends_the_run:
             record = self._record()
             past = _with_slurms_reason(past, record, self.facts)
-            decision = self._as_slurm_has_it(decide(past, before, run.max_attempts), record)
+            decision = self._as_slurm_has_it(decide(past, self.before, run.max_attempts), record)
         if run.rehearse and not decision.ends_the_run:
             decision = replace(decision, action="stop", why=f"{decision.why}; rehearsals are not repeated")
         exit_code = code if code is not None and decision.ends_the_run else decision.exit_code
@@ -100,18 +93,22 @@ class Aftermath:
         if past.status in CRASHES:
             self._blame(past.status, past.message, decision.exclude)
         if not decision.ends_the_run:
-            return self._go_on(past, Going(before, run.min_nodes, words, record))
+            return self._go_on(past, record)
         if decision.action == "done" or exit_code == ExitCode.NO_PROGRESS:
-            self._cancel_successors(loaded, words)
+            self._cancel_successors()
         return int(exit_code)
 
     # ---- going on --------------------------------------------------------------------------------------------------
 
-    def _go_on(self, past: PastAttempt, going: Going) -> int:
-        """Requeue or submit, as decided, else the other way: a site may forbid either, or the partition lacks nodes."""
-        ways = [self._requeue, self._submit]
+    def _go_on(self, past: PastAttempt, record: JobRecord | None) -> int:
+        """Requeue or submit, as decided, else the other way: a site may forbid either, or the partition lacks nodes.
+
+        Args:
+            record: Slurm's record of this job, if it was just read.
+        """
+        ways = [lambda: self._requeue(past), lambda: self._submit(past, record)]
         for way in ways if past.decision == "requeue" else reversed(ways):
-            code = way(past, going)
+            code = way()
             if code is not None:
                 return int(code)
         exit_code = past.exit_code or int(ExitCode.UNFINISHED)
@@ -120,7 +117,7 @@ class Aftermath:
         self._note(past.model_copy(update={"exit_code": exit_code, "why": why}))
         return exit_code
 
-    def _requeue(self, past: PastAttempt, going: Going) -> ExitCode | None:
+    def _requeue(self, past: PastAttempt) -> ExitCode | None:
         """Requeue this job. Returns None if Slurm refuses."""
         if not self.facts.requeue:
             return None
@@ -136,18 +133,18 @@ class Aftermath:
                 return None
         return ExitCode.OK
 
-    def _submit(self, past: PastAttempt, going: Going) -> ExitCode | None:
+    def _submit(self, past: PastAttempt, record: JobRecord | None) -> ExitCode | None:
         """Submit a new job with the same script, shape and overrides, without the bad nodes: the exclusions of a
         running job cannot be changed, and a requeue may return the bad node. Returns None if no job was submitted."""
         script = (self.attempt.folder / "job.sbatch").resolve()
         try:
-            record = going.record or self.slurm.show_job(self.facts.job_id)
+            record = record or self.slurm.show_job(self.facts.job_id)
             text = self.slurm.batch_script(self.facts.job_id)
             write_atomically(script, text, mode=0o600)
-            sizes, bad = self._shape(past, going)
+            sizes, bad = self._shape(past)
             like = [*options_like(record, text), *([f"--exclude={','.join(bad)}"] if bad else []),
                     *([f"--chdir={record.work_dir}"] if record.work_dir != self.facts.submit_dir else [])]
-            successor = self._first_taken(script, going.words, [[*like, f"--nodes={nodes}"] for nodes in sizes])
+            successor = self._first_taken(script, [[*like, f"--nodes={nodes}"] for nodes in sizes])
         except (UserError, OSError) as error:
             self.say(f"no new job was submitted: {error}")
             return None
@@ -157,12 +154,12 @@ class Aftermath:
                                            "exit_code": int(code)}))
         return code
 
-    def _first_taken(self, script: Path, words: Sequence[str], choices: Sequence[Sequence[str]]) -> str:
+    def _first_taken(self, script: Path, choices: Sequence[Sequence[str]]) -> str:
         """Submit with the first options whose number of nodes Slurm accepts. Returns the job id."""
         folder = Path(self.facts.submit_dir) if self.facts.submit_dir else None
         for number, options in enumerate(choices):
             try:
-                return self.slurm.submit_once(script, words, options, name=self.facts.name,
+                return self.slurm.submit_once(script, self.words, options, name=self.facts.name,
                                               cwd=folder if folder and folder.is_dir() else None)
             except SlurmError as error:
                 if number == len(choices) - 1 or "nodes" not in names(error):
@@ -170,14 +167,14 @@ class Aftermath:
                 self.say(f"{options[-1]}: {error.what}")
         raise AssertionError("there is always a choice")
 
-    def _shape(self, past: PastAttempt, going: Going) -> tuple[list[str], tuple[str, ...]]:
+    def _shape(self, past: PastAttempt) -> tuple[list[str], tuple[str, ...]]:
         """(values of --nodes to try in turn, nodes to exclude). Excluded are the user's exclusions, the ledger's nodes
         (capped by the size of the partition), and the nodes that this preflight refused, which may not be in the
         ledger, as long as enough nodes remain. If fewer remain than the run's first job had, the job takes the
         remaining ones, down to `run.min_nodes`."""
-        first = self._first_job(going.before)
+        first = self._first_job()
         wanted = len(first.get("nodes", self.facts.nodes))
-        least = min(going.min_nodes or wanted, wanted)
+        least = min(self.loaded.config.run.min_nodes or wanted, wanted)
         usable = self.slurm.usable(self.facts.partition, self.facts.reservation)
         users = tuple(first.get("excluded", self.facts.excluded))
         self.ledger.cluster_nodes = len(usable)
@@ -193,10 +190,12 @@ class Aftermath:
         sizes += [f"{min(wanted - 1, max(least, left))}-{wanted}"] if least < wanted else []
         return sizes, tuple(dict.fromkeys((*users, *bad)))
 
-    def _first_job(self, before: Sequence[PastAttempt]) -> dict:
+    def _first_job(self) -> dict:
         """The recorded facts of the job that the user submitted: its nodes and the user's exclusions. A follow-up job
         also excludes nodes automatically, and those exclusions expire."""
-        return read_json(self.attempt.run_folder / "attempts" / str(before[0].attempt) / JOB) if before else {}
+        if not self.before:
+            return {}
+        return read_json(self.attempt.run_folder / "attempts" / str(self.before[0].attempt) / JOB_FILE)
 
     def _record(self) -> JobRecord | None:
         """Slurm's current record of this job."""
@@ -223,23 +222,23 @@ class Aftermath:
 
     # ---- the end of the run ----------------------------------------------------------------------------------------
 
-    def _cancel_successors(self, loaded: LoadedConfig, words: Sequence[str]) -> None:
+    def _cancel_successors(self) -> None:
         """Cancel waiting jobs of this run, which have nothing to do: a chain submitted beforehand, or a new job of an
         earlier attempt. Other runs share the job name, which comes from the script. A job belongs to this run if it has
         the same command and folder and the configuration still names the same run. Array jobs are skipped: they share
         one command, but each has its own run."""
-        if loaded.config.run.rehearse:
+        if self.loaded.config.run.rehearse:
             return
         commands = {(each.get("command"), each.get("submit_dir")) for each in
-                    (read_json(folder / JOB) for folder in attempts_of(self.attempt.run_folder))}
+                    (read_json(folder / JOB_FILE) for folder in attempts_of(self.attempt.run_folder))}
         successors = {past.successor for past in read_history(self.attempt.run_folder)}
         try:
             waiting = [self.slurm.show_job(job.job_id) for job in self.slurm.queue(name=self.facts.name)
                        if job.state == "PENDING" and job.job_id != self.facts.job_id and not job.of_array]
             of_this_run = [job for job in waiting
                            if job.job_id in successors or (job.command, job.work_dir) in commands]
-            if of_this_run and not _same_run(loaded, words):
-                return self.say(f"{loaded.path} now names another run: waiting jobs are not cancelled")
+            if of_this_run and not _same_run(self.loaded, self.words):
+                return self.say(f"{self.loaded.path} now names another run: waiting jobs are not cancelled")
             for job in of_this_run:
                 self.slurm.cancel(job.job_id)
                 self.say(f"cancelled job {job.job_id}, which was waiting to continue this run")

@@ -22,6 +22,7 @@ continues, and a run that only fails stops. With `run.max_attempts` = 1 no attem
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -173,9 +174,4 @@ def _counted(history: Sequence[PastAttempt]) -> int:
 
 def _in_a_row(before: Sequence[PastAttempt], holds: Callable[[PastAttempt], bool]) -> int:
     """For how many of the newest attempts in a row a property holds."""
-    count = 0
-    for past in reversed(before):
-        if not holds(past):
-            break
-        count += 1
-    return count
+    return len(list(itertools.takewhile(holds, reversed(before))))

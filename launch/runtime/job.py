@@ -26,13 +26,13 @@ LOCK_S = 120.0
 """Seconds that a dead leader may hold the run's lock: on NFS the lock outlives its holder's node for a while."""
 
 
-def run_job(path: str, words: Sequence[str], slurm: Slurm | None = None) -> int:
+def run_job(path: str, words: Sequence[str]) -> int:
     """Run this Slurm job's attempt to its end, and do what follows. Returns the exit code of the job.
 
     Raises:
         UserError: the configuration is invalid, or this is not a Slurm job.
     """
-    signals, slurm = Signals(), slurm or Slurm()
+    signals, slurm = Signals(), Slurm()
     facts = job_facts.read(slurm.patient(say))
     loaded = load_config(path, words)
     say(f"job {facts.job_id} on {len(facts.nodes)} node(s): {listed(facts.nodes)}"

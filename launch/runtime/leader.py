@@ -7,8 +7,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from launch import envvars
@@ -34,6 +34,7 @@ from launch.run.attempt_log import PastAttempt, record_of
 from launch.run.attempts import Attempt
 from launch.run.components import record_error
 from launch.run.faults import trains
+from launch.run.find import JOB_FILE
 from launch.run.node_files import Beat, Hello, NodeFiles
 from launch.run.outcome import Outcome, Status, write_outcome
 from launch.run.stop import stop_requested
@@ -92,7 +93,7 @@ class Leader:
     def run(self) -> int:
         """Run the attempt, end it, and do what follows. Returns the exit code of the job."""
         folder = self.attempt.folder
-        write_atomically(folder / node_files.JOB, self.facts.model_dump_json(indent=1), durable=True)
+        write_atomically(folder / JOB_FILE, self.facts.model_dump_json(indent=1), durable=True)
         beat = Beat(folder / node_files.LEADER_BEAT)
         self.clock = StopClock(self.attempt, self.facts, self.slurm, self.signals, say)
         if self.facts.controller_ahead_s:
@@ -103,7 +104,7 @@ class Leader:
         except Exception as error:
             outcome, code = self._unforeseen(error), None
         write_outcome(folder, outcome)      # before the teardown, which may hang
-        after = Aftermath(self.slurm, self.facts, self.attempt, self.ledger, say)
+        after = Aftermath(self.slurm, self.facts, self.attempt, self.ledger, self.loaded, self.words, self.before, say)
         try:
             self._tear_down(outcome)
             outcome = after.with_evidence(outcome)
@@ -115,7 +116,7 @@ class Leader:
         beat.stop()
         self._tell(outcome)
         past = record_of(self.attempt, self.facts.job_id, outcome, self.history)
-        return after.conclude(past, self.before, self.loaded, self.words, code)
+        return after.conclude(past, code)
 
     def _ended(self) -> tuple[Outcome, ExitCode | None]:
         """How the attempt ended, and the exit code if it differs from the outcome's."""
@@ -306,20 +307,19 @@ class Leader:
             say(f"no report: {type(error).__name__}: {error}")
 
 
-class _answering:
+@contextmanager
+def _answering(attempt: Attempt) -> Iterator[None]:
     """Answers the canaries of the nodes while the leader plans."""
+    answers, ended = canary.Answers(attempt.folder), threading.Event()
 
-    def __init__(self, attempt: Attempt) -> None:
-        self._answers, self._ended = canary.Answers(attempt.folder), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="canary", daemon=True)
+    def run() -> None:
+        while not ended.wait(canary.LOOK_EVERY_S):
+            answers.give()
 
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *exception: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.wait(canary.LOOK_EVERY_S):
-            self._answers.give()
+    thread = threading.Thread(target=run, name="canary", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

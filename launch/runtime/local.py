@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 
 from launch import envvars, processes
@@ -26,7 +25,7 @@ from launch.run.attempts import Attempt, RunFolder
 from launch.run.outcome import Outcome, read_outcome, write_outcome
 from launch.run.stop import STOP_FILE, stop_requested
 from launch.runtime import endings, hang, teardown
-from launch.runtime.ray_node import ADDRESS_VARIABLE, RaySession, loopback_variables, start_head
+from launch.runtime.ray_node import ADDRESS_VARIABLE, RaySession, ray_environment, start_head
 from launch.runtime.watch import View
 
 LOOK_EVERY_S = 0.25
@@ -80,7 +79,7 @@ class LocalJob:
         except OSError as error:
             outcome = endings.no_space(self.attempt, error)
         finally:
-            self._clean_up()
+            teardown.end_all(self.attempt, grace_s=1.0)     # Ray drains for longer than needed once its actors are gone
             self.session.remove()
             restore()
         with contextlib.suppress(OSError):  # on a full disk only the exit code is left
@@ -116,7 +115,7 @@ class LocalJob:
 
     def _start(self) -> tuple[processes.Child, processes.Child]:
         """Start Ray's head and the driver at the same time. The driver waits for the head."""
-        environment = self._environment()
+        environment = ray_environment(self.config, self.device, self.attempt.mark, LOOPBACK)
         ray = start_head(self.session, self.ports, node=LOCAL_NODE, address=LOOPBACK, environment=environment,
                          log=self.attempt.logs / "ray.log")
         driver = processes.start("driver", [sys.executable, "-m", "megatron_rl.train", str(self.attempt.folder)],
@@ -124,12 +123,6 @@ class LocalJob:
                                               ADDRESS_VARIABLE: f"{LOOPBACK}:{self.ports.ray_gcs}"},
                                  log=self.attempt.logs / "driver.log")
         return ray, driver
-
-    def _environment(self) -> dict[str, str]:
-        variables = envvars.environment("driver", self.device, self.config, job=self.attempt.mark, address=LOOPBACK)
-        path = envvars.get("PYTHONPATH")
-        return {**envvars.inherited(), **variables, **loopback_variables(),
-                "PYTHONPATH": ":".join(filter(None, [str(Path.cwd()), path]))}
 
     def _catch_signals(self, display: Display) -> Callable[[], None]:
         """The first Ctrl-C or SIGTERM asks the job to stop at the next step boundary. The second ends it."""
@@ -146,9 +139,4 @@ class LocalJob:
                 signal.signal(number, handler)
 
         return restore
-
-    def _clean_up(self) -> None:
-        """End every process that carries this attempt's mark, wherever it is in the process tree. The grace is short,
-        because Ray's own processes drain for longer than needed once the actors are gone."""
-        teardown.end_all(self.attempt, grace_s=1.0)
 

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from launch import processes
+from launch import envvars, processes
 from launch.config.resolved import ResolvedConfig
 from launch.errors import UserError
+from launch.planner.seats.local import LOOPBACK
 from launch.ports import Ports
 
 ADDRESS_VARIABLE = "MEGATRON_RL_RAY_ADDRESS"
@@ -47,6 +48,9 @@ FOR_MANY_NODES = {
 """For `MANY_NODES` and more: dozens to hundreds of actors register at once. With Ray's defaults (a quarter of the
 head's cores, 5 s to connect, 60 s to register) some of them are lost, which later shows as a hang in NCCL
 (NeMo-RL#3089)."""
+ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Keeps Ray on 127.0.0.1: otherwise it replaces a loopback address with the host's own and listens on all interfaces.
+(The switch was made for macOS and also works on Linux.)"""
 REGISTERED = "Ray runtime started."
 """`ray start` prints this when the control store lists its node (`Node.__init__` polls until it does)."""
 
@@ -161,10 +165,13 @@ def _owned(folder: Path) -> IO[bytes]:
     return file
 
 
-def loopback_variables() -> dict[str, str]:
-    """Keep Ray on 127.0.0.1: otherwise it replaces a loopback address with the host's own and listens on all
-    interfaces. (The switch was made for macOS and also works on Linux.)"""
-    return {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+def ray_environment(config: ResolvedConfig, device: envvars.Device, mark: str, address: str,
+                    interface: str = "lo") -> dict[str, str]:
+    """Environment of Ray and the driver. Processes of Ray inherit it; actors get the rest from the driver."""
+    search = ":".join(filter(None, [os.getcwd(), envvars.get("PYTHONPATH")]))
+    return {**envvars.inherited(),
+            **envvars.environment("driver", device, config, job=mark, interface=interface, address=address),
+            **(ON_LOOPBACK if address == LOOPBACK else {}), "PYTHONPATH": search}
 
 
 def head_command(session: RaySession, ports: Ports, *, node: str, address: str) -> list[str]:

@@ -17,8 +17,8 @@ from typing import Any
 
 from launch import envvars
 from launch.files.shared import write_atomically
+from launch.files.waiting import listed
 from launch.plan.plan import Placement, Plan
-from launch.report.lines import few
 from launch.report.run import rehearsal_table as table
 from launch.run.attempts import Attempt
 from launch.run.outcome import Outcome
@@ -52,13 +52,6 @@ class RankReport:
         """The leaf switch of the node."""
         above = self.switches.removesuffix(self.node).rstrip(".")
         return above.rpartition(".")[2] if "[" not in above.rpartition(".")[2] else above
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> RankReport:
-        return RankReport(**values)
 
 
 @dataclass(frozen=True)
@@ -106,7 +99,7 @@ def ray_file(attempt: Attempt) -> Path:
 def conclude(attempt: Attempt) -> Outcome:
     """Compare the reports of all nodes with the placement, write the result, and return the outcome."""
     config, plan, placement = attempt.config(), attempt.plan(), attempt.placement()
-    reports = [RankReport.from_json(row) for node in placement.nodes
+    reports = [RankReport(**row) for node in placement.nodes
                for row in json.loads(node_file(attempt, node).read_text(encoding="utf-8"))]
     given = {place.process: variables(place, config, placement, plan.device, attempt.mark)
              for place in places(placement)}
@@ -210,7 +203,7 @@ def _rails(plan: Plan, wanted: Mapping[str, PlacedProcess], said: Mapping[str, R
     for name, members in aligned.items():
         present = {each: said[each] for each in members if each in said}
         if len(rails := _across(present, present)) > 1:
-            who = f"{name} ({few(list(present), NAMED)})"
+            who = f"{name} ({listed(list(present), NAMED)})"
             findings.append(Mismatch(who, "equal local GPUs", ", ".join(map(str, sorted(rails, key=str)))))
     return Comparison("rails aligned", len(aligned), tuple(findings))
 

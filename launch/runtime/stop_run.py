@@ -9,7 +9,7 @@ from launch.run.stop import STOP_FILE, ask_to_stop
 from launch.slurm.records import JobRecord
 
 
-def stop_run(run: str, folder: str, hints: Hints | None = None) -> str:
+def stop_run(run: str, folder: str) -> str:
     """Stop a run or job. Returns what was done.
 
     A running attempt gets its stop file and ends with a checkpoint at the next step boundary. A waiting job (first
@@ -18,7 +18,7 @@ def stop_run(run: str, folder: str, hints: Hints | None = None) -> str:
     Raises:
         UserError: the run does not exist, has no attempt yet, or has ended.
     """
-    hints = hints or Hints()
+    hints = Hints()
     found, record = locate(run, folder, hints)
     if record is None and found.job is not None:
         record = hints.record(found.job)

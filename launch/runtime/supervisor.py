@@ -15,14 +15,13 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from launch import envvars
 from launch.errors import UserError
 from launch.files.shared import names_in, read_shared, seen, write_atomically
-from launch.files.waiting import LOOK_EVERY_S, listed, wait_until
+from launch.files.waiting import LOOK_EVERY_S, listed
 from launch.health import network, network_run
 from launch.health.check import checks_to_json, write_report
 from launch.health.expected import FILE as EXPECTED
@@ -37,8 +36,7 @@ from launch.run.node_files import Beat, Hello, NodeFiles, greeting
 from launch.run.outcome import read_outcome
 from launch.run.stop import Reason, ask_to_stop
 from launch.runtime import caches, hang, teardown
-from launch.runtime.workloads import workload_of
-from launch.runtime.workloads.context import Running
+from launch.runtime.workloads import NodeContext, Running, workload_of
 
 WITHOUT_LEADER_S = 120.0
 """A leader without a sign of life for this long, or twice `run.node_silent_s` if longer, is dead, and so is the job."""
@@ -63,20 +61,6 @@ def supervise(attempt_folder: str) -> int:
                         fix="submit a job instead: megatron-rl launch CONFIG --on slurm")
     envvars.set_for_this_process(caches.variables())
     return Supervisor(Attempt(Path(attempt_folder)), node).run()
-
-
-@dataclass
-class Context:
-    """The workload's view of the node; implements `launch.runtime.workloads.context.NodeContext`."""
-
-    attempt: Attempt
-    node: str
-    ports: Ports
-    check: Callable[[], None]
-    say: Callable[[str], None]
-
-    def wait(self, condition: Callable[[], bool], what: str, deadline_s: float) -> None:
-        wait_until(condition, what, deadline_s, say=self.say, check=self.check)
 
 
 class Supervisor:
@@ -120,7 +104,7 @@ class Supervisor:
             self.files.write_hello(hello)
             if removed := teardown.remove_leftovers(self.attempt, self.node):
                 self.say(f"removed shared memory left by earlier attempts: {listed(removed)}")
-            self._check_node()
+            write_report(self.files.folder, self.node, check_node(self._check_context(self.attempt.folder)))
             self._until_placed(hello)
             self.leader_silent_s = max(WITHOUT_LEADER_S, 2 * self.attempt.config().run.node_silent_s)
             if self.node not in self.attempt.placement().nodes:
@@ -144,22 +128,16 @@ class Supervisor:
         simulated nodes share the host."""
         self._until(lambda: seen(self.attempt.folder / EXPECTED))
         pinned = Expected.read(self.attempt.folder).port_base
-        found: list[Ports] = []
         seed = int(envvars.get("SLURM_PROCID", "0")) + int(envvars.get("SLURM_JOB_ID", "0"))
         deadline = time.monotonic() + PORTS_S
-        while not found:
+        while True:
             self._check()
             try:
-                found.append(allocate(seed, pinned=pinned))
+                return allocate(seed, pinned=pinned)
             except UserError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(1.0)     # there is no event for a port that becomes free
-        return found[0]
-
-    def _check_node(self) -> None:
-        checks = check_node(self._check_context(self.attempt.folder))
-        write_report(self.files.folder, self.node, checks)
 
     def _check_context(self, attempt: Path | None) -> CheckContext:
         hello = self.files.hello()
@@ -170,7 +148,7 @@ class Supervisor:
         """Start the workload and watch it until the leader ends the attempt."""
         workload = workload_of(self.attempt.config())
         with _ignored(signal.SIGUSR1, signal.SIGUSR2), _blocked(signal.SIGTERM):
-            self.running = workload.start(Context(self.attempt, self.node, ports, self._check, self.say))
+            self.running = workload.start(NodeContext(self.attempt, self.node, ports, self._check, self.say))
         taken = False
         while True:
             self._check()

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 
 from launch import envvars, processes
-from launch.runtime.workloads.context import NodeContext
+from launch.runtime.workloads import NodeContext
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from launch.health.check import checks_to_json, critical, ok
 from launch.health.ledger import Ledger
 from launch.run.attempt_log import PastAttempt, append, read_history, record_of
 from launch.run.attempts import Attempt, RunFolder
-from launch.run.node_files import JOB as JOB_FILE
+from launch.run.find import JOB_FILE
 from launch.run.outcome import Outcome
 from launch.run.stop import ask_to_stop
 from launch.runtime import aftermath
@@ -100,10 +100,11 @@ class Case:
         (attempt.folder / JOB_FILE).write_text(facts.model_dump_json(), encoding="utf-8")
 
     def conclude(self, status: str = "finished", step: int = 5, *, before=(), words=(), code=None, **values) -> int:
-        after = Aftermath(self.slurm, self.facts, self.attempt, self.ledger, self.said.append)
+        after = Aftermath(self.slurm, self.facts, self.attempt, self.ledger, self.loaded(*words), self.words, before,
+                          self.said.append)
         outcome = after.with_evidence(Outcome(status=status, step=step, **values))
         past = record_of(self.attempt, self.facts.job_id, outcome, before)
-        return after.conclude(past, before, self.loaded(*words), self.words, code)
+        return after.conclude(past, code)
 
     def loaded(self, *words: str) -> LoadedConfig:
         return load_config(CONFIG, (*self.words, *words))
@@ -159,8 +160,8 @@ def test_nothing_is_cancelled_where_the_configuration_has_become_another_runs(ca
     loaded = load_config(file, words)
     file.write_text(file.read_text(encoding="utf-8").replace("name: ", "name: b-", 1), encoding="utf-8")
     case.another("9")
-    after = Aftermath(case.slurm, case.facts, case.attempt, case.ledger, case.said.append)
-    after.conclude(record_of(case.attempt, "7", Outcome(status="finished", step=10), ()), (), loaded, words, None)
+    after = Aftermath(case.slurm, case.facts, case.attempt, case.ledger, loaded, words, (), case.said.append)
+    after.conclude(record_of(case.attempt, "7", Outcome(status="finished", step=10), ()), None)
     assert case.slurm.done == [] and "now names another run" in case.said[-1]
 
 

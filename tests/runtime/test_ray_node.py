@@ -18,9 +18,9 @@ from launch.errors import UserError
 from launch.ports import Ports
 from launch.runtime import ray_node
 from launch.runtime.ray_node import (
+    ON_LOOPBACK,
     RaySession,
     head_command,
-    loopback_variables,
     object_store_bytes,
     raylet_command,
     remove_leftovers,
@@ -42,7 +42,7 @@ def test_folder_and_token_are_the_users_alone_and_the_token_is_in_no_command(scr
     token = session.token.read_text()
     command = head_command(session, Ports(20000), node="n", address="127.0.0.1")
     assert len(token) == 64
-    assert not any(token in word for word in [*command, *session.variables().values(), *loopback_variables().values()])
+    assert not any(token in word for word in [*command, *session.variables().values(), *ON_LOOPBACK.values()])
     session.remove()
     assert not session.folder.exists()
 

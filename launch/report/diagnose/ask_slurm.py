@@ -69,13 +69,13 @@ def status_of(run: str, folder: str, hints: Hints) -> Status:
     return read_status(found, time.time(), record)
 
 
-def diagnosis_of(run: str, folder: str, attempt: int | None = None, hints: Hints | None = None) -> Diagnosis:
+def diagnosis_of(run: str, folder: str, attempt: int | None = None) -> Diagnosis:
     """What is wrong with a run or job. If there is a job, its Slurm record is used, or else its accounting entry.
 
     Raises:
         UserError: the run does not exist, and Slurm knows no such job.
     """
-    hints = hints or Hints()
+    hints = Hints()
     found, record = locate(run, folder, hints, attempt)
     accounted = ""
     if record is None and found.job is not None:

@@ -51,7 +51,7 @@ class LogFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LogLine:
     time: float
     source: LogFile
     number: int
@@ -78,7 +78,7 @@ def time_of(text: str, year: int) -> float | None:
     return None
 
 
-def read(source: LogFile, *, tail: bool = False) -> Iterator[Line]:
+def read(source: LogFile, *, tail: bool = False) -> Iterator[LogLine]:
     """The lines of a log in order, without colour codes, with times that never go back.
 
     Args:
@@ -101,13 +101,13 @@ def read(source: LogFile, *, tail: bool = False) -> Iterator[Line]:
                        source.started or first_time(texts, status.st_mtime), 0 if cut else 1)
 
 
-def stamped(texts: list[str], source: LogFile, year: int, start: float, first: int = 1) -> Iterator[Line]:
+def stamped(texts: list[str], source: LogFile, year: int, start: float, first: int = 1) -> Iterator[LogLine]:
     """Lines with times. `start` is the time of lines before the first one that states a time."""
     now = start
     for offset, raw in enumerate(texts):
         text = ANSI.sub("", raw.rsplit("\r", 1)[-1] if "\r" in raw.rstrip("\r") else raw.rstrip("\r"))
         now = max(now, time_of(text, year) or now)
-        yield Line(now, source, first + offset if first else 0, text)
+        yield LogLine(now, source, first + offset if first else 0, text)
 
 
 def first_time(texts: list[str], written: float) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launch.errors import UserError
 from launch.report.diagnose import log_lines
-from launch.report.diagnose.log_lines import Line, LogFile
+from launch.report.diagnose.log_lines import LogFile, LogLine
 from launch.run.attempts import Attempt
 from launch.run.components import components
 from launch.run.find import find_run, read_json
@@ -94,23 +94,23 @@ def choose(attempt: Path, wanted: Filter) -> list[LogFile]:
                         f"nodes: {', '.join(nodes) or 'none'}")
 
 
-def merged(chosen: Iterable[LogFile], *, tail: bool = False) -> Iterator[Line]:
+def merged(chosen: Iterable[LogFile], *, tail: bool = False) -> Iterator[LogLine]:
     """The lines of several logs, sorted by time. Lines of one log keep their order."""
     return heapq.merge(*(log_lines.read(source, tail=tail) for source in chosen), key=lambda line: line.time)
 
 
-def last(chosen: Sequence[LogFile], count: int) -> list[Line]:
+def last(chosen: Sequence[LogFile], count: int) -> list[LogLine]:
     """The last `count` lines of all logs together."""
     return list(deque(merged(chosen, tail=True), maxlen=count))
 
 
-def text_of(line: Line, width: int) -> str:
+def text_of(line: LogLine, width: int) -> str:
     """`16:41:41 trainer-3@h100-007  INFO step 37`: the time and the name appear once, at the start."""
     text = _STAMP.sub("", line.text).removeprefix(f"{line.source.name} ")
     return f"{datetime.fromtimestamp(line.time):%H:%M:%S} {line.source.label:<{width}}  {text}"
 
 
-def as_json(line: Line) -> dict:
+def as_json(line: LogLine) -> dict:
     return {"time": line.time, "component": line.source.name, "node": line.source.node, "file": str(line.source.path),
             "line": line.number, "text": line.text}
 
@@ -134,9 +134,9 @@ class Follower:
             if source.path.exists():
                 self._offsets[source.path] = source.path.stat().st_size
 
-    def poll(self) -> list[Line]:
+    def poll(self) -> list[LogLine]:
         """The lines completed since the last call, by time."""
-        found: list[Line] = []
+        found: list[LogLine] = []
         for source in self._chosen():
             try:
                 with source.path.open("rb") as file:
@@ -158,7 +158,7 @@ class Follower:
         return [source for source in sources(self.attempt) if self.wanted.takes(source)]
 
 
-def follow(follower: Follower, every_s: float) -> Iterator[Line]:
+def follow(follower: Follower, every_s: float) -> Iterator[LogLine]:
     """Yield lines as they are added, until the attempt has its outcome and its logs have been read to the end."""
     while True:
         ended = (follower.attempt / "outcome.json").exists()      # checked before reading, so that no line is missed

@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from launch.files.waiting import listed
 from launch.report.diagnose import log_lines
-from launch.report.diagnose.log_lines import Line, LogFile
+from launch.report.diagnose.log_lines import LogFile, LogLine
 from launch.report.diagnose.logs import Filter, sources
-from launch.report.lines import WIDTH, few, field
+from launch.report.lines import WIDTH, field
 from launch.run.attempts import Attempt
 from launch.run.components import components, errors
 from launch.run.find import read_json
@@ -38,6 +39,9 @@ _PREFIX = re.compile(r"^(?:\[rank\d+\]: ?|"
                      r"(?:ERROR|CRITICAL) [\d-]+ [\d:]+ \[[^\]]*\] ?)+")
 _CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
 MOST_LINES = 400
+"""Lines of a traceback in a log. Beyond this, its end was missed."""
+SHOWN = 40
+"""Lines of the traceback that are printed."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +125,10 @@ def failures(attempt: Path) -> list[LoggedError]:
     return found
 
 
-def in_log(source: LogFile, lines: Iterable[Line]) -> list[LoggedError]:
+def in_log(source: LogFile, lines: Iterable[LogLine]) -> list[LoggedError]:
     """Tracebacks and fatal lines of one log. A chain of exceptions is one failure, named after its last exception."""
     found: list[LoggedError] = []
-    block: list[Line] = []
+    block: list[LogLine] = []
     chained = False
     for line in lines:
         text = _PREFIX.sub("", line.text)
@@ -147,7 +151,7 @@ def in_log(source: LogFile, lines: Iterable[Line]) -> list[LoggedError]:
     return found
 
 
-def text_of(found: FirstError, attempt: Path, *, lines: int = 40) -> str:
+def text_of(found: FirstError, attempt: Path) -> str:
     """The first error for people: its process, its time, the end of its traceback, and the number of later errors."""
     if found.first is None:
         parts = ["no error was recorded or logged"]
@@ -160,7 +164,7 @@ def text_of(found: FirstError, attempt: Path, *, lines: int = 40) -> str:
     first = found.first
     at = datetime.fromtimestamp(first.time)
     said = first.text.splitlines()
-    shown = ([f"... {len(said) - lines} more lines in the log"] if len(said) > lines else []) + said[-lines:]
+    shown = ([f"... {len(said) - SHOWN} more lines in the log"] if len(said) > SHOWN else []) + said[-SHOWN:]
     parts = [field("first error", f"{first.who} at {at:%Y-%m-%d %H:%M:%S}"),
              field("", first.summary), field("log", first.file + (f":{first.line}" if first.line else ""))]
     parts += [f"  | {piece}" for line in shown for piece in _cut(line)]
@@ -180,11 +184,11 @@ def _then(others: Sequence[LoggedError], start: float) -> str:
     kinds: dict[str, list[str]] = {}
     for each in others:
         kinds.setdefault(re.split(r"[:(]", each.summary)[0].strip()[:40], []).append(each.component)
-    parts = [f"{kind}: {few(list(dict.fromkeys(names)), 4)}" for kind, names in list(kinds.items())[:4]]
+    parts = [f"{kind}: {listed(list(dict.fromkeys(names)), 4)}" for kind, names in list(kinds.items())[:4]]
     return f"{len(others)} more, {min(later):.1f} to {max(later):.1f} s later; " + "; ".join(parts)
 
 
-def _failure(source: LogFile, block: list[Line], summary: str, before: LoggedError | None = None) -> LoggedError:
+def _failure(source: LogFile, block: list[LogLine], summary: str, before: LoggedError | None = None) -> LoggedError:
     """One failure. With `before`, it ends that chain of exceptions."""
     text = "\n".join(_PREFIX.sub("", line.text) for line in block)
     if before is not None:

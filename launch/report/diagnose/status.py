@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ import yaml
 from launch.run.attempt_log import read_history
 from launch.run.find import Found, attempts_of, read_json
 from launch.run.metrics import Row, metric_rows
-from launch.run.outcome import Outcome, read_outcome
+from launch.run.outcome import read_outcome
 from launch.run.progress import Progress, read_progress, steps_done
 from launch.run.stop import stop_reason, stop_requested
 from launch.slurm.records import JobRecord
@@ -158,7 +159,7 @@ def read_status(found: Found, now: float, record: JobRecord | None = None, *, br
         needed_s=None if ended or steps is None else _needed(rows, steps - done),
         since_progress_s=None if ended or progress is None else max(0.0, now - progress.at),
         metrics=rows[-1] if rows else {}, outcome=outcome.model_dump(mode="json") if outcome else None,
-        decision="" if brief else _decision(run_folder, folder), warnings=_warnings(outcome, rows))
+        decision="" if brief else _decision(run_folder, folder), warnings=_warnings(rows))
 
 
 def newest_checkpoint(run_folder: Path, now: float) -> NewestCheckpoint | None:
@@ -285,21 +286,18 @@ def _decision(run_folder: Path, folder: Path) -> str:
     return ""
 
 
-def _warnings(outcome: Outcome | None, rows: list[Row]) -> tuple[str, ...]:
-    found = []
-    if rows and any(value != value for value in rows[-1].values()):
-        names = ", ".join(sorted(name for name, value in rows[-1].items() if value != value)[:3])
-        found.append(f"not a number in the last step: {names}")
-    return tuple(found)
+def _warnings(rows: list[Row]) -> tuple[str, ...]:
+    names = sorted(name for name, value in rows[-1].items() if math.isnan(value)) if rows else []
+    return (f"not a number in the last step: {', '.join(names[:3])}",) if names else ()
 
 
-def lock_is_held(lock: Path, locks: Path = LOCKS) -> bool:
+def lock_is_held(lock: Path) -> bool:
     """Whether a process of this machine holds `flock` on a file. Trying to take the lock would also answer, but could
     make a launcher that starts at this moment believe that another one works in the run."""
     try:
         status = lock.stat()
         wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-        lines = locks.read_text(encoding="ascii").splitlines()
+        lines = LOCKS.read_text(encoding="ascii").splitlines()
     except FileNotFoundError:
         return False
     return any(words[1] == "FLOCK" and words[5] == wanted for words in map(str.split, lines)

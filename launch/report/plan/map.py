@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -143,15 +143,8 @@ def _node(name: str, gpus: Sequence[Slot], x: float, y: float, width: float, hei
         head = 31.0
     inset = (width - columns * (cell + 2) + 2) / 2
     for index, gpu in enumerate(gpus):
-        shapes.append(
-            _gpu(
-                gpu,
-                x + inset + index % columns * (cell + 2),
-                y + head + 3 + index // columns * (cell + 2),
-                cell,
-                plan,
-            )
-        )
+        shapes.append(_gpu(gpu, x + inset + index % columns * (cell + 2), y + head + 3 + index // columns * (cell + 2),
+                           cell, plan))
     return shapes
 
 
@@ -172,16 +165,8 @@ def _gpu(slot: Slot, x: float, y: float, cell: float, plan: Plan) -> str:
         inner.append(svg.rect(x, y + index * part, cell, part, fill, radius=radius if len(fills) == 1 else 0))
         size = min(11.0, part * 0.75, cell / max(2, len(words)) * 1.35)
         if cell >= 20 and size >= 6:
-            inner.append(
-                svg.text(
-                    x + cell / 2,
-                    y + index * part + part / 2 + size * 0.36,
-                    words,
-                    size=size,
-                    anchor="middle",
-                    fill="#ffffff" if _is_dark(fill) else DARK,
-                )
-            )
+            inner.append(svg.text(x + cell / 2, y + index * part + part / 2 + size * 0.36, words, size=size,
+                                  anchor="middle", fill="#ffffff" if _is_dark(fill) else DARK))
     return f'<g class="gpu">{"".join(inner)}</g>'
 
 
@@ -211,9 +196,9 @@ def _what(gpus: Sequence[Slot], role: str) -> str:
     return ", ".join(words) or "spare"
 
 
-def _range(values) -> str:
-    values = sorted(set(values))
-    return str(values[0]) if len(values) == 1 else f"{values[0]}-{values[-1]}"
+def _range(values: Iterable[int]) -> str:
+    known = sorted(set(values))
+    return str(known[0]) if len(known) == 1 else f"{known[0]}-{known[-1]}"
 
 
 def _stage_colour(stage: int, stages: int) -> str:

@@ -95,12 +95,8 @@ def _header(plan: ForecastPlan, config: str, console: Console) -> None:
     cluster = forecast.cluster
     _line(console, "plan", f"{plain(config)}: {forecast.split.mode}, "
           f"{'asynchronous' if forecast.asynchronous else 'synchronous'} ({plan.fingerprint()})", body="bold")
-    _line(
-        console,
-        "model",
-        f"{model.family}, {parameter_count(model):,} parameters, {model.layers} layers; a step is "
-        f"{batch.prompts_per_step} prompts x {batch.group_size} completions = {batch.samples_per_step} sequences",
-    )
+    _line(console, "model", f"{model.family}, {parameter_count(model):,} parameters, {model.layers} layers; a step is "
+          f"{batch.prompts_per_step} prompts x {batch.group_size} completions = {batch.samples_per_step} sequences")
     network = (f", {plural(cluster.nics_per_node, 'NIC')} of {human(cluster.nic_bandwidth, 'bytes/s')} a node, "
                f"{plural(cluster.rails, 'rail')}" if cluster.nodes > 1 and cluster.nics_per_node else "")
     _line(console, "cluster", f"{plain(cluster.name)}: {plural(cluster.nodes, 'node')} x {cluster.gpus_per_node} "
@@ -190,14 +186,10 @@ def _throughput(forecast: Forecast, console: Console, width: int, marks: plan_ba
 
 def _rollout(forecast: Forecast, console: Console) -> None:
     rollout, stale = forecast.rollout, forecast.staleness
-    _line(
-        console,
-        "rollout",
-        f"{seconds(rollout.tpot_s)} per output token, {_rate(rollout.tokens_per_s_per_gpu)} "
-        f"tokens/s/GPU; {_rate(rollout.in_flight)} sequences in flight of {_rate(rollout.capacity)} that the "
-        f"engines hold at once (load {rollout.load:.0%}); longest completion {seconds(rollout.longest_s)}; bound by "
-        f"{plain(rollout.bound_by)}",
-    )
+    _line(console, "rollout", f"{seconds(rollout.tpot_s)} per output token, {_rate(rollout.tokens_per_s_per_gpu)} "
+          f"tokens/s/GPU; {_rate(rollout.in_flight)} sequences in flight of {_rate(rollout.capacity)} that the "
+          f"engines hold at once (load {rollout.load:.0%}); longest completion {seconds(rollout.longest_s)}; bound by "
+          f"{plain(rollout.bound_by)}")
     if not forecast.asynchronous:
         text = "0 versions: the step is synchronous"
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from launch.plan.forecast import Forecast, SyncEdge, SyncForecast, SyncRoute
 from launch.report import svg
@@ -37,69 +38,76 @@ def times(sync: SyncForecast) -> str:
     return svg.picture(WIDTH, 8 + len(sync.routes) * pitch, shapes, "weight sync by route")
 
 
+class Row(NamedTuple):
+    """The nodes of one partition, drawn as points in a row."""
+
+    partition: str
+    colour: str
+    y: float
+    nodes: int
+
+    @property
+    def size(self) -> int:
+        """Number of nodes that share a point."""
+        return -(-self.nodes // MOST_POINTS) or 1
+
+    @property
+    def points(self) -> list[float]:
+        """x of each point."""
+        count = -(-self.nodes // self.size)
+        pitch = (WIDTH - LEFT - 20) / max(1, count)
+        return [LEFT + pitch * (index + 0.5) for index in range(count)]
+
+    def name(self, point: int) -> str:
+        """`training nodes 4 to 7`."""
+        last = min(self.nodes, (point + 1) * self.size) - 1
+        return f"{self.partition} " + (f"node {point}" if self.size == 1 else f"nodes {point * self.size} to {last}")
+
+
 def route(forecast: Forecast, which: SyncRoute) -> str:
     """Senders above, receivers below, and a line for each pair of nodes that exchange weights, wider for more bytes."""
-    training = _count(which.edges, "training", forecast.split.training)
-    rollout = max(_count(which.edges, "rollout", forecast.split.rollout),
-                  *(each.target + 1 for each in which.edges), 0)
-    groups = {"training": -(-training // MOST_POINTS) or 1, "rollout": -(-rollout // MOST_POINTS) or 1}
-    points = {"training": _points(training, groups["training"]), "rollout": _points(rollout, groups["rollout"])}
-    rows = {"training": TOP, "rollout": TOP + BETWEEN}
+    training = Row("training", TRAINING[0], TOP, _count(which.edges, "training", forecast.split.training))
+    rollout = Row("rollout", ROLLOUT[0], TOP + BETWEEN, max(
+        _count(which.edges, "rollout", forecast.split.rollout), *(each.target + 1 for each in which.edges), 0))
+    rows = {"training": training, "rollout": rollout}
     merged: dict[tuple[str, int, int, int], list[int]] = {}
     for each in which.edges:
-        key = each.partition, each.source // groups[each.partition], each.target // groups["rollout"], each.hop
+        key = each.partition, each.source // rows[each.partition].size, each.target // rollout.size, each.hop
         merged.setdefault(key, []).append(each.bytes)
     heaviest = max((sum(sizes) for sizes in merged.values()), default=1) or 1
     opacity = max(0.25, min(0.8, 30 / max(1, len(merged))))
     shapes, depth = [], 0.0
     for (partition, source, target, hop), sizes in sorted(merged.items()):
-        start, end = points[partition][source], points["rollout"][target]
+        start, end = rows[partition].points[source], rollout.points[target]
         width = 0.8 + 2.2 * (sum(sizes) / heaviest) ** 0.5
         colour = HOP_COLOURS[min(hop, len(HOP_COLOURS) - 1)]
-        words = (
-            f"{partition} {_nodes(source, groups[partition], training if partition == 'training' else rollout)} to "
-            f"rollout {_nodes(target, groups['rollout'], rollout)}: {human(sum(sizes), 'bytes')}, hop {hop + 1}"
-            + (f", {plural(len(sizes), 'pair')} of nodes" if len(sizes) > 1 else "")
-        )
+        words = (f"{rows[partition].name(source)} to {rollout.name(target)}: {human(sum(sizes), 'bytes')}, "
+                 f"hop {hop + 1}" + (f", {plural(len(sizes), 'pair')} of nodes" if len(sizes) > 1 else ""))
         if partition == "training":
-            y1, y2 = rows["training"] + 7, rows["rollout"] - 7
+            y1, y2 = training.y + 7, rollout.y - 7
             shapes.append(svg.path(("M", start, y1, "C", start, y1 + 45, end, y2 - 45, end, y2), colour, width=width,
                                    opacity=opacity, title=words, kind="edge"))
         else:
-            y, sag = rows["rollout"] + 7, 14 + min(70.0, abs(end - start) * 0.22)
+            y, sag = rollout.y + 7, 14 + min(70.0, abs(end - start) * 0.22)
             depth = max(depth, sag)
             shapes.append(svg.path(("M", start, y, "Q", (start + end) / 2, y + 2 * sag, end, y), colour, width=width,
                                    opacity=max(0.5, opacity), title=words, kind="edge"))
-    for partition, y in rows.items():
-        colour = TRAINING[0] if partition == "training" else ROLLOUT[0]
-        count, size = {"training": training, "rollout": rollout}[partition], groups[partition]
-        shapes += [
-            svg.text(0, y, partition, bold=True),
-            svg.text(
-                0, y + 13, plural(count, "node") + (f", {size} per point" if size > 1 else ""), size=10.5, fill=svg.SOFT
-            ),
-        ]
-        every = -(-len(points[partition]) // 24)
-        for index, x in enumerate(points[partition]):
-            shapes.append(svg.circle(x, y, 6, colour, title=f"{partition} {_nodes(index, size, count)}", kind="node"))
+    for row in (training, rollout):
+        counted = plural(row.nodes, "node") + (f", {row.size} per point" if row.size > 1 else "")
+        shapes += [svg.text(0, row.y, row.partition, bold=True),
+                   svg.text(0, row.y + 13, counted, size=10.5, fill=svg.SOFT)]
+        every = -(-len(row.points) // 24)
+        for index, x in enumerate(row.points):
+            shapes.append(svg.circle(x, row.y, 6, row.colour, title=row.name(index), kind="node"))
             if index % every == 0:
-                below = partition == "rollout" and not depth
-                shapes.append(svg.text(x, y + 20 if below else y - 10, str(index * size), size=10, anchor="middle",
-                                       fill=svg.SOFT, halo=True))
-    hops = sorted({each.hop for each in which.edges})
-    entries = (
-        [
-            (
-                HOP_COLOURS[hop],
-                f"hop {hop + 1}" + (" and later" if hop == len(HOP_COLOURS) - 1 and hops[-1] > hop else ""),
-            )
-            for hop in range(min(len(HOP_COLOURS), hops[-1] + 1))
-        ]
-        if len(hops) > 1
-        else []
-    )
+                y = row.y + 20 if row is rollout and not depth else row.y - 10
+                shapes.append(svg.text(x, y, str(index * row.size), size=10, anchor="middle", fill=svg.SOFT, halo=True))
     height = TOP + BETWEEN + max(depth + 14, 28)
-    if entries:
+    hops = {each.hop for each in which.edges}
+    if len(hops) > 1:
+        entries = [(colour, f"hop {hop + 1}") for hop, colour in enumerate(HOP_COLOURS[:max(hops) + 1])]
+        if max(hops) >= len(HOP_COLOURS):
+            entries[-1] = HOP_COLOURS[-1], f"hop {len(HOP_COLOURS)} and later"
         keys, taken = svg.legend(LEFT, height, entries, width=WIDTH - LEFT, size=11)
         shapes, height = shapes + keys, height + taken
     return svg.picture(WIDTH, height, shapes, f"weight sync: {which.route}")
@@ -107,14 +115,3 @@ def route(forecast: Forecast, which: SyncRoute) -> str:
 
 def _count(edges: Sequence[SyncEdge], partition: str, nodes: int) -> int:
     return max([nodes, *(each.source + 1 for each in edges if each.partition == partition)])
-
-
-def _points(nodes: int, size: int) -> list[float]:
-    count = -(-nodes // size)
-    pitch = (WIDTH - LEFT - 20) / max(1, count)
-    return [LEFT + pitch * (index + 0.5) for index in range(count)]
-
-
-def _nodes(point: int, size: int, count: int) -> str:
-    last = min(count, (point + 1) * size) - 1
-    return f"node {point}" if size == 1 else f"nodes {point * size} to {last}"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from launch.plan.forecast import Forecast, MemoryOf, Phase
 from launch.report import svg
+from launch.report.plan.overview import worst
 from launch.report.plan.timeline import phases
 from launch.report.quantities import gigabytes, human, seconds
 from launch.report.run.charts import SPLIT_COLOURS
@@ -50,7 +51,7 @@ def _few(rows: Sequence[MemoryOf]) -> list[MemoryOf]:
     kept = []
     for role in ("training", "rollout"):
         members = [row for row in rows if row.role == role]
-        heaviest = max(members, key=lambda row: row.total / (row.limit or 1), default=None)
+        heaviest = worst(members)
         kept += [row for index, row in enumerate(members) if index in (0, len(members) - 1) or row is heaviest]
     return kept
 
@@ -90,18 +91,8 @@ def step(forecast: Forecast) -> str:
 
 def _phase(span, phase: Phase, x: float, y: float, scale: float, bar: float) -> list[str]:
     width = max(1.5, span.seconds * scale)
-    shapes = [
-        svg.rect(
-            x,
-            y,
-            width,
-            bar,
-            PHASE_COLOURS[span.name],
-            radius=min(4, width / 3),
-            opacity=1 if span.step == 0 else 0.45,
-            title=f"step {span.step + 1}: {_described(phase)}",
-        )
-    ]
+    shapes = [svg.rect(x, y, width, bar, PHASE_COLOURS[span.name], radius=min(4, width / 3),
+                       opacity=1 if span.step == 0 else 0.45, title=f"step {span.step + 1}: {_described(phase)}")]
     words = f"{span.name} {seconds(span.seconds)}"
     if svg.text_width(words) + 14 < width:
         shapes.append(svg.text(x + 8, y + 14, words, fill="#111827" if span.step == 0 else svg.INK))
@@ -134,12 +125,9 @@ def pareto(forecast: Forecast) -> str:
     shapes = [svg.text(0, 13, "prompts/h over nodes", fill=svg.SOFT, size=11)]
     for tick in svg.ticks(most):
         y = at(0, tick)[1]
-        shapes += [
-            svg.line(left, y, HALF - right, y),
-            svg.text(
-                left - 8, y + 4, f"{tick:,.4g}" if tick < 1 else f"{tick:,.0f}", size=11, anchor="end", fill=svg.SOFT
-            ),
-        ]
+        label = f"{tick:,.4g}" if tick < 1 else f"{tick:,.0f}"
+        shapes += [svg.line(left, y, HALF - right, y),
+                   svg.text(left - 8, y + 4, label, size=11, anchor="end", fill=svg.SOFT)]
     for tick in svg.ticks(widest, 8):
         if tick == int(tick):
             shapes.append(svg.text(at(tick, 0)[0], top + height + 17, f"{tick:.0f}", size=11, anchor="middle",
@@ -165,16 +153,7 @@ def pareto(forecast: Forecast) -> str:
         shapes.append(svg.line(x - 5, at(0, value)[1], x + 5, at(0, value)[1], svg.PALETTE[1], width=1.6))
     shapes += [svg.line(x, at(0, rate.low)[1], x, at(0, rate.high)[1], svg.PALETTE[1], width=1.6, title=chosen),
                svg.circle(x, y, 6, svg.PALETTE[1], title=chosen, stroke="var(--card)", width=1.5)]
-    right_side = x < HALF * 0.6
-    shapes.append(
-        svg.text(
-            x + (12 if right_side else -12),
-            y + 20,
-            f"chosen: {rate.nominal:,.0f}",
-            size=11,
-            bold=True,
-            anchor="start" if right_side else "end",
-            halo=True,
-        )
-    )
+    shift, anchor = (12, "start") if x < HALF * 0.6 else (-12, "end")
+    shapes.append(svg.text(x + shift, y + 20, f"chosen: {rate.nominal:,.0f}", size=11, bold=True, anchor=anchor,
+                           halo=True))
     return svg.picture(HALF, top + height + 28, shapes, "prompts per hour over nodes")

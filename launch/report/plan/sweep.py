@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from launch.planner.sweep import SweepPoint, smallest_that_reaches
+from launch.report.lines import plotted
 from launch.report.plan.overview import VERDICT_STYLES, WIDTH, terminal
 from launch.report.quantities import plain, significant
 from launch.report.svg import ticks
@@ -45,31 +47,25 @@ def print_sweep(points: Sequence[SweepPoint], target: float | None, console: Con
         console.print(Text(plain(remark)))
 
 
-def capacity_curve(points: Sequence[SweepPoint], target: float | None, *, width: int = 72, height: int = 16) -> str:
+def capacity_curve(points: Sequence[SweepPoint], target: float | None, *, width: int = 72) -> str:
     """Prompts per hour over nodes, with the target as a line; "" for fewer than two points."""
     drawn = [(each.nodes, each.prompts_per_hour) for each in points if each.prompts_per_hour is not None]
     if len(drawn) < 2:
         return ""
-    import plotext  # draws into one module-wide figure, so it is loaded here and cleared before and after
-
     nodes, rates = [float(each[0]) for each in drawn], [float(each[1]) for each in drawn]
-    figure = plotext.figure
-    figure.clear()
-    figure.plot_size(width, height)
-    figure.theme("colorless")
-    if target is not None:
-        figure.draw(figure.signal([nodes[0], nodes[-1]], [target, target], marker="-").lines())
-    figure.draw(figure.signal(nodes, rates, marker="braille").lines())
-    figure.draw(figure.signal(nodes, rates, marker="●"))
-    figure.title("prompts/h over nodes, predicted" + ("" if target is None else f"; line: target {target:,.0f}"))
-    most = 1.1 * max([*rates, target or 0])
-    figure.ruler("y").lim(0, most)
-    figure.ruler("y").ticks(ticks(most, 6), [f"{each:,.0f}" for each in ticks(most, 6)])
-    every = max(1, -(-len(drawn) // 10))
-    figure.ruler("x").ticks(nodes[::every], [f"{each:.0f}" for each in nodes[::every]])
-    drawing = plotext.uncolorize(str(figure.build()))
-    figure.clear()
-    return "\n".join(line.rstrip() for line in drawing.splitlines()).rstrip()
+    most, every = 1.1 * max([*rates, target or 0]), max(1, -(-len(drawn) // 10))
+
+    def draw(figure: Any) -> None:
+        if target is not None:
+            figure.draw(figure.signal([nodes[0], nodes[-1]], [target, target], marker="-").lines())
+        figure.draw(figure.signal(nodes, rates, marker="braille").lines())
+        figure.draw(figure.signal(nodes, rates, marker="●"))
+        figure.title("prompts/h over nodes, predicted" + ("" if target is None else f"; line: target {target:,.0f}"))
+        figure.ruler("y").lim(0, most)
+        figure.ruler("y").ticks(ticks(most, 6), [f"{each:,.0f}" for each in ticks(most, 6)])
+        figure.ruler("x").ticks(nodes[::every], [f"{each:.0f}" for each in nodes[::every]])
+
+    return plotted(width, 16, draw)
 
 
 def _answer(points: Sequence[SweepPoint], target: float | None, smallest: SweepPoint | None) -> str:

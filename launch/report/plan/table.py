@@ -11,6 +11,7 @@ from rich.table import Table
 from launch.model.architecture import parameter_count
 from launch.plan.plan import ForecastPlan, Plan
 from launch.planner.prepare import Prepared
+from launch.report.lines import ranges
 from launch.report.plan.overview import WIDTH, print_overview, terminal
 
 
@@ -59,6 +60,5 @@ def _stages(plan: Plan) -> Table:
     table = Table("pipeline stage", "ranks", "layers", box=SIMPLE_HEAD)
     for stage, chunks in enumerate(plan.training.layers_of_stage):
         ranks = [each.rank for each in plan.training.ranks if each.pp == stage]
-        table.add_row(str(stage), f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0]),
-                      ", ".join(f"{chunk[0]}-{chunk[-1]}" if len(chunk) > 1 else str(chunk[0]) for chunk in chunks))
+        table.add_row(str(stage), ranges(ranks), ", ".join(map(ranges, chunks)))
     return table

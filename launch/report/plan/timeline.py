@@ -13,7 +13,7 @@ PARTITIONS: tuple[Partition, ...] = ("training", "rollout")
 
 
 @dataclass(frozen=True)
-class Span:
+class PhaseSpan:
     """Something with a duration. Spans of one (partition, row) never overlap."""
 
     name: str
@@ -25,11 +25,11 @@ class Span:
     step: int
 
 
-def phases(forecast: Forecast, steps: int) -> list[Span]:
+def phases(forecast: Forecast, steps: int) -> list[PhaseSpan]:
     """Phases of `steps` consecutive steps; step k begins k step times after the first. Phases that overlap within a
     partition go to separate rows. Nodes that both roles share are one partition, `training`."""
     shared = forecast.split.mode != "disaggregated"
-    found: list[Span] = []
+    found: list[PhaseSpan] = []
     for partition in PARTITIONS[:1] if shared else PARTITIONS:
         ends: list[float] = []
         slots = sorted((index * forecast.step_s + phase.starts, number, index, phase)
@@ -41,7 +41,7 @@ def phases(forecast: Forecast, steps: int) -> list[Span]:
                 ends.append(0.0)
             start = max(start, ends[row])
             ends[row] = start + phase.seconds
-            found.append(Span(phase.name, partition, row, start, phase.seconds, index))
+            found.append(PhaseSpan(phase.name, partition, row, start, phase.seconds, index))
     return found
 
 

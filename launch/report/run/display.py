@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -25,10 +25,14 @@ RECENT = 20
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
-class Display(Protocol):
-    def __enter__(self) -> Display: ...
+class Display:
+    """Shows nothing (`--quiet`). The other displays override what they show. Use it as a context manager."""
 
-    def __exit__(self, *exception) -> None: ...
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        pass
 
     def phase(self, text: str) -> None:
         """Show the current phase, such as `starting 1 vLLM engine`."""
@@ -41,31 +45,14 @@ class Display(Protocol):
 
 
 def make_display(name: str, steps: int, *, console: Console | None = None, quiet: bool = False) -> Display:
-    """The display that suits standard output. Use it as a context manager."""
+    """The display that suits standard output."""
     if quiet:
-        return Silent()
+        return Display()
     console = console or Console()
     return LiveDisplay(name, steps, console) if console.is_terminal else LineDisplay(steps, console)
 
 
-class Silent:
-    def __enter__(self) -> Silent:
-        return self
-
-    def __exit__(self, *exception) -> None:
-        pass
-
-    def phase(self, text: str) -> None:
-        pass
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        pass
-
-    def message(self, text: str) -> None:
-        pass
-
-
-class LineDisplay(Silent):
+class LineDisplay(Display):
     """One line per step, suitable for a log file."""
 
     def __init__(self, steps: int, console: Console) -> None:
@@ -96,7 +83,7 @@ class LineDisplay(Silent):
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class LiveDisplay:
+class LiveDisplay(Display):
     """A panel that is redrawn in place."""
 
     def __init__(self, name: str, steps: int, console: Console) -> None:
@@ -108,7 +95,7 @@ class LiveDisplay:
         self._accuracy: float | None = None
         self._live = Live(self._render(), console=console, refresh_per_second=4, transient=False)
 
-    def __enter__(self) -> LiveDisplay:
+    def __enter__(self) -> Self:
         self._live.start()
         return self
 

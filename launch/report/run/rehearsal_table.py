@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from textwrap import wrap
 from typing import Any
 
-from launch.report.lines import WIDTH, few, field
-
-SHOWN = 8
+from launch.files.waiting import listed
+from launch.report.lines import WIDTH, field, ranges
 
 
 def text(document: Mapping[str, Any]) -> str:
@@ -26,7 +25,7 @@ def text(document: Mapping[str, Any]) -> str:
             head = " " * len(head)
     lines += ["", *(field(label, value) for label, value in _leaves(document))]
     if document["spares"]:
-        lines.append(field("spare", few(document["spares"], SHOWN)))
+        lines.append(field("spare", listed(document["spares"])))
     if "ray" in document:
         lines.append(field("Ray", f"{len(document['ray']['found'])} nodes counted after "
                                   f"{document['ray']['counted_s']:.1f} s, an actor on each after "
@@ -45,14 +44,14 @@ def text(document: Mapping[str, Any]) -> str:
 def _processes(members: Sequence[Mapping[str, Any]]) -> str:
     """`ranks 0-3 on GPUs 0-3; engines 0, 1 on GPUs 4-5 | 6-7`, with GPUs in the order of their ranks."""
     ranks = sorted((int(each["process"].partition("-")[2]), each) for each in members if each["role"] == "trainer")
-    parts = [f"ranks {_ranges([rank for rank, _ in ranks])}{_where([[each for _, each in ranks]])}"] if ranks else []
+    parts = [f"ranks {ranges([rank for rank, _ in ranks])}{_where([[each for _, each in ranks]])}"] if ranks else []
     engines: dict[int, list[Mapping[str, Any]]] = {}
     for each in sorted((each for each in members if each["role"] == "rollout"),
                        key=lambda each: _number(each["process"])):
         engines.setdefault(_number(each["process"])[0], []).append(each)
     if engines:
         word = "engines" if len(engines) > 1 else "engine"
-        parts.append(f"{word} {_ranges(list(engines))}{_where(list(engines.values()))}")
+        parts.append(f"{word} {ranges(list(engines))}{_where(list(engines.values()))}")
     parts += [each["process"] for each in members if each["role"] not in ("trainer", "rollout")]
     return "; ".join(parts)
 
@@ -70,19 +69,8 @@ def _where(groups: Sequence[Sequence[Mapping[str, Any]]]) -> str:
         return ""
     if all(len(group) == 1 for group in groups):
         gpus, nics = [sum(gpus, [])], [sum(nics, [])]
-    there = " on GPU" + ("s " if sum(map(len, gpus)) > 1 else " ") + " | ".join(map(_ranges, gpus))
-    return there + (f", NICs {' | '.join(map(_ranges, nics))}" if nics != gpus and None not in sum(nics, []) else "")
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """`0-3,8-11`, in the given order, so that a GPU order other than the natural one is visible."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    there = " on GPU" + ("s " if sum(map(len, gpus)) > 1 else " ") + " | ".join(map(ranges, gpus))
+    return there + (f", NICs {' | '.join(map(ranges, nics))}" if nics != gpus and None not in sum(nics, []) else "")
 
 
 def _leaves(document: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from launch.report.lines import plotted
 from launch.report.run.display import duration, shares
 from launch.run.metrics import Row, first_and_last, series, smoothed
 
@@ -14,22 +16,17 @@ def reward_curve(history: Sequence[Row], *, width: int = 72, height: int = 14) -
     steps, rewards = series(history, "reward/mean")
     if len(steps) < 2:
         return ""
-    import plotext  # draws into one module-wide figure, so it is loaded here and cleared before and after
 
-    figure = plotext.figure
-    figure.clear()
-    figure.plot_size(width, height)
-    figure.theme("colorless")
-    figure.draw(figure.signal(steps, rewards, marker="·"))
-    figure.draw(figure.signal(steps, smoothed(rewards, 10), marker="braille").lines())
-    figure.title(f"reward/mean: {len(steps)} steps (dots) and the mean over the last 10 (line)")
-    if 0 <= min(rewards) and max(rewards) <= 1:
-        figure.ruler("y").lim(0, 1)
-    ticks = sorted({round(steps[0] + i * (steps[-1] - steps[0]) / 5) for i in range(6)})
-    figure.ruler("x").ticks(ticks, [str(step) for step in ticks])
-    drawing = plotext.uncolorize(str(figure.build()))
-    figure.clear()
-    return "\n".join(line.rstrip() for line in drawing.splitlines()).rstrip()
+    def draw(figure: Any) -> None:
+        figure.draw(figure.signal(steps, rewards, marker="·"))
+        figure.draw(figure.signal(steps, smoothed(rewards, 10), marker="braille").lines())
+        figure.title(f"reward/mean: {len(steps)} steps (dots) and the mean over the last 10 (line)")
+        if 0 <= min(rewards) and max(rewards) <= 1:
+            figure.ruler("y").lim(0, 1)
+        ticks = sorted({round(steps[0] + i * (steps[-1] - steps[0]) / 5) for i in range(6)})
+        figure.ruler("x").ticks(ticks, [str(step) for step in ticks])
+
+    return plotted(width, height, draw)
 
 
 def mean_split(history: Sequence[Row]) -> Row:
@@ -40,10 +37,9 @@ def mean_split(history: Sequence[Row]) -> Row:
     return {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in sorted(names)}
 
 
-def closing_summary(run_dir: Path, history: Sequence[Row], report: Path | None = None, *,
-                    width: int = 72) -> str:
+def closing_summary(run_dir: Path, history: Sequence[Row], report: Path | None = None) -> str:
     """The last output of a run: curve, first and last reward, split of the step, paths, the TensorBoard command."""
-    lines = [reward_curve(history, width=width), ""]
+    lines = [reward_curve(history), ""]
     _, rewards = series(history, "reward/mean")
     if rewards:
         first, last, n = first_and_last(rewards)

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -27,8 +27,7 @@ from launch.run.outcome import write_outcome
 from launch.runtime import rehearsal
 from launch.runtime.places import PlacedProcess, places, variables
 from launch.runtime.rehearsal import RankReport
-from launch.runtime.workloads import rank_report, train
-from launch.runtime.workloads.context import NodeContext
+from launch.runtime.workloads import NodeContext, rank_report, train
 
 SCRIPT = Path(rank_report.__file__)
 CENSUS = "megatron_rl.driver.ray_census"
@@ -68,7 +67,7 @@ def start(context: NodeContext) -> Started:
         shutil.rmtree(folder)
     target = rehearsal.node_file(attempt, node)
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, json.dumps([report.to_json() for report in reports]))
+    write_atomically(target, json.dumps(list(map(asdict, reports))))
     ray = train.start(context, CENSUS) if config.run.rehearse == "ray" else None
     if node == placement.nodes[0]:
         for other in placement.nodes:

@@ -8,7 +8,6 @@ it starts an actor. Raylets on one host start one after the other, because they 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import time
@@ -26,14 +25,14 @@ from launch.run.attempts import Attempt
 from launch.runtime.ray_node import (
     ADDRESS_VARIABLE,
     RaySession,
-    loopback_variables,
     new_secret,
     object_store_bytes,
+    ray_environment,
     registered,
     start_head,
     start_raylet,
 )
-from launch.runtime.workloads.context import NodeContext
+from launch.runtime.workloads import NodeContext
 
 DRIVER = "megatron_rl.train"
 TOKEN_FILE = "ray-token"
@@ -81,10 +80,12 @@ def start(context: NodeContext, driver: str = DRIVER) -> Started:
     address = placement.addresses[node]
     if len(placement.nodes) > 1 and address == LOOPBACK:
         raise RayNotUp(f"a job on {len(placement.nodes)} nodes cannot meet at {LOOPBACK}, the address of {node}")
-    environment, log = _environment(attempt, placement, node), attempt.logs / f"ray-{node}.log"
+    environment = {**ray_environment(attempt.config(), attempt.plan().device, attempt.mark, address,
+                                     placement.interface(node)), envvars.NODE: node}
+    log = attempt.logs / f"ray-{node}.log"
     if node == placement.nodes[0]:
         session, listens = _session(context, new_secret()), f"{address}:{context.ports.ray_gcs}"
-        _share(session, attempt)
+        write_atomically(attempt.folder / TOKEN_FILE, session.secret, mode=0o600)
         ray = start_head(session, context.ports, node=node, address=address, environment=environment, log=log)
         drives = processes.start(
             "driver", [sys.executable, "-m", driver, str(attempt.folder)], log=attempt.logs / "driver.log",
@@ -92,7 +93,7 @@ def start(context: NodeContext, driver: str = DRIVER) -> Started:
         started = Started([ray, drives], session, attempt, node)
     else:
         for other in _before(placement, node):
-            _wait(context, partial(_registered, attempt, other), f"Ray on {other}")
+            _wait(context, partial(seen, _ray_file(attempt, other)), f"Ray on {other}")
         token, listens = attempt.folder / TOKEN_FILE, f"{address}:{context.ports.ray_node_manager}"
         _wait(context, lambda: seen(token), str(token))
         session = _session(context, secret=token.read_text(encoding="ascii"))
@@ -122,10 +123,6 @@ def ray_address(attempt: Attempt, node: str) -> str | None:
     """address:port of Ray's control store (on the first node) or of the raylet, once `node` has registered."""
     known = read_shared(_ray_file(attempt, node))
     return None if known is None else known["address"]
-
-
-def _registered(attempt: Attempt, node: str) -> bool:
-    return ray_address(attempt, node) is not None
 
 
 def _before(placement: Placement, node: str) -> list[str]:
@@ -158,18 +155,3 @@ def _wait_registered(context: NodeContext, ray: processes.Child, address: str) -
 
 def _ray_file(attempt: Attempt, node: str) -> Path:
     return attempt.folder / "nodes" / node / "ray.json"
-
-
-def _share(session: RaySession, attempt: Attempt) -> None:
-    """Write the token atomically where the other nodes find it, unreadable for other users."""
-    write_atomically(attempt.folder / TOKEN_FILE, session.secret, mode=0o600)
-
-
-def _environment(attempt: Attempt, placement: Placement, node: str) -> dict[str, str]:
-    """Environment of Ray and the driver on `node`. Processes of Ray inherit it; actors get the rest from the driver."""
-    address = placement.addresses[node]
-    variables = envvars.environment("driver", attempt.plan().device, attempt.config(), job=attempt.mark,
-                                    interface=placement.interface(node), address=address)
-    loopback = loopback_variables() if address == LOOPBACK else {}
-    search = ":".join(filter(None, [os.getcwd(), envvars.get("PYTHONPATH")]))
-    return {**envvars.inherited(), **variables, **loopback, envvars.NODE: node, "PYTHONPATH": search}
