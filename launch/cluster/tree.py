@@ -3,12 +3,14 @@ order that does not depend on the order of the node list. Pure."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from launch.cluster.spec import Switch
+from launch.files.waiting import listed
 
 _DOT = re.compile(r"\.(?![^\[]*\])")
 """A dot outside brackets: `spine[1-2].leaf1.h100-001` has three parts."""
@@ -50,12 +52,12 @@ class Topology:
         """Number of switches between nodes of leaves `a` and `b`: 1 in one leaf, 3 under one spine, ..."""
         if a == b:
             return 1
-        common = 0
-        for left, right in zip(self.paths[a], self.paths[b], strict=False):
-            if left != right:
-                break
-            common += 1
-        return len(self.paths[a]) + len(self.paths[b]) - 2 * common + 1
+        return len(self.paths[a]) + len(self.paths[b]) - 2 * common(self.paths[a], self.paths[b]) + 1
+
+
+def common(one: Sequence[str], other: Sequence[str]) -> int:
+    """Number of entries that two paths share, from the top."""
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
 
 
 def topology(switches: Sequence[Switch], nodes: Iterable[str]) -> Topology:
@@ -110,11 +112,11 @@ def faults(switches: Sequence[Switch], nodes: Sequence[str]) -> list[tuple[str, 
         for below in switch.switches:
             if below not in by_name:
                 found.append((switch.name, f"switch {switch.name} connects {below!r}, which is not a switch",
-                              f"use one of {_few(sorted(by_name))}"))
+                              f"use one of {listed(sorted(by_name), 6)}"))
         for node in switch.nodes:
             if node not in known:
                 found.append((switch.name, f"switch {switch.name} connects {node!r}, which is not a node",
-                              f"use one of {_few(nodes)}"))
+                              f"use one of {listed(nodes, 6)}"))
     homes: dict[str, list[str]] = {}
     for switch in switches:
         for node, times in Counter(switch.nodes).items():
@@ -124,7 +126,7 @@ def faults(switches: Sequence[Switch], nodes: Sequence[str]) -> list[tuple[str, 
             found.append((names[1], f"node {node} is under {' and '.join(names)}", "keep it under one leaf switch"))
     homeless = [node for node in nodes if node not in homes]
     if homeless:
-        found.append(("", f"no switch connects {_few(homeless)}", "add each to the nodes of its leaf switch"))
+        found.append(("", f"no switch connects {listed(homeless, 6)}", "add each to the nodes of its leaf switch"))
     return found or _shape(by_name)
 
 
@@ -140,7 +142,7 @@ def _shape(by_name: dict[str, Switch]) -> list[tuple[str, str, str]]:
             children.difference_update(ready)
     if left:
         name = sorted(left)[0]
-        return [(name, f"switch {name} is below itself, through {_few(sorted(left))}", "remove one of the links")]
+        return [(name, f"switch {name} is below itself, through {listed(sorted(left), 6)}", "remove one of the links")]
     group = {name: name for name in by_name}
 
     def root(name: str) -> str:
@@ -156,7 +158,8 @@ def _shape(by_name: dict[str, Switch]) -> list[tuple[str, str, str]]:
         islands[root(name)].append(name)
     if len(islands) > 1:
         parts = [names[0] for names in islands.values()]
-        return [(parts[1], f"nothing connects {_few(parts)}", "add the switch above them, or plan for one of them")]
+        return [(parts[1], f"nothing connects {listed(parts, 6)}",
+                 "add the switch above them, or plan for one of them")]
     return []
 
 
@@ -170,10 +173,6 @@ def restrict(switches: Sequence[Switch], nodes: Collection[str]) -> tuple[Switch
         kept = {name: Switch(name, tuple(child for child in switch.switches if child not in empty), switch.nodes)
                 for name, switch in kept.items()}
     return tuple(kept.values())
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 def path_of(address: str, pattern: str) -> tuple[str, ...]:

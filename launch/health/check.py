@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,20 +54,6 @@ def worst(checks: Iterable[Check]) -> Severity:
     return max((check.severity for check in checks), key=RANK.__getitem__, default="ok")
 
 
-@dataclass(frozen=True)
-class NodeReport:
-    """All findings of a node."""
-
-    node: str
-    checks: tuple[Check, ...]
-    time: float = field(default_factory=time.time)
-    """Unix time by the node's own clock."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {"schema_version": SCHEMA_VERSION, "node": self.node, "time": self.time,
-                "checks": checks_to_json(self.checks)}
-
-
 def checks_to_json(checks: Iterable[Check]) -> list[dict[str, Any]]:
     return [{"check" if key == "name" else key: value for key, value in asdict(check).items()} for check in checks]
 
@@ -77,18 +63,20 @@ def checks_from_json(rows: Sequence[dict[str, Any]]) -> list[Check]:
 
 
 def write_report(folder: Path, node: str, checks: Iterable[Check]) -> Path:
-    """Write `folder/preflight.json` atomically. `folder` is the node's folder on the shared file system."""
+    """Write `folder/preflight.json` atomically. `folder` is the node's folder on the shared file system. The time is
+    that of the node's own clock."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / REPORT
-    write_atomically(file, json.dumps(NodeReport(node, tuple(checks)).to_json(), indent=1, allow_nan=False))
+    document = {"schema_version": SCHEMA_VERSION, "node": node, "time": time.time(), "checks": checks_to_json(checks)}
+    write_atomically(file, json.dumps(document, indent=1, allow_nan=False))
     return file
 
 
-def read_report(folder: Path) -> NodeReport | None:
-    """The report in a node's folder; None while it does not exist."""
+def read_report(folder: Path) -> list[Check] | None:
+    """The checks in the report of a node's folder; None while it does not exist."""
     document = read_shared(folder / REPORT)
     if document is None:
         return None
     if document["schema_version"] != SCHEMA_VERSION:
         raise ValueError(f"{folder / REPORT} has schema version {document['schema_version']}, not {SCHEMA_VERSION}")
-    return NodeReport(document["node"], tuple(checks_from_json(document["checks"])), document["time"])
+    return checks_from_json(document["checks"])

@@ -69,12 +69,11 @@ def run(request: Request, say: Say = lambda line: None) -> Verdict:
     if prepared is not None and not is_here(named := _cluster(prepared)):
         cluster = named
     device = cluster.gpu.device if cluster else _device(request, here)
-    profile = _profile(prepared)
+    profile = load_profile(prepared.config.run.profile if prepared else None)
     expected = Expected(device=device)
     if prepared is not None:
         config = prepared.config
-        expected = expected_of(config, cluster, device, profile=profile,
-                               computes=trains(config))
+        expected = expected_of(config, cluster, device, profile=profile, computes=trains(config))
     nodes = allocation()
     if nodes:
         read = folders_of(prepared.config) if prepared else []
@@ -188,10 +187,6 @@ def _device(request: Request, node: str) -> envvars.Device:
 def _cluster(prepared: Prepared):
     name = prepared.config.cluster
     return None if name == "local" else load_cluster(name)
-
-
-def _profile(prepared: Prepared | None) -> Profile:
-    return load_profile(prepared.config.run.profile if prepared else None)
 
 
 def _folder(prepared: Prepared | None) -> Path:

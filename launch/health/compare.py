@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch.health.check import Check, Severity
+from launch.health.check import Check, Severity, warning
 
 Nodes = Mapping[str, Sequence[Check]]
 
@@ -24,17 +24,6 @@ class Equal:
 
     name: str
     severity: Severity
-    remedy: str
-
-
-@dataclass(frozen=True)
-class Outlier:
-    """The value of a check is an outlier above `factor` times the median. Values below `floor` are ignored."""
-
-    name: str
-    factor: float
-    floor: float
-    unit: str
     remedy: str
 
 
@@ -49,9 +38,8 @@ EQUAL: tuple[Equal, ...] = (
                                            "if it differs"),
     Equal("model.fingerprint", "critical", "copy the model folder again: this node has a different one"),
 )
-OUTLIERS: tuple[Outlier, ...] = (
-    Outlier("fs.round_trip", 10.0, 2.0, "s", "check the node's mount of the shared file system and its network"),
-)
+SLOW_FACTOR, SLOW_S = 10.0, 2.0
+"""A round trip through the shared file system is an outlier above this many times the median and this many seconds."""
 
 
 def disagreements(nodes: Nodes) -> tuple[dict[str, list[Check]], list[Check]]:
@@ -76,8 +64,7 @@ def disagreements(nodes: Nodes) -> tuple[dict[str, list[Check]], list[Check]]:
                     of_node.setdefault(node, []).append(Check(
                         name, rule.severity, json.loads(value), f"{label} is {_short(value)}, on {most} of "
                         f"{len(values)} nodes {_short(common)}", rule.remedy))
-    for outlier in OUTLIERS:
-        _outliers(outlier, values_of(nodes, outlier.name), of_node)
+    _slow_file_system(values_of(nodes, "fs.round_trip"), of_node)
     _loopback(nodes, of_node)
     return of_node, of_job
 
@@ -97,15 +84,16 @@ def _parts(values: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             for key in keys}
 
 
-def _outliers(rule: Outlier, values: Mapping[str, float], into: dict[str, list[Check]]) -> None:
-    if len(values) < 3:
+def _slow_file_system(round_trips_s: Mapping[str, float], into: dict[str, list[Check]]) -> None:
+    if len(round_trips_s) < 3:
         return
-    middle = statistics.median(values.values())
-    for node, value in values.items():
-        if value > max(rule.floor, rule.factor * middle):
-            into.setdefault(node, []).append(Check(
-                f"{rule.name}.outlier", "warning", value, f"{rule.name}: {value:.3g} {rule.unit}, the median of "
-                f"{len(values)} nodes is {middle:.3g} {rule.unit}", rule.remedy))
+    middle = statistics.median(round_trips_s.values())
+    for node, seconds in round_trips_s.items():
+        if seconds > max(SLOW_S, SLOW_FACTOR * middle):
+            into.setdefault(node, []).append(warning(
+                "fs.round_trip.outlier", seconds, f"fs.round_trip: {seconds:.3g} s, the median of "
+                f"{len(round_trips_s)} nodes is {middle:.3g} s",
+                "check the node's mount of the shared file system and its network"))
 
 
 def _loopback(nodes: Nodes, into: dict[str, list[Check]]) -> None:

@@ -29,8 +29,8 @@ def gather_reports(attempt: Path, nodes: Sequence[str], timeout_s: float = TIMEO
     def missing() -> list[str]:
         answers.give()
         for node in nodes:
-            if node not in found and (report := read_report(attempt / "nodes" / node)) is not None:
-                found[node] = list(report.checks)
+            if node not in found and (checks := read_report(attempt / "nodes" / node)) is not None:
+                found[node] = checks
         return [node for node in nodes if node not in found]
 
     wait_for(missing, "to report its preflight", timeout_s, say=say, check=check)

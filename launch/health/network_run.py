@@ -54,8 +54,7 @@ def with_network(attempt: Attempt, config: RunConfig, before: Sequence[PastAttem
     if not why:
         return dict(reports)
     say(f"measuring the network: {why}")
-    found = measure(attempt.folder, reports, hellos, Expected.read(attempt.folder), cluster, profile, say,
-                                check)
+    found = measure(attempt.folder, reports, hellos, Expected.read(attempt.folder), cluster, profile, say, check)
     if config.run.preflight != "fabric" and found and all(worst(checks) == "critical" for checks in found.values()):
         # The user did not request it, and it does not single out a node: not a reason to end the run.
         say("the network could not be measured: continuing without it")

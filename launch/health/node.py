@@ -34,46 +34,38 @@ class CheckContext:
     """`Attempt.mark`: GPU processes that carry it belong to the job."""
     machine: Machine | None = None
     """The hardware to check; None: this machine, or the simulated one set in the environment."""
-    canary_timeout_s: float = canary.TIMEOUT_S
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A group of checks with its inputs."""
-
-    name: str
-    run: Callable[[CheckContext, Machine], Sequence[Check]]
-
-
-SUBJECTS: tuple[Subject, ...] = (
-    Subject("gpu", lambda at, machine: gpus.check(machine, at.expected, at.environment, at.mark)),
-    Subject("nic", lambda at, machine: nics.check(machine, at.expected, at.environment)),
-    Subject("net", lambda at, machine: interface.check(machine, at.environment, at.address)),
-    Subject("limit", lambda at, machine: limits.check(machine, at.expected)),
-    Subject("cpu", lambda at, machine: cpus.check(machine, at.expected)),
-    Subject("disk", lambda at, machine: scratch.check(at.expected, at.environment)),
-    Subject("model", lambda at, machine: model.check(at.expected)),
-    Subject("lib", lambda at, machine: versions.check(at.expected)),
-    Subject("env", lambda at, machine: environment.check(at.expected, at.environment)),
-    Subject("fs", lambda at, machine: clock.check(at.attempt, at.node, at.canary_timeout_s)),
-)
+SUBJECTS: dict[str, Callable[[CheckContext, Machine], Sequence[Check]]] = {
+    "gpu": lambda at, machine: gpus.check(machine, at.expected, at.environment, at.mark),
+    "nic": lambda at, machine: nics.check(machine, at.expected, at.environment),
+    "net": lambda at, machine: interface.check(machine, at.environment, at.address),
+    "limit": lambda at, machine: limits.check(machine, at.expected),
+    "cpu": lambda at, machine: cpus.check(machine, at.expected),
+    "disk": lambda at, machine: scratch.check(at.expected, at.environment),
+    "model": lambda at, machine: model.check(at.expected),
+    "lib": lambda at, machine: versions.check(at.expected),
+    "env": lambda at, machine: environment.check(at.expected, at.environment),
+    "fs": lambda at, machine: clock.check(at.attempt, at.node, canary.TIMEOUT_S),
+}
+"""Group of checks -> what runs it. Those that wait for the leader are last."""
 
 
 def check_node(context: CheckContext) -> list[Check]:
-    """Run every check on this node; those that wait for the leader run last. Takes a second or two, and at most
-    `context.canary_timeout_s` more if the leader does not answer.
+    """Run every check on this node. Takes a second or two, and at most `canary.TIMEOUT_S` more if the leader does not
+    answer.
 
     If a check itself fails with an unexpected exception, the result is a warning: a defective check must not remove
     nodes from the job.
     """
     machine = context.machine or machine_of(context.node)
     checks: list[Check] = []
-    for subject in SUBJECTS:
+    for subject, run in SUBJECTS.items():
         try:
-            checks += subject.run(context, machine)
+            checks += run(context, machine)
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            checks.append(warning(f"{subject.name}.check_failed", None,
+            checks.append(warning(f"{subject}.check_failed", None,
                                   f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})",
                                   "the check itself failed and found nothing: report this as a bug in megatron-rl"))
     return checks

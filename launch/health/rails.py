@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from launch import envvars
 from launch.cluster.rdma import Nic, PciPath
+from launch.cluster.tree import common
 from launch.files.waiting import listed
 from launch.health.check import Check
 from launch.slurm.profiles import Profile
@@ -58,7 +59,7 @@ def rails_of(nics: Sequence[Nic], count: int, gpus: Sequence[PciPath]) -> tuple[
         if len(nics) == count:
             return tuple(nic.name for nic in nics), ""
         return (), f"{len(nics)} candidates ({_names(nics)}) whose positions in the PCI tree are unknown"
-    near = {(rail, number): sum(_common(gpu, nic.pci) for index, gpu in enumerate(gpus)
+    near = {(rail, number): sum(common(gpu, nic.pci) for index, gpu in enumerate(gpus)
                                 if index * count // len(gpus) == rail)
             for rail in range(count) for number, nic in enumerate(nics)}
     chosen: dict[int, int] = {}
@@ -72,16 +73,6 @@ def rails_of(nics: Sequence[Nic], count: int, gpus: Sequence[PciPath]) -> tuple[
             return (), f"{_names([nics[number] for number in (chosen[rail], *rivals)])} are equally near to the GPUs " \
                        f"of rail {rail}"
     return tuple(nics[chosen[rail]].name for rail in range(count)), ""
-
-
-def _common(one: PciPath, other: PciPath) -> int:
-    """Number of bridges and switches above both."""
-    shared = 0
-    for here, there in zip(one, other, strict=False):
-        if here != there:
-            break
-        shared += 1
-    return shared
 
 
 def _names(nics: Sequence[Nic]) -> str:

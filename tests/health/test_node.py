@@ -17,7 +17,7 @@ from launch.health.check import checks_from_json, checks_to_json
 from launch.health.checks import gpus
 from launch.health.expected import Expected
 from launch.health.machine import RealMachine
-from launch.health.node import CheckContext, Subject, check_node
+from launch.health.node import CheckContext, check_node
 from launch.health.simulated import load, machine_of
 from tests.health.conftest import ENVIRONMENT, H100X8, bad, named
 
@@ -116,7 +116,8 @@ def test_a_defective_check_is_a_warning_with_its_error(monkeypatch):
     def broken(context, machine):
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(node_module, "SUBJECTS", (Subject("gpu", broken), *node_module.SUBJECTS[3:5]))
+    monkeypatch.setattr(node_module, "SUBJECTS",
+                        {"gpu": broken, **{name: node_module.SUBJECTS[name] for name in ("limit", "cpu")}})
     checks = check_node(CheckContext("n1", Expected(device="cpu")))
     assert checks[0].name == "gpu.check_failed" and checks[0].severity == "warning"
     assert "ZeroDivisionError: division by zero (test_node.py:" in checks[0].evidence and len(checks) > 3
