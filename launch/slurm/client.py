@@ -131,10 +131,9 @@ class Slurm:
                              fix="check the number: `squeue --me` lists running jobs")
         return Account(*lines[-1][:4])
 
-    def test_only(self, script: Path, words: Sequence[str] = (), options: Sequence[str] = (), *,
-                  cwd: Path | None = None) -> Estimate:
+    def test_only(self, script: Path, options: Sequence[str] = ()) -> Estimate:
         """The expected result of a submission, without submitting."""
-        done = self._run(("sbatch", "--test-only", *options, str(script), *words), cwd)
+        done = self._run(("sbatch", "--test-only", *options, str(script)))
         text = (done.stderr.strip() or done.stdout.strip())        # the estimate comes on stderr
         return estimate_of(text.removeprefix("sbatch: "))
 

@@ -35,7 +35,7 @@ class Survey:
 
 
 def read_cluster(slurm: Slurm, *, partition: str | None = None, nodelist: str | None = None, gpu: str | None = None,
-                 idle_only: bool = False, base: ClusterSpec | None = None, base_file: str = "the cluster file",
+                 base: ClusterSpec | None = None, base_file: str = "the cluster file",
                  facts: NodeFacts | None = None, node: str | None = None) -> ClusterSpec:
     """The cluster that Slurm describes.
 
@@ -43,18 +43,17 @@ def read_cluster(slurm: Slurm, *, partition: str | None = None, nodelist: str | 
         partition: only its nodes.
         nodelist: only these nodes (`node[001-008]`).
         gpu: only nodes with this kind of GPU; required if kinds are mixed.
-        idle_only: only nodes without a job; otherwise all nodes that are up.
         base: content of a cluster file, for facts that Slurm does not know.
         base_file: its path, for messages.
         facts, node: NVML's facts and the Slurm name of their node. None: those of this machine, if it is a node of the
             cluster with a driver.
 
     Raises:
-        SlurmError: Slurm does not answer. UserError: no node is left, kinds of GPUs are mixed, the topology is invalid,
-        or Slurm, the cluster file and NVML
-            contradict each other.
+        SlurmError: Slurm does not answer.
+        UserError: no node is left, kinds of GPUs are mixed, the topology is invalid, or Slurm, the cluster file and
+            NVML contradict each other.
     """
-    found = survey(slurm.nodes(), partition=partition, nodelist=nodelist, idle_only=idle_only)
+    found = survey(slurm.nodes(), partition=partition, nodelist=nodelist)
     spec = assemble(found, slurm.topology(), gpu=gpu, base=base, base_file=base_file)
     if facts is None:
         node = envvars.get("SLURMD_NODENAME") or _this_host()
@@ -63,9 +62,8 @@ def read_cluster(slurm: Slurm, *, partition: str | None = None, nodelist: str | 
     return spec if facts is None else inventory.join(spec, facts, node or _this_host(), described_by)
 
 
-def survey(nodes: Sequence[Node], *, partition: str | None = None, nodelist: str | None = None,
-           idle_only: bool = False) -> Survey:
-    """Choose among Slurm's nodes.
+def survey(nodes: Sequence[Node], *, partition: str | None = None, nodelist: str | None = None) -> Survey:
+    """Choose among Slurm's nodes. Nodes that run a job count: it will end.
 
     Raises:
         UserError: a name is unknown, or no node is left; the message tells why nodes were left out.
@@ -86,9 +84,8 @@ def survey(nodes: Sequence[Node], *, partition: str | None = None, nodelist: str
                 raise UserError(f"Slurm has no node {name!r}{within}", where="--nodelist",
                                 fix=_did_you_mean(name, sorted(names)))
         chosen = [node for node in chosen if node.name in set(wanted)]
-    left_out = [(node.name, _why_not(node, idle_only)) for node in chosen]
-    kept = tuple(node for node, (_, why) in zip(chosen, left_out, strict=True) if not why)
-    left_out = [(name, why) for name, why in left_out if why]
+    kept = tuple(node for node in chosen if node.gpus and not node.unfit)
+    left_out = [(node.name, node.unfit or "no GPU") for node in chosen if node.unfit or not node.gpus]
     if not kept:
         raise UserError("Slurm offers no node" + (f"; left out: {_listed(left_out)}" if left_out else ""),
                         where=SHOW_NODES, fix="choose another --partition or --nodelist, or repair nodes (sinfo -R)")
@@ -172,14 +169,6 @@ def _kind_of(label: str, where: str, wish: Gpu | None) -> Gpu | None:
         if wish is None:
             raise
         return None
-
-
-def _why_not(node: Node, idle_only: bool) -> str:
-    if node.unfit:
-        return node.unfit
-    if idle_only and node.states[0] != "IDLE":
-        return f"{node.states[0]}: runs a job"
-    return "" if node.gpus else "no GPU"
 
 
 def _this_host() -> str:

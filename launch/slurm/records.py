@@ -149,9 +149,10 @@ def _record(block: str) -> JobRecord:
     status, _, number = fields.get("ExitCode", "0:0").partition(":")
     names = names_of(fields.get("NodeList", ""))
     count = re.match(r"\d+", fields.get("NumNodes", "0"))
+    # After the partition's name, its line continues with a key that has a colon in its name: AllocNode:Sid.
     return JobRecord(
         job_id=fields["JobId"], name=fields.get("JobName", ""), state=fields.get("JobState", ""),
-        reason=fields.get("Reason", ""), partition=_word(fields.get("Partition", "")),
+        reason=fields.get("Reason", ""), partition=fields.get("Partition", "").split(" ")[0],
         account=fields.get("Account", ""), qos=fields.get("QOS", ""), reservation=fields.get("Reservation", ""),
         nodes=names, node_count=int(count[0]) if count else 0, excluded=names_of(fields.get("ExcNodeList", "")),
         submitted=moment(fields.get("SubmitTime", "")), started=moment(fields.get("StartTime", "")),
@@ -160,11 +161,6 @@ def _record(block: str) -> JobRecord:
         exit_code=int(status or 0), signal=int(number or 0), comment=fields.get("Comment", ""),
         command=fields.get("Command", ""), work_dir=fields.get("WorkDir", ""), stdout=fields.get("StdOut", ""),
         fields=fields)
-
-
-def _word(text: str) -> str:
-    """The first word. The rest of the line is a key with a colon in its name (`AllocNode:Sid`)."""
-    return text.split(" ")[0]
 
 
 def names_of(text: str) -> tuple[str, ...]:

@@ -79,10 +79,11 @@ def render(config_path: str, words: Sequence[str], config: ResolvedConfig, plan:
                *([] if plan_hash is None or "comment" in profile.refuses else [f"--comment={comment_of(plan_hash)}"]),
                *profile.sbatch]
     heading = _heading(config_path, words, config, plan, nodes, flags, places)
+    python = shlex.quote(profile.python or places.python or "python3")
     lines = ["#!/bin/bash", *(f"# {line}" for line in heading),
              *(f"#SBATCH {option}" for option in options),
              *_modules(profile), "set -euo pipefail", *_root(places), *_prologue(profile, places), "",
-             f"exec {_python(profile, places)} -m launch job {shlex.join((config_path, *words))} \"$@\""]
+             f"exec {python} -m launch job {shlex.join((config_path, *words))} \"$@\""]
     return "\n".join(lines) + "\n"
 
 
@@ -169,13 +170,8 @@ def _prologue(profile: Profile, places: Places) -> list[str]:
     return lines + [f"export {name}={shlex.quote(value)}" for name, value in profile.environment.items()]
 
 
-def _python(profile: Profile, places: Places) -> str:
-    return shlex.quote(profile.python or places.python or "python3")
-
-
 def _heading(config_path: str, words: Sequence[str], config: ResolvedConfig, plan: ForecastPlan, nodes: int,
-             flags: Flags,
-             places: Places) -> list[str]:
+             flags: Flags, places: Places) -> list[str]:
     cluster = plan.forecast.cluster
     spares = f", {config.placement.spare_nodes} of them spare" if config.placement.spare_nodes else ""
     what = f"{config.run.name}: {nodes} nodes x {cluster.gpus_per_node} {cluster.gpu}{spares}"

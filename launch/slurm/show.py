@@ -13,6 +13,8 @@ SHOW_NODES = "scontrol show node -o"
 SHOW_TOPOLOGY = "scontrol show topology"
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_]*)=")
 _GPU = re.compile(r"gpu(?::(?P<type>[^:(),]+))??(?::(?P<count>\d{1,6}))?(?:\(.*\))?")
+_COMMA = re.compile(r",(?![^(]*\))")
+"""A comma outside parentheses: `gpu:h100:8(S:0,2),nvme:1` has two parts."""
 _UP = {"IDLE", "ALLOCATED", "MIXED"}
 _OUT = {"DRAIN", "DRAINED", "DRAINING", "DOWN", "FAIL", "FAILING", "ERROR", "UNKNOWN", "FUTURE", "MAINT",
         "MAINTENANCE", "NOT_RESPONDING", "NO_RESPOND", "INVALID_REG", "INVAL", "REBOOT_ISSUED", "REBOOT_REQUESTED"}
@@ -115,7 +117,7 @@ def key_values(line: str) -> dict[str, str]:
 def _gpus(gres: str, where: str) -> tuple[tuple[str, int], ...]:
     """`gpu:h100:8(S:0-1),nvme:1` -> (("h100", 8),)."""
     found: dict[str, int] = {}
-    for part in _split_gres(gres):
+    for part in _COMMA.split(gres):
         if not re.match(r"gpu(?![A-Za-z0-9_])", part):
             continue
         match = _GPU.fullmatch(part)
@@ -125,18 +127,6 @@ def _gpus(gres: str, where: str) -> tuple[tuple[str, int], ...]:
         kind = match["type"] or ""
         found[kind] = found.get(kind, 0) + int(match["count"] or 1)
     return tuple((kind, count) for kind, count in found.items() if count)
-
-
-def _split_gres(gres: str) -> list[str]:
-    """Parts between commas that are outside parentheses: `gpu:h100:8(S:0,2),nvme:1` has two."""
-    parts, depth = [""], 0
-    for letter in gres:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth <= 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts
 
 
 def _names(text: str | None, where: str) -> tuple[str, ...]:

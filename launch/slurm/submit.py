@@ -53,7 +53,9 @@ def compose(config: str, words: Sequence[str], flags: Flags, *, profile: str | N
     run = prepared.config.run
     site = load_profile(run.profile)
     margin_s = stop_margin(prepared.config, prepared.plan, site)
-    _check_time(flags.time, limit, margin_s)
+    if limit is not None and limit <= margin_s:
+        raise UserError(f"--time {flags.time} is {limit} s, but the job stops {margin_s} s before the end, so it would "
+                        "stop at once", where="--time", fix="give more time")
     folder = Path(run.dir).absolute() / run.name / "slurm"
     root, here = Path(launch.__file__).resolve().parents[1], Path.cwd()
     places = Places(root=str(root), work_dir=None if here == root else str(here), python=sys.executable,
@@ -111,13 +113,6 @@ def _estimated(estimate: Estimate) -> str:
     start = datetime.fromtimestamp(estimate.starts)
     where = f" in partition {estimate.partition}" if estimate.partition else ""
     return f"Slurm expects it to start at {start:%Y-%m-%d %H:%M:%S} on {len(estimate.nodes)} nodes{where}"
-
-
-def _check_time(time: str, limit: int | None, margin_s: int) -> None:
-    """Check that the margin leaves time to work."""
-    if limit is not None and limit <= margin_s:
-        raise UserError(f"--time {time} is {limit} s, but the job stops {margin_s} s before the end, so it would stop "
-                        "at once", where="--time", fix="give more time")
 
 
 def seconds(time: str) -> int | None:

@@ -160,12 +160,12 @@ def submit_sweep(planned: Sequence[tuple[Point, SweepTask, Shape]], flags: Flags
         executor = submitit.SlurmExecutor(folder=folder / "%j", max_num_timeout=0)
         executor.update_parameters(**parameters(shape, flags, folder.name))
         before = [attempts_before(Path(task.run_folder)) for _, task in chosen]
-        with _clean_environment(), _refusals(submitit):
+        # submitit runs sbatch in this process's environment, where SBATCH_TIMELIMIT would win.
+        with envvars.without(client.scrubbed(envvars.inherited())[1]), _refusals(submitit):
             jobs = executor.map_array(_call, [task for _, task in chosen])
         submitted += [SubmittedPoint(point, task, job, newest)
-                    for (point, task), job, newest in zip(chosen, jobs, before, strict=True)]
-        say(f"submitted {len(jobs)} jobs of {shape} as array "
-            f"{jobs[0].job_id.partition('_')[0]}")
+                      for (point, task), job, newest in zip(chosen, jobs, before, strict=True)]
+        say(f"submitted {len(jobs)} jobs of {shape} as array {jobs[0].job_id.partition('_')[0]}")
     _record(folder, submitted)
     return submitted
 
@@ -174,13 +174,11 @@ def parameters(shape: Shape, flags: Flags, name: str) -> dict[str, object]:
     """submitit's parameters for one shape. Pure."""
     seconds = submit.seconds(flags.time)
     asked: dict[str, object] = {
-        "job_name": name, "nodes": shape.nodes, "ntasks_per_node": 1, "use_srun": False,
-        "stderr_to_stdout": True,
+        "job_name": name, "nodes": shape.nodes, "ntasks_per_node": 1, "use_srun": False, "stderr_to_stdout": True,
         "time": -(-seconds // 60) if seconds is not None else 0, "partition": flags.partition,
         "account": flags.account, "qos": flags.qos, "exclude": flags.exclude,
-        "gpus_per_node": shape.gpus_per_node or None,
-        "cpus_per_task": shape.cpus, "exclusive": True if shape.whole_nodes else None,
-        "mem": "0" if shape.whole_nodes else None,
+        "gpus_per_node": shape.gpus_per_node or None, "cpus_per_task": shape.cpus,
+        "exclusive": True if shape.whole_nodes else None, "mem": "0" if shape.whole_nodes else None,
         "additional_parameters": {"signal": NO_SIGNAL, "no-requeue": True,
                                   **({"reservation": flags.reservation} if flags.reservation else {})}}
     return {key: value for key, value in asked.items() if value is not None}
@@ -206,7 +204,7 @@ def wait_for(submitted: Sequence[SubmittedPoint], say: Say, slurm: Slurm | None 
         for one in submitted:
             if one.over and one.job_id not in said:
                 said.add(one.job_id)
-                say(line_of(one))
+                say(f"{one.point.name}: {state_of(one)}")
         if all(one.over for one in submitted):
             return
         time.sleep(LOOK_EVERY_S)  # between two reads of files that other processes write
@@ -229,7 +227,10 @@ class _Queue:
                 if not self._silent:
                     self._say(f"{error.what}: trying again every {ASK_EVERY_S:g} s")
                 self._silent = True
-        return self._jobs is None or _queued(job_id, self._jobs)
+        if self._jobs is None:
+            return True
+        waiting = f"{job_id.partition('_')[0]}_["       # waiting tasks of an array are one row: `7_[0-3]`
+        return job_id in self._jobs or any(each.startswith(waiting) for each in self._jobs)
 
 
 def table(submitted: Sequence[SubmittedPoint]) -> str:
@@ -237,10 +238,6 @@ def table(submitted: Sequence[SubmittedPoint]) -> str:
     width = max(len(one.point.name) for one in submitted)
     lines = [f"{one.job_id:<12} {one.point.name:<{width}}  {state_of(one)}" for one in submitted]
     return "\n".join(line[:100] for line in lines)
-
-
-def line_of(one: SubmittedPoint) -> str:
-    return f"{one.point.name}: {state_of(one)}"
 
 
 def state_of(one: SubmittedPoint) -> str:
@@ -277,12 +274,6 @@ def _record(folder: Path, submitted: Sequence[SubmittedPoint]) -> None:
     write_atomically(folder / "sweep.json", json.dumps({"schema_version": 1, "points": rows}, indent=1))
 
 
-def _queued(job_id: str, waiting: set[str]) -> bool:
-    """squeue prints waiting tasks of an array as `7_[0-3]`, and running ones as `7_2`."""
-    array = job_id.partition("_")[0]
-    return job_id in waiting or any(each.startswith(f"{array}_[") for each in waiting)
-
-
 def _keeps_accounts(slurm: Slurm, job_id: str) -> bool:
     try:
         slurm.account(job_id)
@@ -298,13 +289,6 @@ def _submitit():
         raise UserError("a sweep needs submitit, which is not installed", where="--sweep",
                         fix="pip install 'megatron-rl[slurm]'") from error
     return submitit
-
-
-@contextmanager
-def _clean_environment() -> Iterator[None]:
-    """Remove Slurm's variables: submitit runs sbatch in this process's environment, and SBATCH_TIMELIMIT would win."""
-    with envvars.without(client.scrubbed(envvars.inherited())[1]):
-        yield
 
 
 @contextmanager

@@ -81,7 +81,6 @@ def test_filters():
                   line("h3", partitions="b"))
     assert [node.name for node in survey(every, partition="b").nodes] == ["h2", "h3"]
     assert [node.name for node in survey(every, nodelist="h[3,1]").nodes] == ["h1", "h3"]
-    assert [node.name for node in survey(every, partition="b", idle_only=True).nodes] == ["h3"]
 
 
 @pytest.mark.parametrize(("wanted", "words"), [
