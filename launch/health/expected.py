@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from launch import envvars
 from launch.cluster.spec import ClusterSpec
 from launch.config.schema import RunConfig
@@ -53,8 +55,7 @@ class Expected:
 
     @staticmethod
     def read(attempt_folder: Path) -> Expected:
-        values = json.loads((attempt_folder / FILE).read_text(encoding="utf-8"))
-        return Expected(**{**values, **{name: tuple(values[name]) for name in ("libraries", "nic_names")}})
+        return TypeAdapter(Expected).validate_json((attempt_folder / FILE).read_text(encoding="utf-8"))
 
 
 def expected_of(config: RunConfig, cluster: ClusterSpec | None, device: envvars.Device = "gpu", *,

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pydantic import TypeAdapter
+
 from launch import envvars
 from launch.cluster.spec import ClusterSpec
 from launch.files.shared import read_shared, write_atomically
@@ -61,11 +63,7 @@ class Task:
     @staticmethod
     def read(attempt_folder: Path) -> Task | None:
         """None while it is not there."""
-        values = read_shared(attempt_folder / FOLDER / TASK)
-        if values is None:
-            return None
-        return Task(**{**values, "members": tuple(Member(**each) for each in values["members"]),
-                       "nics": {node: tuple(names) for node, names in values["nics"].items()}})
+        return read_shared(attempt_folder / FOLDER / TASK, _TASK.validate_json)
 
 
 @dataclass(frozen=True)
@@ -104,12 +102,10 @@ class Result:
     @staticmethod
     def read(attempt_folder: Path) -> Result | None:
         """None while it is not there."""
-        values = read_shared(attempt_folder / FOLDER / RESULT)
-        if values is None:
-            return None
-        values.pop("schema_version")
-        pairs = tuple(Pair(tuple(each["nodes"]), each["bytes_per_s"]) for each in values["pairs"])
-        return Result(**{**values, "pairs": pairs})
+        return read_shared(attempt_folder / FOLDER / RESULT, _RESULT.validate_json)
+
+
+_TASK, _RESULT = TypeAdapter(Task), TypeAdapter(Result)
 
 
 def command(attempt_folder: Path, rank: int) -> list[str]:

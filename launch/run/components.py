@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 
 import psutil
+from pydantic import TypeAdapter
 
 from launch import shared_memory
 from launch.files.shared import names_in, patiently, read_shared, seen, write_atomically
@@ -69,6 +70,9 @@ class ComponentRecord:
         return self.process.alive() and all(each.alive() for each in self.needs)
 
 
+_RECORD = TypeAdapter(ComponentRecord)
+
+
 @dataclass(frozen=True)
 class ErrorRecord:
     """The first uncaught exception of a component."""
@@ -115,7 +119,8 @@ def components(attempt: Attempt, node: str | None = None) -> list[ComponentRecor
     """All components of the attempt, or of one node, by name."""
     folder = attempt.folder / "components"
     nodes = names_in(folder) if node is None else [node or NO_NODE]
-    found = [read_shared(folder / each / name, _record) for each in nodes for name in names_in(folder / each, ".json")]
+    found = [read_shared(folder / each / name, _RECORD.validate_json)
+             for each in nodes for name in names_in(folder / each, ".json")]
     return sorted((record for record in found if record is not None), key=lambda record: record.name)
 
 
@@ -137,7 +142,7 @@ class NodeComponents:
             return []
         for name, inode in inodes.items():
             if self._known.get(name, (None,))[0] != inode:
-                record = read_shared(self._folder / name, _record)
+                record = read_shared(self._folder / name, _RECORD.validate_json)
                 if record is not None:
                     self._known[name] = (inode, record)
         return [record for _, (_, record) in sorted(self._known.items())]
@@ -146,13 +151,6 @@ class NodeComponents:
 def component(attempt: Attempt, name: str) -> ComponentRecord:
     """The record of one component."""
     return next(record for record in components(attempt) if record.name == name)
-
-
-def _record(text: str) -> ComponentRecord:
-    values = json.loads(text)
-    return ComponentRecord(**{**values, "process": Pid(**values["process"]),
-                              "needs": tuple(Pid(**each) for each in values["needs"]),
-                              "segments": tuple(values.get("segments", ()))})
 
 
 def dead(attempt: Attempt, node: str) -> list[ComponentRecord]:

@@ -6,14 +6,14 @@ if the rank is stuck in a collective. A process that does not answer is reported
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from pydantic import TypeAdapter
 
 from launch import processes
 from launch.errors import UserError
@@ -50,6 +50,9 @@ class Stack:
     file: Path
 
 
+_STACKS = TypeAdapter(list[Stack])
+
+
 def stack_file(attempt: Attempt, name: str) -> Path:
     return attempt.folder / "stacks" / f"{name}.txt"
 
@@ -82,15 +85,14 @@ def write_stacks(attempt: Attempt, node: str, stacks: list[Stack]) -> None:
     """Write the stacks of one node for the leader of a job on several nodes."""
     folder = attempt.folder / "nodes" / node
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "stacks.json", json.dumps([{**asdict(each), "file": str(each.file)} for each in stacks]),
-                     durable=True)
+    write_atomically(folder / "stacks.json", _STACKS.dump_json(stacks).decode(), durable=True)
 
 
 def read_stacks(attempt: Attempt) -> list[Stack]:
     """The stacks that all nodes have written, by name."""
     folder = attempt.folder / "nodes"
-    found = [Stack(**{**values, "file": Path(values["file"])}) for node in names_in(folder)
-             for values in read_shared(folder / node / "stacks.json") or ()]
+    found = [stack for node in names_in(folder)
+             for stack in read_shared(folder / node / "stacks.json", _STACKS.validate_json) or ()]
     return sorted(found, key=lambda stack: stack.name)
 
 

@@ -1,4 +1,5 @@
-"""The plan of a Slurm job, compared with the actual allocation, and its placement on the accepted nodes."""
+"""The plan of a Slurm job, compared with the actual allocation, its placement on the accepted nodes, and how long its
+processes may take to start: a 70B model takes longer to read, build and compile than a tiny one."""
 
 from __future__ import annotations
 
@@ -10,16 +11,28 @@ from launch.cluster.tree import FLAT, faults, natural_order, path_of, restrict, 
 from launch.config.load import LoadedConfig
 from launch.errors import UserError
 from launch.fabric.lanes import leaf_of_nodes
-from launch.plan.plan import Placement
+from launch.plan.plan import ForecastPlan, Placement
 from launch.planner.prepare import OnCluster, prepare_job
 from launch.planner.seats.cluster import bind, place
 from launch.planner.seats.local import place_cpu
 from launch.ports import Ports
+from launch.run.faults import trains
 from launch.run.node_files import Hello
 from launch.runtime.replan import for_fewer
 from launch.slurm.client import Slurm
 from launch.slurm.job_facts import JobFacts
+from launch.slurm.margin import needed
+from launch.slurm.profiles import Profile
 from launch.slurm.render import plan_hash_of
+
+ENGINE_S = 600.0
+"""Seconds to read libraries on all nodes from a shared file system, and to compile and capture CUDA graphs."""
+BUSY = 3.0
+"""Slow-down factor of reading and first writing a checkpoint, with all ranks at once and other jobs active."""
+STEPS = 2.0
+"""Slow-down factor of the first step, which compiles kernels, opens connections and fills caches."""
+IMAGE_S = 1800.0
+"""Seconds to fetch and unpack a container image of tens of gigabytes before a node's first process starts."""
 
 
 def plan_job(path: str, words: Sequence[str], loaded: LoadedConfig, facts: JobFacts) -> OnCluster:
@@ -124,3 +137,25 @@ def switches_of_job(hellos: Mapping[str, Hello], nodes: Sequence[str], slurm: Sl
         f"(SLURM_TOPOLOGY_ADDR), and `scontrol show topology` is unusable: {why}. The job is "
         "placed without regard to switches; see TopologyPlugin and TopologyParam in slurm.conf")
     return ()
+
+
+def start_deadline_s(loaded: LoadedConfig, plan: ForecastPlan, profile: Profile) -> float:
+    """`run.deadline_s` if the user set it or nothing large starts (a rehearsal); else the time that this plan may take,
+    at least the default."""
+    asked = loaded.config.run.deadline_s
+    source = loaded.sources.get("run.deadline_s")
+    if source is not None and source.kind in ("file", "override") or not trains(loaded.config):
+        return asked
+    engine_s = ENGINE_S if plan.device == "gpu" else asked
+    need = needed(plan, profile)
+    return max(asked, engine_s + BUSY * need.checkpoint_s, STEPS * need.step_s)
+
+
+def with_start_deadline(made: OnCluster, profile: Profile) -> OnCluster:
+    """The job plan with this deadline in its configuration, where the processes of the job read it."""
+    return made.changed({"run.deadline_s": start_deadline_s(made.loaded, made.plan, profile)})
+
+
+def greeting_s(deadline_s: float, profile: Profile) -> float:
+    """Seconds that the supervisor of a node may take to greet."""
+    return deadline_s + (IMAGE_S if profile.container.kind != "none" else 0.0)

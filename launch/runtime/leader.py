@@ -40,8 +40,7 @@ from launch.run.outcome import Outcome, Status, write_outcome
 from launch.run.stop import stop_requested
 from launch.runtime import endings
 from launch.runtime.aftermath import Aftermath
-from launch.runtime.job_plan import place_job, plan_job, switches_of_job
-from launch.runtime.start_deadline import greeting_s, with_start_deadline
+from launch.runtime.job_plan import greeting_s, place_job, plan_job, switches_of_job, with_start_deadline
 from launch.runtime.stop_clock import JobIsOver, Signals, StopClock
 from launch.runtime.summary import print_end
 from launch.runtime.watch import View, Watch

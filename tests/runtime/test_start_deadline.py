@@ -6,7 +6,7 @@ import pytest
 
 from launch.planner.prepare import prepare
 from launch.run.progress import Progress, allowed_s
-from launch.runtime.start_deadline import IMAGE_S, greeting_s, start_deadline_s
+from launch.runtime.job_plan import IMAGE_S, greeting_s, start_deadline_s
 from launch.slurm.margin import needed
 from launch.slurm.profiles import Container, Profile
 

@@ -13,13 +13,11 @@ from launch.plan.plan import forecast_of, read_plan
 from launch.planner.calibrate.calibrate import Calibration
 from launch.planner.calibrate.measured import PlanVsMeasured, compare
 from launch.report.html import NUMBER, TEXT, table
+from launch.report.lines import LABEL, WIDTH, field
 from launch.report.quantities import seconds, significant
 from launch.run.metrics import metric_rows
 
 FILE = "plan-vs-measured.json"
-WIDTH = 100
-LABEL = 13
-"""Width of the labels in the last lines of a run."""
 
 
 def of_attempt(attempt: Path) -> PlanVsMeasured | None:
@@ -33,11 +31,10 @@ def of_attempt(attempt: Path) -> PlanVsMeasured | None:
 
 def comparison_text(found: PlanVsMeasured) -> str:
     """A few lines for the end of a run."""
-    label = "plan".ljust(LABEL)
     if found.steps is None:
-        return "\n".join(_wrapped(f"not compared with measurements: {found.nothing}", label))
+        return field("plan", f"not compared with measurements: {found.nothing}")
     measured = f"median of steps {found.steps.first} to {found.steps.last}"
-    lines = [f"{label}predicted before the run, measured in it ({measured})",
+    lines = [f"{'plan':{LABEL}}predicted before the run, measured in it ({measured})",
              f"{'':{LABEL}}{'':10}{'predicted':>12}{'range':>22}{'measured':>12}{'measured/predicted':>21}"]
     for each in found.phases:
         ends = f"{seconds(each.predicted.low)} to {seconds(each.predicted.high)}"
@@ -46,11 +43,7 @@ def comparison_text(found: PlanVsMeasured) -> str:
                      f"{'' if each.in_range else ', not in range'}")
     lines += [f"{'':{LABEL}}{f'tokens per {each.name}':22}{significant(each.assumed, 4)} assumed, "
               f"{significant(each.measured, 4)} measured" for each in found.lengths]
-    return "\n".join([*lines, *(line for note in found.notes for line in _wrapped(note))])
-
-
-def _wrapped(text: str, label: str = " " * LABEL) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=label, subsequent_indent=" " * LABEL, break_on_hyphens=False)
+    return "\n".join([*lines, *(field("", note) for note in found.notes)])
 
 
 def comparison_html(found: PlanVsMeasured | None) -> str:
