@@ -19,7 +19,7 @@ VERBS = {"accuracy": plan_accuracy.command, "calibrate": plan_calibrate.command,
          "explain": plan_explain.command, "sweep": plan_sweep.command}
 
 
-class Plan(CommandWithVerbs):
+class PlanCommand(CommandWithVerbs):
     """Answers an option that became a verb with the new command."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -43,7 +43,7 @@ def _without_option(verb: str, args: list[str], at: int) -> list[str]:
     return [*before, *values, *after]
 
 
-@click.command(cls=Plan, commands=VERBS, invoke_without_command=True)
+@click.command(cls=PlanCommand, commands=VERBS, invoke_without_command=True)
 @options.config_and_overrides
 @options.device
 @options.planned_for

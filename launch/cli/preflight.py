@@ -35,7 +35,7 @@ def command(config: str | None, overrides: tuple[str, ...], tier: Literal["login
     import json
 
     from launch.health import command as preflight
-    from launch.health.table import print_preflight
+    from launch.report.diagnose.preflight import print_preflight
 
     if agent is not None:
         preflight.agent(agent)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from launch.errors import UserError
 from launch.run.find import attempts_of
@@ -46,8 +47,11 @@ def read_jsonl(path: Path) -> list[dict]:
 
 def metric_rows(path: Path) -> list[Row]:
     """Rows of one metrics.jsonl. Every value is a float, including `"NaN"` and infinities; `step` is an int."""
-    return [{name: int(value) if name == "step" else float(value) for name, value in row.items()}
-            for row in read_jsonl(path)]
+    return list(map(metric_row, read_jsonl(path)))
+
+
+def metric_row(values: Mapping[str, Any]) -> Row:
+    return {name: int(value) if name == "step" else float(value) for name, value in values.items()}
 
 
 def metric_history(attempts: Sequence[Path]) -> list[Row]:
@@ -78,29 +82,26 @@ def first_and_last(values: Sequence[float], window: int = 10) -> tuple[float, fl
     return sum(values[:n]) / n, sum(values[-n:]) / n, n
 
 
-class JsonlTail:
-    """Follows a JSONL file that another process is writing."""
+class Tail:
+    """Follows a text file that another process is writing.
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
+    Args:
+        offset: bytes to skip.
+    """
 
-    def poll(self) -> Iterator[dict]:
-        """The objects completed since the last call; none while the file does not exist."""
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        complete, newline, _ = data.rpartition(b"\n")
-        self._offset += len(complete) + len(newline)
-        for line in complete.splitlines():
-            yield json.loads(line)
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self._path, self._offset = path, offset
 
-
-class MetricsTail(JsonlTail):
-    """Follows a metrics.jsonl."""
-
-    def poll(self) -> Iterator[Row]:
-        for row in super().poll():
-            yield {name: float(value) for name, value in row.items()}
+    def poll(self) -> list[str]:
+        """The lines completed since the last call; [] while the file does not exist."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                complete, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        if not newline:
+            return []
+        self._offset += len(complete) + 1
+        return complete.decode("utf-8", errors="replace").split("\n")
 

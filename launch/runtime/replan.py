@@ -17,7 +17,7 @@ from launch.planner.seats.cluster import nodes_needed
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SmallerSizes:
     """The sizes that a smaller plan changes."""
 
     dp: int
@@ -30,13 +30,13 @@ class Sizes:
         return f"{self.replicas} engine(s), trainer.dp {self.dp}, {self.nodes} node(s)"
 
 
-def sizes_for(nodes: int, planned: OnCluster) -> Sizes | None:
+def sizes_for(nodes: int, planned: OnCluster) -> SmallerSizes | None:
     """The largest sizes that fit: all data-parallel replicas and as many engines as possible. If not even one engine
     fits, the next smaller divisor of DP is tried. None if nothing fits."""
     return next((sizes for sizes in _candidates(planned) if sizes.nodes <= nodes), None)
 
 
-def for_fewer(nodes: int, planned: OnCluster, min_nodes: int | None) -> tuple[OnCluster, Sizes]:
+def for_fewer(nodes: int, planned: OnCluster, min_nodes: int | None) -> tuple[OnCluster, SmallerSizes]:
     """The plan for `nodes` nodes.
 
     Args:
@@ -61,7 +61,7 @@ def for_fewer(nodes: int, planned: OnCluster, min_nodes: int | None) -> tuple[On
     return _smaller(sizes, planned), sizes
 
 
-def _candidates(planned: OnCluster) -> Iterator[Sizes]:
+def _candidates(planned: OnCluster) -> Iterator[SmallerSizes]:
     """All sizes in descending order, starting with the plan itself."""
     found, cluster = planned.found, planned.cluster
     training, rollout = found.training.layout, found.rollout.layout
@@ -71,7 +71,7 @@ def _candidates(planned: OnCluster) -> Iterator[Sizes]:
         for replicas in range(rollout.replicas, 0, -1):
             needed = (_cpu_nodes(planned, fewer, replicas) if cluster.gpu.device == "cpu" else
                       (alone, nodes_needed(fewer, replace(rollout, replicas=replicas), cluster, found.mode)))
-            yield Sizes(dp, replicas, *needed)
+            yield SmallerSizes(dp, replicas, *needed)
 
 
 def _cpu_nodes(planned: OnCluster, training: TrainingLayout, replicas: int) -> tuple[int, int]:
@@ -84,7 +84,7 @@ def _cpu_nodes(planned: OnCluster, training: TrainingLayout, replicas: int) -> t
     return train, train + -(-replicas // a_node)
 
 
-def _smaller(sizes: Sizes, planned: OnCluster) -> OnCluster:
+def _smaller(sizes: SmallerSizes, planned: OnCluster) -> OnCluster:
     """The plan with these sizes and its forecast. It needs no check: if a plan is valid, so is one with fewer
     engines and replicas."""
     chosen = {**planned.plan.chosen, "trainer.dp": sizes.dp, "rollout.replicas": sizes.replicas,

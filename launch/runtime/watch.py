@@ -3,6 +3,7 @@ and the state of the step's process."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -17,7 +18,7 @@ from launch.report.run.display import Display
 from launch.run import components, node_files
 from launch.run import progress as progress_file
 from launch.run.attempts import Attempt
-from launch.run.metrics import JsonlTail, MetricsTail
+from launch.run.metrics import Tail, metric_row
 from launch.run.node_files import BeatWatch, NodeFiles
 from launch.run.outcome import Outcome, read_outcome
 from launch.run.stop import stop_requested
@@ -176,7 +177,7 @@ class View:
 
     def __init__(self, folder: Path, display: Display) -> None:
         self._folder, self._display, self._said = folder, display, ""
-        self._metrics, self._warnings = MetricsTail(folder / "metrics.jsonl"), JsonlTail(folder / "warnings.jsonl")
+        self._metrics, self._warnings = Tail(folder / "metrics.jsonl"), Tail(folder / "warnings.jsonl")
 
     def update(self) -> None:
         """Display everything new."""
@@ -186,7 +187,7 @@ class View:
             if text != self._said:
                 self._display.phase(text)
             self._said = text
-        for row in self._metrics.poll():
+        for row in map(metric_row, map(json.loads, self._metrics.poll())):
             self._display.step(int(row["step"]), row)
-        for warning in self._warnings.poll():
+        for warning in map(json.loads, self._warnings.poll()):
             self._display.message(f"warning {warning['code']}: {warning['message']}")

@@ -31,7 +31,7 @@ from launch.slurm import client, submit
 from launch.slurm.client import Slurm
 from launch.slurm.refusals import SlurmError
 from launch.slurm.render import Flags
-from launch.slurm.sweep_points import Point, points, split
+from launch.slurm.sweep_points import SweptRun, points, split
 from launch.slurm.sweep_task import SweepTask, attempts_after, attempts_before, outcome_after
 
 Say = Callable[[str], None]
@@ -63,7 +63,7 @@ class Shape:
 class SubmittedPoint:
     """A submitted point."""
 
-    point: Point
+    point: SweptRun
     task: SweepTask
     job: Any
     """submitit's future, `submitit.Job`."""
@@ -102,7 +102,7 @@ def run_sweep(config: str, words: Sequence[str], flags: Flags, say: Say, *, devi
     return table(submitted), exit_code(submitted) if wait else ExitCode.OK
 
 
-def sweep_folder(planned: Sequence[tuple[Point, SweepTask, Shape]]) -> Path:
+def sweep_folder(planned: Sequence[tuple[SweptRun, SweepTask, Shape]]) -> Path:
     """`<run.dir>/sweeps/<run.name>-<n>`: a new folder each time."""
     first, task, _ = planned[0]
     parent, number = Path(task.run_folder).parent / "sweeps", 1
@@ -112,7 +112,7 @@ def sweep_folder(planned: Sequence[tuple[Point, SweepTask, Shape]]) -> Path:
 
 
 def plan_sweep(config: str, words: Sequence[str], flags: Flags, *, device: str = "auto", profile: str | None = None,
-               spares: int | None = None, gpus_there: bool = False) -> list[tuple[Point, SweepTask, Shape]]:
+               spares: int | None = None, gpus_there: bool = False) -> list[tuple[SweptRun, SweepTask, Shape]]:
     """Every point with its task and shape. Each is read, checked and, for a cluster, planned.
 
     Args:
@@ -142,7 +142,7 @@ def plan_sweep(config: str, words: Sequence[str], flags: Flags, *, device: str =
     return found
 
 
-def submit_sweep(planned: Sequence[tuple[Point, SweepTask, Shape]], flags: Flags, folder: Path,
+def submit_sweep(planned: Sequence[tuple[SweptRun, SweepTask, Shape]], flags: Flags, folder: Path,
                  say: Say) -> list[SubmittedPoint]:
     """Submit the points, with one array for each shape. The folder keeps submitit's scripts, logs and pickles.
 

@@ -14,7 +14,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9.+-]+")
 
 
 @dataclass(frozen=True)
-class Point:
+class SweptRun:
     """One run of a sweep."""
 
     name: str
@@ -27,7 +27,7 @@ class Point:
     """Name of the base run: `tiny`."""
 
 
-def points(words: Sequence[str], run_name: str) -> list[Point]:
+def points(words: Sequence[str], run_name: str) -> list[SweptRun]:
     """`run.seed=0,1 trainer.optimizer.lr=1e-5,2e-5 run.steps=10` -> four points.
 
     A comma inside brackets, braces or quotes belongs to the value.
@@ -65,7 +65,7 @@ def points(words: Sequence[str], run_name: str) -> list[Point]:
         suffixes = [f"{_short(key)}{_safe(value)}" for key, value in chosen.items()]
         name = chosen.get("run.name") or "-".join([base, *suffixes])
         own = [f"{key}={value}" for key, value in chosen.items() if key != "run.name"]
-        found.append(Point(name, (*fixed, *own, f"run.name={name}"), chosen, base))
+        found.append(SweptRun(name, (*fixed, *own, f"run.name={name}"), chosen, base))
     names = [point.name for point in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

@@ -12,8 +12,8 @@ from rich.console import Console
 from launch.cluster.hostlist import compress, expand
 from launch.health.check import critical, ok
 from launch.health.ledger import Ledger
-from launch.health.table import print_preflight
 from launch.health.verdict import judge
+from launch.report.diagnose.preflight import print_preflight
 
 
 def printed(verdict, width: int = 100) -> list[str]:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from launch.errors import UserError
-from launch.run.metrics import MetricsTail, attempt_dirs, first_and_last, metric_history, read_jsonl, smoothed
+from launch.run.metrics import Tail, attempt_dirs, first_and_last, metric_history, read_jsonl, smoothed
 from tests.report.synthetic import row, write_run
 
 
@@ -40,16 +40,16 @@ def test_last_line_cut_short_is_left_out_and_a_broken_one_named(tmp_path):
 
 def test_tail_yields_each_complete_line_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    tail = MetricsTail(path)
-    assert list(tail.poll()) == []
+    tail = Tail(path)
+    assert tail.poll() == []
     line = json.dumps(row(1)) + "\n"
     with path.open("a") as file:
         file.write(line + line[:20])
         file.flush()
-        assert [r["step"] for r in tail.poll()] == [1]
-        assert list(tail.poll()) == []
+        assert [json.loads(each)["step"] for each in tail.poll()] == [1]
+        assert tail.poll() == []
         file.write(line[20:])
-    assert [r["step"] for r in tail.poll()] == [1]
+    assert [json.loads(each)["step"] for each in tail.poll()] == [1]
 
 
 def test_first_and_last_do_not_overlap_in_a_short_run():

@@ -19,7 +19,7 @@ from launch.slurm.records import Queued
 from launch.slurm.refusals import SlurmError
 from launch.slurm.render import Flags
 from launch.slurm.sweep import Shape, SubmittedPoint, parameters, state_of, wait_for
-from launch.slurm.sweep_points import Point, points, split
+from launch.slurm.sweep_points import SweptRun, points, split
 from launch.slurm.sweep_task import SweepTask, attempts_after, attempts_before, outcome_after
 from tests.launcher_stub import VARIABLES
 from tests.launcher_stub.process import STEP_VARIABLE
@@ -95,7 +95,7 @@ class Follow:
         monkeypatch.setattr(sweep_module, "LATE_S", 0.4)
         self.answers: list[set[str] | SlurmError] = []
         self.accounts, self.said = accounts, []
-        self.members = [SubmittedPoint(Point(name, (), {}, name), SweepTask(str(folder / name), (), ""),
+        self.members = [SubmittedPoint(SweptRun(name, (), {}, name), SweepTask(str(folder / name), (), ""),
                                SimpleNamespace(job_id=job, done=lambda: False, state="UNKNOWN"), 0)
                         for name, job in (("one", "7_0"), ("two", "7_1"))]
 

@@ -17,6 +17,7 @@ from launch.report.diagnose.log_lines import LogFile, LogLine
 from launch.run.attempts import Attempt
 from launch.run.components import components
 from launch.run.find import find_run, read_json
+from launch.run.metrics import Tail
 
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:,\d+)?\s")
 
@@ -125,29 +126,21 @@ class Follower:
 
     attempt: Path
     wanted: Filter
-    _offsets: dict[Path, int] = field(default_factory=dict)
+    _tails: dict[Path, Tail] = field(default_factory=dict)
     _times: dict[Path, float] = field(default_factory=dict)
 
     def start(self) -> None:
         """Skip what has been written so far."""
-        for source in self._chosen():
-            if source.path.exists():
-                self._offsets[source.path] = source.path.stat().st_size
+        self._tails = {source.path: Tail(source.path, source.path.stat().st_size) for source in self._chosen()
+                       if source.path.exists()}
 
     def poll(self) -> list[LogLine]:
         """The lines completed since the last call, by time."""
         found: list[LogLine] = []
         for source in self._chosen():
-            try:
-                with source.path.open("rb") as file:
-                    file.seek(self._offsets.get(source.path, 0))
-                    whole, newline, _ = file.read().rpartition(b"\n")
-            except FileNotFoundError:
+            texts = self._tails.setdefault(source.path, Tail(source.path)).poll()
+            if not texts:
                 continue
-            if not newline:
-                continue
-            self._offsets[source.path] = self._offsets.get(source.path, 0) + len(whole) + 1
-            texts = whole.decode("utf-8", errors="replace").split("\n")
             start = self._times.get(source.path) or log_lines.first_time(texts, time.time())
             lines = list(log_lines.stamped(texts, source, datetime.now().year, start, 0))
             self._times[source.path] = lines[-1].time

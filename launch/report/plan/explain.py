@@ -26,8 +26,6 @@ def explain(plan: Plan, key: str = "") -> str:
         UserError: the plan has no forecast, or the key is unknown; the message names the nearest keys.
     """
     forecast = with_forecast(plan, "there is nothing to explain").forecast
-    if not key:
-        return "\n\n".join(each for each in (_choices(forecast.choices), _numbers(forecast.numbers)) if each)
     numbers = {each.key: each for each in forecast.numbers}
     choices = [each for each in forecast.choices if each.key == key]
     blocks = ["\n".join(_choice(each)) for each in choices]

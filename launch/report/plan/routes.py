@@ -38,7 +38,7 @@ def times(sync: SyncForecast) -> str:
     return svg.picture(WIDTH, 8 + len(sync.routes) * pitch, shapes, "weight sync by route")
 
 
-class Row(NamedTuple):
+class NodeRow(NamedTuple):
     """The nodes of one partition, drawn as points in a row."""
 
     partition: str
@@ -66,8 +66,8 @@ class Row(NamedTuple):
 
 def route(forecast: Forecast, which: SyncRoute) -> str:
     """Senders above, receivers below, and a line for each pair of nodes that exchange weights, wider for more bytes."""
-    training = Row("training", TRAINING[0], TOP, _count(which.edges, "training", forecast.split.training))
-    rollout = Row("rollout", ROLLOUT[0], TOP + BETWEEN, max(
+    training = NodeRow("training", TRAINING[0], TOP, _count(which.edges, "training", forecast.split.training))
+    rollout = NodeRow("rollout", ROLLOUT[0], TOP + BETWEEN, max(
         _count(which.edges, "rollout", forecast.split.rollout), *(each.target + 1 for each in which.edges), 0))
     rows = {"training": training, "rollout": rollout}
     merged: dict[tuple[str, int, int, int], list[int]] = {}

@@ -34,11 +34,11 @@ CENSUS = "megatron_rl.driver.ray_census"
 
 
 @dataclass(frozen=True)
-class Started:
+class Rehearsal:
     """The running processes of this node."""
 
     children: list[processes.Child]
-    ray: train.Started | None = None
+    ray: train.Training | None = None
 
     def close(self, *, failed: bool = False) -> None:
         """Close Ray, which alone has files outside the attempt's folder."""
@@ -46,7 +46,7 @@ class Started:
             self.ray.close(failed=failed)
 
 
-def start(context: NodeContext) -> Started:
+def start(context: NodeContext) -> Rehearsal:
     """Start this node's processes and collect their reports. On the first node, compare all reports.
 
     Raises:
@@ -78,10 +78,10 @@ def start(context: NodeContext) -> Started:
         write_outcome(attempt.folder, rehearsal.conclude(attempt))
         left = [psutil.Process(child.pid) for child in children if child.returncode is None]
         processes.end_processes(left, grace_s=0.0)
-    return Started([*children, *(ray.children if ray is not None else [])], ray)
+    return Rehearsal([*children, *(ray.children if ray is not None else [])], ray)
 
 
-def _wait_for_census(context: NodeContext, ray: train.Started) -> None:
+def _wait_for_census(context: NodeContext, ray: train.Training) -> None:
     """Wait until Ray's nodes are counted and their actors have answered. Raylets of one host start one by one."""
     file, census = rehearsal.ray_file(context.attempt), ray.children[-1]
 

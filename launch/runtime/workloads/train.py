@@ -44,7 +44,7 @@ class RayNotUp(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Started:
+class Training:
     """The running processes of this node."""
 
     children: list[processes.Child]
@@ -66,7 +66,7 @@ class Started:
             (self.attempt.folder / TOKEN_FILE).unlink(missing_ok=True)
 
 
-def start(context: NodeContext, driver: str = DRIVER) -> Started:
+def start(context: NodeContext, driver: str = DRIVER) -> Training:
     """Start this node's part of the job and return once Ray lists the node. The driver starts at the same time as the
     head, because reading the data takes as long as starting Ray; it waits for Ray itself.
 
@@ -90,7 +90,7 @@ def start(context: NodeContext, driver: str = DRIVER) -> Started:
         drives = processes.start(
             "driver", [sys.executable, "-m", driver, str(attempt.folder)], log=attempt.logs / "driver.log",
             environment={**environment, **session.variables(), ADDRESS_VARIABLE: listens})
-        started = Started([ray, drives], session, attempt, node)
+        started = Training([ray, drives], session, attempt, node)
     else:
         for other in _before(placement, node):
             _wait(context, partial(seen, _ray_file(attempt, other)), f"Ray on {other}")
@@ -101,7 +101,7 @@ def start(context: NodeContext, driver: str = DRIVER) -> Started:
         assert head is not None         # the loop above has waited for it
         ray = start_raylet(session, context.ports, node=node, address=address, head=head, environment=environment,
                            log=log)
-        started = Started([ray], session, attempt, node)
+        started = Training([ray], session, attempt, node)
     try:
         _wait_registered(context, ray, listens)
     except BaseException:

@@ -4,7 +4,6 @@ and the --exclude line to paste. Uses at most 100 columns."""
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -12,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.cluster.hostlist import compress
-from launch.health.check import RANK, Check, Severity, worst
+from launch.health.check import RANK, Severity, worst
 from launch.health.verdict import Verdict, own_findings
+from launch.report.plan.overview import WIDTH, terminal
 
-WIDTH = 100
 MAX_ROWS = 40
 NAMES_WIDTH = 24
 WORDS: dict[Severity, tuple[str, str]] = {"ok": ("ok", "green"), "warning": ("warn", "yellow"),
@@ -24,7 +23,7 @@ WORDS: dict[Severity, tuple[str, str]] = {"ok": ("ok", "green"), "warning": ("wa
 
 def print_preflight(verdict: Verdict, console: Console | None = None) -> None:
     """Print the verdict and all findings. Nodes without findings share a row."""
-    console = console or _terminal()
+    console = console or terminal()
     width = min(WIDTH, console.width)
     if verdict.job:
         subjects = dict.fromkeys(check.subject for check in verdict.job)
@@ -38,11 +37,6 @@ def print_preflight(verdict: Verdict, console: Console | None = None) -> None:
     _end(verdict, console, width)
 
 
-def _terminal() -> Console:
-    probe = Console(highlight=False)
-    return Console(width=min(WIDTH, probe.width) if probe.is_terminal else WIDTH, highlight=False)
-
-
 def _matrix(verdict: Verdict) -> Table:
     subjects = list(dict.fromkeys(check.subject for checks in verdict.findings.values() for check in checks))
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
@@ -50,7 +44,9 @@ def _matrix(verdict: Verdict) -> Table:
         table.add_column(heading, no_wrap=True)
     rows: dict[tuple, list[str]] = {}
     for node, checks in verdict.findings.items():
-        cells = tuple(_cell([check for check in checks if check.subject == subject]) for subject in subjects)
+        known = {check.subject for check in checks}
+        cells = tuple(worst(check for check in checks if check.subject == subject) if subject in known else None
+                      for subject in subjects)
         place = _place(verdict, node)
         flawed = place != "fit" or own_findings(node, verdict.findings)
         rows.setdefault((*cells, place, node if flawed else ""), []).append(node)
@@ -62,10 +58,6 @@ def _matrix(verdict: Verdict) -> Table:
     if len(ordered) > MAX_ROWS:
         table.caption = f"{len(ordered) - MAX_ROWS} less severe rows omitted: see --json"
     return table
-
-
-def _cell(checks: Sequence[Check]) -> Severity | None:
-    return worst(checks) if checks else None
 
 
 def _text(cell: Severity | None) -> Text:
