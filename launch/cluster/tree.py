@@ -39,11 +39,6 @@ class Topology:
     paths: tuple[tuple[str, ...], ...]
     """For each leaf, the switches above it from the top down, and the leaf last."""
 
-    @property
-    def single(self) -> bool:
-        """Whether all nodes are one hop apart, so that every choice of nodes is equally good."""
-        return len(self.leaves) <= 1
-
     def leaf_of(self) -> dict[str, int]:
         """Node -> index of its leaf."""
         return {node: index for index, nodes in enumerate(self.leaves) for node in nodes}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -43,14 +42,6 @@ class Progress:
     """Number of completed steps."""
     open: tuple[Span, ...]
     """Open spans, at least one, in the order in which they began."""
-
-    @staticmethod
-    def doing(step: int, name: str, detail: str = "", expected_s: float | None = None,
-              at: float | None = None) -> Progress:
-        """The progress of a job with a single open span that began now, or at `at`."""
-        at = time.time() if at is None else at
-        done = step if name in AFTER_THE_STEP else max(0, step - 1)
-        return Progress(step, done, (Span(name, detail, at, at, expected_s),))
 
     @property
     def newest(self) -> Span:

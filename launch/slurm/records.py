@@ -14,7 +14,7 @@ from launch.slurm.refusals import SlurmError
 WHOLE_LINE = frozenset({"Command", "WorkDir", "StdErr", "StdIn", "StdOut", "Comment", "AdminComment",
                         "SystemComment"})
 """Fields of `scontrol show job` with a line of their own. Their text may contain spaces and equals signs."""
-QUEUE_FORMAT = "%i|%T|%r|%S|%L|%D|%N|%k|%j"
+QUEUE_FORMAT = "%i|%T"
 ESTIMATE = re.compile(r"Job \d+ to start at (?P<start>\S+) using \d+ processors on nodes (?P<nodes>\S+)"
                       r"(?: in partition (?P<partition>\S+))?")
 
@@ -40,7 +40,6 @@ class JobRecord:
     """In Slurm's order, which is the order of the tasks; () while the job waits."""
     node_count: int
     excluded: tuple[str, ...]
-    submitted: float | None
     started: float | None
     ends: float | None
     """When the time limit ends the job, or when a finished job ended."""
@@ -64,15 +63,6 @@ class Queued:
 
     job_id: str
     state: str
-    reason: str
-    starts: float | None
-    """Estimated start of a waiting job."""
-    left: str
-    """Time left until the time limit, as Slurm writes it."""
-    node_count: int
-    nodes: str
-    comment: str
-    name: str
 
     @property
     def of_array(self) -> bool:
@@ -94,10 +84,8 @@ class Estimate:
 class Account:
     """A job as printed by `sacct`."""
 
-    job_id: str
     state: str
     exit_code: str
-    nodes: str
 
 
 def job_records(text: str) -> tuple[JobRecord, ...]:
@@ -155,7 +143,7 @@ def _record(block: str) -> JobRecord:
         reason=fields.get("Reason", ""), partition=fields.get("Partition", "").split(" ")[0],
         account=fields.get("Account", ""), qos=fields.get("QOS", ""), reservation=fields.get("Reservation", ""),
         nodes=names, node_count=int(count[0]) if count else 0, excluded=names_of(fields.get("ExcNodeList", "")),
-        submitted=moment(fields.get("SubmitTime", "")), started=moment(fields.get("StartTime", "")),
+        started=moment(fields.get("StartTime", "")),
         ends=moment(fields.get("EndTime", "")), time_limit=fields.get("TimeLimit", ""),
         requeue=fields.get("Requeue") == "1", restarts=int(fields.get("Restarts", "0") or 0),
         exit_code=int(status or 0), signal=int(number or 0), comment=fields.get("Comment", ""),
@@ -170,9 +158,7 @@ def names_of(text: str) -> tuple[str, ...]:
 
 def queued(line: str) -> Queued:
     """One line of `squeue --format=QUEUE_FORMAT`. Raises SlurmError."""
-    parts = line.split("|", 8)
-    if len(parts) != 9:
+    job_id, separator, state = line.strip().partition("|")
+    if not separator:
         raise SlurmError(f"not a line of squeue: {line[:100]}", where=f"`squeue --format={QUEUE_FORMAT}`")
-    job_id, state, reason, starts, left, count, nodes, comment, name = (part.strip() for part in parts)
-    return Queued(job_id, state, reason, moment(starts), left, int(count or 0), nodes,
-                  "" if comment == "(null)" else comment, name)
+    return Queued(job_id, state)

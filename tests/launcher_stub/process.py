@@ -24,9 +24,10 @@ from launch.run import faults
 from launch.run.attempts import Attempt
 from launch.run.components import record_error, register
 from launch.run.outcome import Outcome, write_outcome
-from launch.run.progress import Progress, write_progress
+from launch.run.progress import write_progress
 from launch.run.stop import stop_requested
 from launch.runtime.hang import STACK_SIGNAL, stack_file
+from tests.progress import doing
 
 STEP_VARIABLE, HOLD_VARIABLE = "MEGATRON_RL_STUB_STEP_S", "MEGATRON_RL_STUB_HOLD"
 MEETING = "stub"
@@ -70,13 +71,13 @@ class Stub:
         step = newest_step(self.attempt.checkpoints)
         if leads:
             print(f"from step {step}", flush=True)
-            write_progress(self.attempt.folder, Progress.doing(step, "start", f"from step {step}"))
+            write_progress(self.attempt.folder, doing(step, "start", f"from step {step}"))
         self._meet(f"begin-{step}")
         stopped = False
         while step < last and not stopped:
             step += 1
             if leads:
-                write_progress(self.attempt.folder, Progress.doing(step, "train", "", self.step_s))
+                write_progress(self.attempt.folder, doing(step, "train", "", self.step_s))
             faults.strike(f"trainer-{self.number}", "step", step)
             threading.Event().wait(self.step_s)     # the work
             if step == self.held:
@@ -87,11 +88,11 @@ class Stub:
             stopped = (self.folder / f"stop-{step}").exists()
             every = self.config.checkpoint.every
             if leads and (stopped or step == last or (every and step % every == 0)):
-                write_progress(self.attempt.folder, Progress.doing(step, "save", "", self.step_s))
+                write_progress(self.attempt.folder, doing(step, "save", "", self.step_s))
                 save(self.attempt.checkpoints, step)
         if leads:
             write_outcome(self.attempt.folder, Outcome(status="stopped" if step < last else "finished", step=step))
-            write_progress(self.attempt.folder, Progress.doing(step, "end"))
+            write_progress(self.attempt.folder, doing(step, "end"))
 
     def _meet(self, point: str) -> None:
         """The first one arrives last, so that what it has written before all can read after it."""

@@ -12,7 +12,8 @@ from pathlib import Path
 from launch.run.attempts import Attempt
 from launch.run.components import ComponentRecord, Pid, record_error
 from launch.run.outcome import Outcome, write_outcome
-from launch.run.progress import Progress, write_progress
+from launch.run.progress import write_progress
+from tests.progress import doing
 
 NOW = time.mktime(time.strptime("2026-11-29 18:00:00", "%Y-%m-%d %H:%M:%S"))
 
@@ -64,7 +65,7 @@ class Made:
         return self
 
     def progress(self, step: int, phase: str, detail: str = "") -> Made:
-        write_progress(self.folder, Progress.doing(step, phase, detail, at=NOW - 5))
+        write_progress(self.folder, doing(step, phase, detail, at=NOW - 5))
         return self
 
     def metrics(self, *rows: dict[str, float]) -> Made:

@@ -68,7 +68,7 @@ class FakeSlurm:
         self._refused("requeue")
 
     def queue(self, *, name: str) -> list[Queued]:
-        return [Queued(job, "PENDING", "Dependency", None, "", 4, "", "", name) for job in self.others]
+        return [Queued(job, "PENDING") for job in self.others]
 
     def cancel(self, job_id: str) -> None:
         self.done.append(("cancel", job_id))

@@ -14,9 +14,10 @@ from launch.run.attempt_log import FILE, append, close_open_attempts, read_histo
 from launch.run.attempts import Attempt, RunFolder
 from launch.run.node_files import LEADER_BEAT, BeatWatch, NodeFiles, vanished
 from launch.run.outcome import Outcome, read_outcome, write_outcome
-from launch.run.progress import Progress, write_progress
+from launch.run.progress import write_progress
 from launch.run.stop import ask_to_stop, stop_reason
 from launch.slurm.same_job import output_of_next
+from tests.progress import doing
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def died(folder: RunFolder, job: str = "7") -> Attempt:
 
 def test_an_attempt_without_a_word_died_and_the_node_that_fell_silent_first_is_named(folder):
     attempt = died(folder)
-    write_progress(attempt.folder, Progress.doing(13, "train"))
+    write_progress(attempt.folder, doing(13, "train"))
     beats(attempt, leader=31, n1=30, n2=58, n3=31)
     whole, added = close_open_attempts(folder.folder)
     assert whole == added and [(past.status, past.nodes, past.step, past.job_id) for past in added] == [

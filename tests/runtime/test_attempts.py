@@ -19,7 +19,8 @@ from launch.exit_codes import ExitCode
 from launch.run.attempts import RunFolder, fresh_name
 from launch.run.components import ComponentRecord, Pid, dead, first_failure, record_error, register
 from launch.run.outcome import EXIT_CODES, Outcome, read_outcome, write_outcome
-from launch.run.progress import Progress, Span, allowed_s, overdue, steps_done
+from launch.run.progress import Progress, Span, allowed_s, overdue
+from tests.progress import doing
 
 
 def run(tmp_path, **values) -> Run:
@@ -122,13 +123,7 @@ def test_hang_limit_is_three_times_the_phase_and_at_least_a_minute():
     assert overdue(both, config, now=1060.0) == []
     assert overdue(both, config, now=1060.1) == [fast]
     assert overdue(both, config, now=1300.1) == [slow, fast]
-    assert overdue(Progress.doing(2, "end", at=1000.0), config, now=1e9) == [], "the end has deadlines of its own"
-
-
-def test_a_step_counts_as_done_once_only_what_follows_it_is_left():
-    assert steps_done(None) == steps_done(Progress.doing(0, "start")) == 0
-    assert steps_done(Progress.doing(4, "train")) == 3
-    assert steps_done(Progress.doing(4, "save")) == steps_done(Progress.doing(4, "eval")) == 4
+    assert overdue(doing(2, "end", at=1000.0), config, now=1e9) == [], "the end has deadlines of its own"
 
 
 def test_a_silent_death_explains_the_errors_of_its_peers(tmp_path):

@@ -18,12 +18,13 @@ from launch.run.attempts import RunFolder
 from launch.run.components import errors
 from launch.run.node_files import NodeFiles
 from launch.run.outcome import read_outcome
-from launch.run.progress import Progress, write_progress
+from launch.run.progress import write_progress
 from launch.runtime.aftermath import Aftermath
 from launch.runtime.leader import Leader
 from launch.runtime.stop_clock import JobIsOver, Signals
 from launch.slurm.job_facts import combine
 from launch.slurm.records import job_records
+from tests.progress import doing
 from tests.runtime.slurm_text import JOB
 
 
@@ -58,7 +59,7 @@ def leader(tmp_path):
 @pytest.mark.parametrize("error", [OSError(errno.ESTALE, "Stale file handle"), ValueError("no JSON"), KeyError("n7")])
 def test_an_unforeseen_error_is_a_crash_with_everything_that_follows_one(leader, monkeypatch, error):
     def attempt(self):
-        write_progress(self.attempt.folder, Progress.doing(4, "train"))
+        write_progress(self.attempt.folder, doing(4, "train"))
         raise error
 
     monkeypatch.setattr(Leader, "_attempt", attempt)

@@ -18,6 +18,7 @@ from launch.run.attempts import RunFolder
 from launch.run.components import record_error
 from launch.runtime import local
 from launch.runtime.local import LocalJob
+from tests.progress import doing
 from tests.runtime.played_job import CONFIG
 from tests.slurm_cluster import REPOSITORY
 
@@ -44,7 +45,7 @@ def test_a_slow_end_does_not_turn_the_users_error_into_a_crash(tmp_path, monkeyp
         ray, driver = (processes.start(name, SLOW, log=attempt.logs / f"{name}.log", environment={})
                        for name in ("ray", "driver"))
         subprocess.run([sys.executable, "-c", REGISTERS, str(attempt.folder)], cwd=REPOSITORY, check=True)
-        progress_file.write_progress(attempt.folder, progress_file.Progress.doing(0, "resume"))
+        progress_file.write_progress(attempt.folder, doing(0, "resume"))
         record_error(attempt, "driver", "already made its 24 steps", "", user_error=user_error)
         job = LocalJob(attempt, config, "cpu", Ports(20000))
         monkeypatch.setattr(job, "_start", lambda: (ray, driver))

@@ -28,9 +28,10 @@ from launch.run.attempts import Attempt, RunFolder
 from launch.run.components import ComponentRecord, Pid
 from launch.run.node_files import NodeFiles
 from launch.run.outcome import Outcome, read_outcome, write_outcome
-from launch.run.progress import Progress, write_progress
+from launch.run.progress import write_progress
 from launch.runtime.supervisor import Supervisor
 from launch.runtime.watch import Watch
+from tests.progress import doing
 
 
 @pytest.fixture(autouse=True)
@@ -214,7 +215,7 @@ def a_job(tmp_path: Path, nodes: int, ranks: int = 8) -> Attempt:
         for rank in range(ranks):
             name = f"trainer-{node * ranks + rank}"
             components._write(attempt, ComponentRecord(name, Pid.of(psutil.Process()), f"n{node}", "log"))
-    write_progress(attempt.folder, Progress.doing(3, "train", "", 1.0))
+    write_progress(attempt.folder, doing(3, "train", "", 1.0))
     return attempt
 
 

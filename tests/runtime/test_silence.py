@@ -17,6 +17,7 @@ from launch.run.node_files import BeatWatch, NodeFiles
 from launch.run.progress import Progress, Span, write_progress
 from launch.runtime import supervisor, watch
 from launch.runtime.supervisor import Ended, Supervisor
+from tests.progress import doing
 
 
 class Cluster:
@@ -121,19 +122,19 @@ def test_a_job_that_stands_still_with_a_node_about_to_be_silent_has_lost_the_nod
         (NodeFiles(watched.attempt, node).folder / "stacks.json").write_text("[]")
     seconds = iter((80, 89, 91))
     monkeypatch.setattr(watched.beats, "look", lambda: silent_for(watched, next(seconds), "n3"))
-    outcome = watched._hung(3, Progress.doing(3, "train").open)
+    outcome = watched._hung(3, doing(3, "train").open)
     assert (outcome.status, outcome.nodes) == ("node_failure", ("n3",)) and list(seconds) == []
 
 
 def test_a_hang_is_told_by_changes_seen_whatever_the_clocks_say(watched):
     """The driver's clock may be wrong, and a pause of the file system hides its progress."""
-    at_limit = Progress.doing(3, "train", expected_s=1.0, at=5.0)
+    at_limit = doing(3, "train", expected_s=1.0, at=5.0)
     assert not watched._overdue(at_limit)
     watched.beats.watched_s += 60
     assert not watched._overdue(at_limit)
     watched.beats.watched_s += 1
     assert watched._overdue(at_limit) == list(at_limit.open)
-    assert not watched._overdue(Progress.doing(3, "train", expected_s=1.0, at=6.0))
+    assert not watched._overdue(doing(3, "train", expected_s=1.0, at=6.0))
 
 
 def test_of_spans_that_overlap_each_is_judged_on_its_own(watched):
@@ -151,12 +152,12 @@ def test_a_supervisor_outlives_a_silent_leader_while_a_checkpoint_is_written(tmp
     attempt.folder.mkdir(parents=True)
     one = Supervisor(attempt, "n1")
     one.leader.watched_s = supervisor.WITHOUT_LEADER_S + 1
-    write_progress(attempt.folder, Progress.doing(3, "save"))
+    write_progress(attempt.folder, doing(3, "save"))
     one._check()
-    write_progress(attempt.folder, Progress.doing(4, "train"))
+    write_progress(attempt.folder, doing(4, "train"))
     with pytest.raises(Ended, match="no sign of life from the leader"):
         one._check()
-    write_progress(attempt.folder, Progress.doing(4, "save"))
+    write_progress(attempt.folder, doing(4, "save"))
     one.leader.watched_s = supervisor.SAVING_S + 1
     with pytest.raises(Ended):
         one._check()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from launch.planner.prepare import prepare
-from launch.run.progress import Progress, allowed_s
+from launch.run.progress import allowed_s
 from launch.runtime.job_plan import IMAGE_S, greeting_s, start_deadline_s
 from launch.slurm.margin import needed
 from launch.slurm.profiles import Container, Profile
+from tests.progress import doing
 
 LARGE = "configs/70b/grpo.yaml"
 
@@ -26,7 +27,7 @@ def test_a_large_model_has_longer_than_a_tiny_one_and_than_two_of_its_slowest_st
     assert seconds > start_deadline_s(tiny.loaded, tiny.plan, Profile()) >= 180
     assert seconds >= 2 * need.step_s and seconds > 600 + 2 * need.checkpoint_s
     config = large.changed({"run.deadline_s": seconds}).config
-    (first_save,) = Progress.doing(1, "save").open
+    (first_save,) = doing(1, "save").open
     assert allowed_s(first_save, config) > 2 * need.checkpoint_s
 
 

@@ -107,7 +107,7 @@ class Follow:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, SlurmError):
             raise answer
-        return [Queued(job, "RUNNING", "", None, "", 2, "", "", "tiny") for job in answer]
+        return [Queued(job, "RUNNING") for job in answer]
 
     def ends(self, *members: int) -> None:
         """The outcome becomes visible here."""
