@@ -76,10 +76,10 @@ def _write_files(prepared: Prepared, out: str | None, html: str | None, trace: s
     if out is not None:
         _write(out, plan.model_dump_json(indent=2) + "\n", "--out")
     if html is not None:
-        from launch.report.plan.html import write_html
+        from launch.report.plan.html import render
         seating = prepared.seating if isinstance(prepared, OnCluster) else None
         switches = prepared.cluster.switches if isinstance(prepared, OnCluster) else ()
-        write_html(plan, seating, html, leaves=[switch.nodes for switch in switches if switch.nodes])
+        _write(html, render(plan, seating, [switch.nodes for switch in switches if switch.nodes]), "--html")
     if trace is not None:
         from launch.report.plan.trace import trace as traced
         _write(trace, json.dumps(traced(plan)) + "\n", "--trace")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from pathlib import Path
 
-from launch.errors import UserError
 from launch.model.architecture import parameter_count
 from launch.plan.forecast import Forecast, Number
 from launch.plan.plan import ForecastPlan, Placement, Plan
@@ -34,27 +32,16 @@ VERDICTS = {"reached": "good", "within its uncertainty": "doubtful", "missed": "
             "tight": "doubtful", "no": "bad"}
 
 
-def write_html(plan: Plan, placement: Placement | Seating | None, path: str | Path, *,
-               leaves: Sequence[Sequence[str]] = ()) -> Path:
-    """Write the page and return its path. Without a placement, the map of nodes and GPUs is omitted.
+def render(plan: Plan, placement: Placement | Seating | None, leaves: Sequence[Sequence[str]] = ()) -> str:
+    """The whole page as text, without the map of nodes and GPUs if there is no placement. Equal plans and placements
+    give equal bytes.
 
     Args:
         leaves: names of the nodes under each leaf switch, for the map; () if there is one leaf.
 
     Raises:
-        UserError: the plan has no forecast, or the file cannot be written.
+        UserError: the plan has no forecast.
     """
-    path = Path(path)
-    try:
-        path.write_text(render(plan, placement, leaves), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}", where=f"--html {path.absolute()}",
-                        fix="give a file in an existing, writable folder") from error
-    return path
-
-
-def render(plan: Plan, placement: Placement | Seating | None, leaves: Sequence[Sequence[str]] = ()) -> str:
-    """The whole page as text. Equal plans and placements give equal bytes."""
     plan = with_forecast(plan, "there is nothing to draw")
     forecast = plan.forecast
     title = f"Plan {plan.fingerprint()} on {forecast.cluster.name}"
