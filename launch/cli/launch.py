@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import click
@@ -65,11 +65,14 @@ def _sweep(config: str, overrides: tuple[str, ...], flags: Flags, device: option
            spares: int | None, dry_run: bool, wait: bool, quiet: bool) -> int:
     from launch.slurm.sweep import run_sweep
 
-    say = (lambda text: None) if quiet else (lambda text: click.echo(text, err=True))
-    text, code = run_sweep(config, overrides, flags, say, device=device, profile=profile, spares=spares, wait=wait,
-                           dry_run=dry_run)
+    text, code = run_sweep(config, overrides, flags, _say(quiet), device=device, profile=profile, spares=spares,
+                           wait=wait, dry_run=dry_run)
     click.echo(text)
     return int(code)
+
+
+def _say(quiet: bool) -> Callable[[str], None]:
+    return (lambda text: None) if quiet else (lambda text: click.echo(text, err=True))
 
 
 def _refuse_unused(where: str, device: str, of_slurm: Mapping[str, object]) -> None:
@@ -106,12 +109,7 @@ def _slurm(config: str, overrides: tuple[str, ...], flags: Flags, profile: str |
     from launch.report.plan.table import print_plan
     from launch.slurm.submit import compose, make_folder, submit
 
-    job = compose(config, overrides, flags, profile=profile, spares=spares)
-
-    def say(text: str) -> None:
-        if not quiet:
-            click.echo(text, err=True)
-
+    job, say = compose(config, overrides, flags, profile=profile, spares=spares), _say(quiet)
     if not quiet:
         print_plan(job.prepared, Console(stderr=True, width=100, highlight=False))
     say(f"stop margin: {job.margin}")

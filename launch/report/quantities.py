@@ -24,29 +24,29 @@ def significant(value: float, digits: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def human(value: float, unit: str = "", digits: int = 3) -> str:
+def human(value: float, unit: str = "") -> str:
     """`64.7 GB`, `48 ms`, `1,020 tokens/s`, `989 TFLOP/s`, `0.85`."""
     if unit == "s":
-        return seconds(value, digits)
+        return seconds(value)
     if unit in SCALED:
         for factor, prefix in SI:
             if abs(value) >= factor and math.isfinite(value):
-                return f"{significant(value / factor, digits)} {prefix}{SCALED[unit]}"
-        return f"{significant(value, digits)} {SCALED[unit] if unit != 'bytes' else 'bytes'}"
+                return f"{significant(value / factor)} {prefix}{SCALED[unit]}"
+        return f"{significant(value)} {SCALED[unit] if unit != 'bytes' else 'bytes'}"
     if float(value).is_integer() and abs(value) < 2 ** 53:
         return f"{int(value):,} {unit}".rstrip()
-    return f"{significant(value, max(digits, 4))} {unit}".rstrip()
+    return f"{significant(value, 4)} {unit}".rstrip()
 
 
-def seconds(value: float, digits: int = 3) -> str:
+def seconds(value: float) -> str:
     """A time in a suitable unit: `4.2 ms`, `92.2 s`, `31 min`, `212 h`."""
     size = abs(value)
     if size == 0 or not math.isfinite(value):
         return f"{significant(value)} s"
     for below, factor, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (600.0, 1.0, "s"), (7200.0, 1 / 60, "min")):
         if size < below:
-            return f"{significant(value * factor, digits)} {unit}"
-    return f"{significant(value / 3600, digits)} h"
+            return f"{significant(value * factor)} {unit}"
+    return f"{significant(value / 3600)} h"
 
 
 def exact(value: float, unit: str = "") -> str:

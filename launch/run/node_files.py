@@ -196,12 +196,12 @@ class BeatWatch:
         return len(names) > 1 and 2 * len(names) > len(self._paths)
 
 
-def vanished(attempt: Attempt, behind_s: float = BEHIND_S) -> list[str]:
-    """Nodes of a silently died attempt that failed first: their last heartbeat is this much older than the newest one
+def vanished(attempt: Attempt) -> list[str]:
+    """Nodes of a silently died attempt that failed first: their last heartbeat is `BEHIND_S` older than the newest one
     of all nodes and the leader. [] if all stopped together."""
     stamps = {each.node: at for each in all_nodes(attempt) if (at := stamp(each.beat)) is not None}
     latest = max([*stamps.values(), stamp(attempt.folder / LEADER_BEAT) or 0.0])
-    gone = [node for node, at in stamps.items() if latest - at > behind_s]
+    gone = [node for node, at in stamps.items() if latest - at > BEHIND_S]
     return gone if len(gone) < len(stamps) else []
 
 

@@ -33,6 +33,8 @@ _BOTTOM = re.compile(r" in (<module>|_run_module_as_main)\n\Z")
 """The entry point of a Python process: the last line of its main thread's stack."""
 SETTLED_LOOKS = 10
 """A dump with another last line is complete if it has not grown in this many polls."""
+ANSWER_S = 5.0
+"""How long a process may take to write its stack, in seconds."""
 LOOK_EVERY_S = 0.05
 _LOOK_AT_FRAMES = 12
 
@@ -57,7 +59,7 @@ def stack_file(attempt: Attempt, name: str) -> Path:
     return attempt.folder / "stacks" / f"{name}.txt"
 
 
-def take_stacks(attempt: Attempt, wait_s: float = 5.0, node: str | None = None) -> list[Stack]:
+def take_stacks(attempt: Attempt, node: str | None = None) -> list[Stack]:
     """Request the stacks of every component of the attempt and collect them. Processes that a library started for a
     component do not have the handler; py-spy inspects them from outside.
 
@@ -76,8 +78,8 @@ def take_stacks(attempt: Attempt, wait_s: float = 5.0, node: str | None = None) 
             asked.append((record, file.stat().st_size if file.exists() else 0))
             psutil.Process(record.process.pid).send_signal(STACK_SIGNAL)
         for each in record.needs:
-            _look_into(each.pid, stack_file(attempt, f"{record.name}-pid{each.pid}"), wait_s)
-    stacks += [_collect(attempt, record, size, wait_s) for record, size in asked]
+            _look_into(each.pid, stack_file(attempt, f"{record.name}-pid{each.pid}"))
+    stacks += [_collect(attempt, record, size) for record, size in asked]
     return sorted(stacks, key=lambda stack: stack.name)
 
 
@@ -96,21 +98,21 @@ def read_stacks(attempt: Attempt) -> list[Stack]:
     return sorted(found, key=lambda stack: stack.name)
 
 
-def _look_into(pid: int, file: Path, wait_s: float) -> None:
+def _look_into(pid: int, file: Path) -> None:
     """Write a stack for users to read, or the reason why there is none (no permission, no py-spy)."""
     py_spy = Path(sys.executable).with_name("py-spy")
     try:
-        done = processes.output_of([str(py_spy), "dump", "--nonblocking", "--pid", str(pid)], timeout_s=wait_s)
+        done = processes.output_of([str(py_spy), "dump", "--nonblocking", "--pid", str(pid)], timeout_s=ANSWER_S)
         file.write_text(done.stdout + done.stderr, encoding="utf-8")
     except UserError as error:
         file.write_text(str(error), encoding="utf-8")
 
 
-def _collect(attempt: Attempt, record: ComponentRecord, before: int, wait_s: float) -> Stack:
+def _collect(attempt: Attempt, record: ComponentRecord, before: int) -> Stack:
     file = stack_file(attempt, record.name)
     process = psutil.Process(record.process.pid)
     text, same = "", 0
-    for _ in range(int(wait_s / LOOK_EVERY_S)):
+    for _ in range(int(ANSWER_S / LOOK_EVERY_S)):
         seen, text = text, file.read_text(errors="replace")[before:] if file.exists() else ""
         same = same + 1 if text == seen else 0
         if whole(text, same):
