@@ -7,6 +7,8 @@ with plain objects. Groups are returned in the order of their prompts, never in 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -34,13 +36,33 @@ class _Lane:
     outstanding_sequences: int = 0
     served: dict[str, int] = field(default_factory=lambda: {"groups": 0, "tokens": 0})
 
+    def enter(self, group: _Waiting) -> None:
+        self.outstanding_tokens += group.tokens
+        self.outstanding_sequences += group.sequences
+
+    def leave(self, group: _Waiting) -> None:
+        self.outstanding_tokens -= group.tokens
+        self.outstanding_sequences -= group.sequences
+
+
+@dataclass(order=True)
+class _Waiting:
+    """A group that waits for an engine with room."""
+
+    turn: tuple[int, int, int]
+    """Groups of earlier batches first, then longest prompts first, then in order of arrival."""
+    sequences: int = field(compare=False)
+    tokens: int = field(compare=False)
+    lane: asyncio.Future[_Lane] = field(compare=False)
+
 
 class RolloutScheduler:
-    """Distributes the groups of a rollout batch over the engines.
+    """Distributes groups over the engines. Several batches may be under way at a time.
 
-    With `deterministic`, group i goes to engine i mod E, independent of the load. Otherwise each group goes to the
-    engine with the fewest outstanding tokens among those with room in their batch. The remaining groups wait in the
-    scheduler, so a slow engine receives fewer. With one engine the whole batch is one call.
+    With `deterministic`, batches run one after the other and group i goes to engine i mod E, independent of the load.
+    Otherwise each group goes to the engine with the fewest outstanding tokens among those with room in their batch. The
+    remaining groups wait in the scheduler, so a slow engine receives fewer. A single engine receives all groups at
+    once.
 
     Args:
         engines: one client per replica.
@@ -51,14 +73,23 @@ class RolloutScheduler:
     def __init__(self, engines: Sequence[EngineClient], *, max_num_seqs: int, deterministic: bool) -> None:
         self._lanes = [_Lane(engine) for engine in engines]
         self._max_num_seqs = max_num_seqs
-        self._deterministic = deterministic
+        self.deterministic = deterministic
         self._committed: int | None = None
+        self._held = False
+        self._waiting: list[_Waiting] = []
+        self._arrivals = itertools.count()
+        self._turn = asyncio.Lock()
+
+    def hold(self) -> None:
+        """Send no further group until `committed`. Groups that the engines already have are not affected."""
+        self._held = True
 
     def committed(self, version: int, replicas: Sequence[int] | None = None) -> None:
         """Record that `replicas` (default: all) committed `version`. Only engines that hold it receive requests."""
-        self._committed = version
+        self._committed, self._held = version, False
         for replica in range(len(self._lanes)) if replicas is None else replicas:
             self._lanes[replica].version = version
+        self._hand_out()
 
     def served(self) -> list[dict[str, int]]:
         """For each engine, the numbers of groups and sampled tokens that it has returned so far."""
@@ -70,10 +101,37 @@ class RolloutScheduler:
         Raises:
             NotServing: no engine holds the committed version.
         """
-        lanes = self._eligible()
-        if len(lanes) == 1 or self._deterministic:
-            return await self._in_shares(lanes, prompts, sampling, step)
-        return await self._by_load(lanes, prompts, sampling)
+        if self.deterministic:
+            async with self._turn:
+                return await self._in_shares(self._eligible(), prompts, sampling, step)
+        groups: dict[int, Group] = {}
+
+        async def serve(index: int, prompt: Prompt) -> None:
+            groups[index] = await self.group(prompt, sampling, step)
+
+        await _all_or_cancel([serve(index, prompt) for index, prompt in enumerate(prompts)])
+        return [groups[i] for i in range(len(prompts))]
+
+    async def group(self, prompt: Prompt, sampling: Sampling, step: int) -> Group:
+        """Generate the group of one prompt of batch `step`, once an engine has room for it.
+
+        Raises:
+            NotServing: no engine holds the committed version.
+        """
+        tokens = len(prompt.token_ids) + sampling.n * sampling.max_new_tokens
+        waiting = _Waiting((step, -len(prompt.token_ids), next(self._arrivals)), sampling.n, tokens,
+                           asyncio.get_running_loop().create_future())
+        heapq.heappush(self._waiting, waiting)
+        self._hand_out()
+        try:
+            lane = await waiting.lane
+            group = _checked(await lane.client.generate_group(prompt, sampling), prompt, sampling)
+            _count(lane, group)
+            return group
+        finally:
+            if waiting.lane.done() and not waiting.lane.cancelled() and waiting.lane.exception() is None:
+                waiting.lane.result().leave(waiting)
+                self._hand_out()
 
     def _eligible(self) -> list[_Lane]:
         lanes = [lane for lane in self._lanes if self._committed is not None and lane.version == self._committed]
@@ -97,36 +155,28 @@ class RolloutScheduler:
         await _all_or_cancel([serve(lane, indices) for lane, indices in shares if len(indices)])
         return [groups[i] for i in range(len(prompts))]
 
-    async def _by_load(self, lanes: Sequence[_Lane], prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
-        """Make one call per group, longest prompts first, to the least loaded engine with room."""
-        groups: dict[int, Group] = {}
-        room = asyncio.Condition()
-
-        async def serve(index: int) -> None:
-            prompt = prompts[index]
-            tokens = len(prompt.token_ids) + sampling.n * sampling.max_new_tokens
-            async with room:
-                while (lane := self._least_loaded(lanes, sampling.n)) is None:
-                    await room.wait()
-                lane.outstanding_tokens += tokens
-                lane.outstanding_sequences += sampling.n
+    def _hand_out(self) -> None:
+        """Give waiting groups to engines with room, first those whose turn it is."""
+        while self._waiting and not self._held:
+            first = self._waiting[0]
+            if first.lane.done():       # cancelled while it waited
+                heapq.heappop(self._waiting)
+                continue
             try:
-                group = await lane.client.generate_group(prompt, sampling)
-                groups[index] = _checked(group, prompt, sampling)
-                _count(lane, group)
-            finally:
-                async with room:
-                    lane.outstanding_tokens -= tokens
-                    lane.outstanding_sequences -= sampling.n
-                    room.notify_all()
-
-        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i].token_ids))
-        await _all_or_cancel([serve(index) for index in order])
-        return [groups[i] for i in range(len(prompts))]
+                lane = self._least_loaded(self._eligible(), first.sequences)
+            except NotServing as error:
+                heapq.heappop(self._waiting).lane.set_exception(error)
+                continue
+            if lane is None:
+                return
+            heapq.heappop(self._waiting)
+            lane.enter(first)
+            first.lane.set_result(lane)
 
     def _least_loaded(self, lanes: Sequence[_Lane], sequences: int) -> _Lane | None:
-        """The engine with the fewest outstanding tokens among those with room. An idle engine always has room."""
-        free = [lane for lane in lanes if lane.outstanding_sequences == 0
+        """The engine with the fewest outstanding tokens among those with room. An idle engine always has room, and a
+        single one queues on its own."""
+        free = [lane for lane in lanes if len(lanes) == 1 or lane.outstanding_sequences == 0
                 or lane.outstanding_sequences + sequences <= self._max_num_seqs]
         return min(free, key=lambda lane: lane.outstanding_tokens, default=None)
 

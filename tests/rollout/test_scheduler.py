@@ -81,10 +81,10 @@ def test_deterministic_routing_ignores_load():
     assert engines[0].asked == [0, 2, 4, 6] and engines[1].asked == [1, 3, 5]
 
 
-def test_one_engine_is_one_call():
+def test_one_engine_receives_all_groups_at_once():
     engine = _Engine(0)
     _rollout([engine], make_prompts(16))
-    assert engine.calls == 1 and engine.asked == list(range(16))
+    assert engine.peak == 64 and engine.asked == list(range(16))
 
 
 def test_only_engines_with_the_committed_version_are_routed_to():
@@ -120,4 +120,40 @@ def test_another_prompts_group_is_noticed():
             return (await super().generate(prompts, sampling, step))[::-1]
 
     with pytest.raises(RuntimeError, match="asked for 4 trajectories of prompt 0, got 4 of prompt 2"):
-        _rollout([Confused(0)], make_prompts(3))
+        _rollout([Confused(0)], make_prompts(3), deterministic=True)
+
+
+def test_later_batches_fill_the_room_that_the_first_one_leaves():
+    """Groups of the earlier batch are sent first, whatever the order of the calls."""
+    engines = [_Engine(0, lambda p: 5), _Engine(1, lambda p: 5)]
+
+    async def run() -> None:
+        scheduler = RolloutScheduler(engines, max_num_seqs=4, deterministic=False)
+        scheduler.committed(0)
+        later = asyncio.create_task(scheduler.rollout(make_prompts(8)[4:], SAMPLING, 2))
+        first = asyncio.create_task(scheduler.rollout(make_prompts(8)[:4], SAMPLING, 1))
+        await asyncio.gather(later, first)
+
+    asyncio.run(run())
+    asked = [{engine.asked[at] for engine in engines} for at in range(4)]
+    assert asked == [{4, 5}, {0, 1}, {2, 3}, {6, 7}]     # 4 and 5 were sent before batch 1 was known
+
+
+def test_a_held_scheduler_sends_nothing_until_the_commit_and_a_cancelled_group_leaves_no_load():
+    engines = [_Engine(0, lambda p: 5), _Engine(1, lambda p: 5)]
+
+    async def run() -> list[int]:
+        scheduler = RolloutScheduler(engines, max_num_seqs=4, deterministic=False)
+        scheduler.committed(0)
+        scheduler.hold()
+        waiting = asyncio.create_task(scheduler.rollout(make_prompts(4), SAMPLING, 1))
+        dropped = asyncio.create_task(scheduler.group(make_prompts(5)[4], SAMPLING, 0))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert engines[0].asked == engines[1].asked == []
+        scheduler.committed(1)
+        dropped.cancel()        # it has an engine by now, and has not sent the request
+        await waiting
+        return [lane.outstanding_sequences for lane in scheduler._lanes]
+
+    assert asyncio.run(run()) == [0, 0] and sorted(engines[0].asked + engines[1].asked) == [0, 1, 2, 3]
