@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from launch.errors import UserError
@@ -63,3 +65,37 @@ class PromptSampler:
             return np.arange(self.n)
         # PCG64 is explicit so that the order does not change with NumPy's default generator.
         return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.n)
+
+
+class BatchSampler:
+    """Draws the rows of whole batches ahead of their training, and knows the position of the last trained one.
+
+    A resumed run continues there and draws the later batches again, so every row is trained once however far a run had
+    drawn when it ended.
+    """
+
+    def __init__(self, sampler: PromptSampler, batch_size: int) -> None:
+        self._sampler, self._batch_size = sampler, batch_size
+        self._trained = sampler.state_dict()
+        self._ahead: deque[dict] = deque()
+        """The sampler's state after each batch that was drawn and not yet trained."""
+
+    def draw(self) -> list[int]:
+        """The rows of the next batch."""
+        rows = self._sampler.next(self._batch_size)
+        self._ahead.append(self._sampler.state_dict())
+        return rows
+
+    def trained(self) -> None:
+        """The oldest of the drawn batches is trained."""
+        self._trained = self._ahead.popleft()
+
+    def state_dict(self) -> dict:
+        """The position after the last trained batch, as JSON."""
+        return self._trained
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue at a saved position. Raises like `PromptSampler.load_state_dict`."""
+        self._sampler.load_state_dict(state)
+        self._trained = state
+        self._ahead.clear()

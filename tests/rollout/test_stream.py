@@ -1,0 +1,237 @@
+"""The rollout stream on engines that answer in any order: what a batch holds never depends on timing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.data import carried
+from megatron_rl.data.batch import Group, Trajectory
+from megatron_rl.data.sampler import BatchSampler, PromptSampler
+from megatron_rl.rewards.sample import Score
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.rollout.scheduler import RolloutScheduler
+from megatron_rl.rollout.stream import RolloutStream
+from tests.rollout.engines import make_prompts
+
+SAMPLING = Sampling(n=2, temperature=1.0, max_new_tokens=8)
+ROWS, PER_STEP, STEPS = 10, 4, 7
+PROMPTS = make_prompts(ROWS)
+
+
+class _Clock:
+    """The order of events: every pending call waits for its turn, drawn by a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    async def later(self) -> None:
+        for _ in range(self.random.randrange(1, 40)):
+            await asyncio.sleep(0)
+
+
+@dataclass
+class _World:
+    """Engines and rewards that take any time, and the version that the engines serve."""
+
+    seed: int
+    version: int = 0
+    generated: list[tuple[int, int]] = field(default_factory=list)
+    """(prompt, version at the end of each group)."""
+
+    def __post_init__(self) -> None:
+        self.clock = _Clock(self.seed)
+
+    async def generate_group(self, prompt, sampling, seed=None) -> Group:
+        """A token for each version that is live while the group runs."""
+        versions = [self.version]
+        for _ in range(self.clock.random.randrange(1, 4)):
+            await self.clock.later()
+            versions.append(self.version)
+        self.generated.append((prompt.index, self.version))
+        trajectories = tuple(
+            Trajectory.one_turn(np.array([prompt.index, sample] * len(versions))[:len(versions)].astype(np.int32),
+                                np.zeros(len(versions), np.float32), np.array(versions, np.int32), "stop",
+                                f"{prompt.index}.{sample}") for sample in range(sampling.n))
+        return Group(prompt, trajectories)
+
+    async def generate(self, prompts, sampling, step):
+        return list(await asyncio.gather(*[self.generate_group(prompt, sampling) for prompt in prompts]))
+
+    async def score(self, samples) -> list[Score]:
+        await self.clock.later()
+        return [Score(float(sample.completion)) for sample in samples]
+
+
+@dataclass
+class _Run:
+    """A run that may be killed and resumed: what each step trained, and what a checkpoint holds."""
+
+    max_staleness: int
+    deterministic: bool = False
+    trained: dict[int, list[tuple[int, list[float]]]] = field(default_factory=dict)
+    """Step -> (prompt, rewards) of its groups, in order."""
+    oldest: dict[int, int] = field(default_factory=dict)
+    """Step -> age of its oldest token."""
+    step: int = 0
+    sampler: dict = field(default_factory=lambda: PromptSampler(ROWS, 0).state_dict())
+    rollouts: bytes = b""
+
+    async def go(self, world: _World, until: int, tmp_path=None) -> None:
+        """Resume from the checkpoint, train up to a step and write a checkpoint there."""
+        sampler = BatchSampler(PromptSampler(ROWS, 0), PER_STEP)
+        sampler.load_state_dict(self.sampler)
+        scheduler = RolloutScheduler([world, world], max_num_seqs=6, deterministic=self.deterministic)
+        stream = RolloutStream(lambda: [PROMPTS[row] for row in sampler.draw()], scheduler, world, SAMPLING,
+                               max_staleness=self.max_staleness, last=STEPS)
+        if self.rollouts:
+            (tmp_path / carried.FILE).write_bytes(self.rollouts)
+            stream.carry_over(carried.read(tmp_path / carried.FILE))
+        world.version = self.step
+        scheduler.committed(self.step)
+        stream.committed(self.step)
+        while self.step < until:
+            step = self.step + 1
+            await stream.generated(step)
+            batch = await stream.batch(step)
+            assert step not in self.trained
+            self.trained[step] = [(group.prompt.index, [score.total for score in scores])
+                                  for group, scores in zip(batch.groups, batch.scores, strict=True)]
+            self.oldest[step] = max(int(step - 1 - each.weight_versions.min())
+                                    for group in batch.groups for each in group.trajectories)
+            await world.clock.later()               # the update
+            if self.deterministic:
+                await stream.drained()
+            scheduler.hold()
+            await world.clock.later()               # the sync
+            world.version = self.step = step
+            sampler.trained()
+            scheduler.committed(step)
+            stream.committed(step)
+        self.sampler = sampler.state_dict()
+        self.rollouts = carried.encode(stream.finished_ahead())
+        await stream.close()
+        assert len(asyncio.all_tasks()) == 1
+
+
+def _reference() -> dict[int, list[tuple[int, list[float]]]]:
+    """Without a stream: the sampler's order."""
+    sampler = PromptSampler(ROWS, 0)
+    return {step: [(row, [float(f"{row}.{sample}") for sample in range(SAMPLING.n)])
+                   for row in (PROMPTS[at].index for at in sampler.next(PER_STEP))] for step in range(1, STEPS + 1)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), bounds=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+       deterministic=st.booleans(), data=st.data())
+def test_every_group_is_trained_once_in_its_batch_whatever_the_timing_and_the_resumes(
+        tmp_path_factory, seed, bounds, deterministic, data):
+    """Also with another bound after each resume. No token is older than the bound."""
+    run, folder = _Run(bounds[0], deterministic), tmp_path_factory.mktemp("run")
+    for number, bound in enumerate(bounds):
+        until = STEPS if number == len(bounds) - 1 else data.draw(st.integers(run.step, STEPS))
+        run.max_staleness, began = bound, run.step
+        asyncio.run(run.go(_World(seed + number), until, folder))
+        assert all(run.oldest[step] <= bound for step in range(began + 1, until + 1))
+    assert run.trained == _reference()
+
+
+def test_generation_runs_ahead_by_the_bound_and_no_further():
+    async def ahead(bound: int) -> list[int]:
+        world, drawn = _World(0), []
+        scheduler = RolloutScheduler([world], max_num_seqs=64, deterministic=False)
+        stream = RolloutStream(lambda: drawn.append(0) or PROMPTS[:2], scheduler, world, SAMPLING,
+                               max_staleness=bound, last=5)
+        scheduler.committed(0)
+        stream.committed(0)
+        seen = [len(drawn)]
+        for step in range(1, 6):
+            await stream.batch(step)
+            world.version = step
+            scheduler.committed(step)
+            stream.committed(step)
+            seen.append(len(drawn))
+        await stream.close()
+        return seen
+
+    assert asyncio.run(ahead(0)) == [1, 2, 3, 4, 5, 5]
+    assert asyncio.run(ahead(2)) == [3, 4, 5, 5, 5, 5]
+
+
+def test_finished_groups_of_a_checkpoint_are_not_generated_again(tmp_path):
+    """Killed after step 2 with two batches ahead: what was finished is used as it was, with its versions."""
+    run, world = _Run(max_staleness=2), _World(3)
+    asyncio.run(run.go(world, 2))
+    (tmp_path / carried.FILE).write_bytes(run.rollouts)
+    kept = [(group.step, group.place) for group in carried.read(tmp_path / carried.FILE)]
+    assert kept and all(step > 2 for step, _ in kept)
+    again = _World(4)
+    asyncio.run(run.go(again, STEPS, tmp_path))
+    assert len(again.generated) == (STEPS - 2) * PER_STEP - len(kept)
+    assert run.trained == _reference()
+
+
+def test_a_failure_in_a_later_batch_is_raised_at_once():
+    class Broken(_World):
+        async def score(self, samples):
+            if samples[0].prompt_index == PROMPTS[5].index:
+                raise RuntimeError("the reward broke")
+            await asyncio.sleep(3600)
+
+    async def run() -> None:
+        world = Broken(0)
+        scheduler = RolloutScheduler([world], max_num_seqs=64, deterministic=False)
+        batches = iter([PROMPTS[:4], PROMPTS[4:8]])
+        stream = RolloutStream(lambda: next(batches), scheduler, world, SAMPLING,
+                               max_staleness=1, last=2)
+        scheduler.committed(0)
+        stream.committed(0)
+        with pytest.raises(RuntimeError, match="the reward broke"):
+            await asyncio.wait_for(stream.batch(1), 30)
+        await stream.close()
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
+
+
+def test_a_token_older_than_the_bound_is_refused():
+    class Stale(_World):
+        async def generate_group(self, prompt, sampling, seed=None):
+            self.version = -1
+            return await super().generate_group(prompt, sampling)
+
+    async def run() -> None:
+        world = Stale(0)
+        scheduler = RolloutScheduler([world], max_num_seqs=64, deterministic=False)
+        stream = RolloutStream(lambda: PROMPTS[:2], scheduler, world, SAMPLING, max_staleness=0, last=2)
+        scheduler.committed(0)
+        stream.committed(0)
+        try:
+            await stream.batch(1)
+        finally:
+            await stream.close()
+
+    with pytest.raises(RuntimeError, match="sampled at versions -1 to -1, with algorithm.max_staleness = 0"):
+        asyncio.run(run())
+
+
+def test_carried_groups_come_back_from_the_file_bit_for_bit(tmp_path):
+    group = Group(PROMPTS[3], (
+        Trajectory(np.array([5, 6, 7], np.int32), np.array([True, False, True]), np.array([-.5, 0, -1e-7], np.float32),
+                   np.array([2, 0, 3], np.int32), "length", "naïve ✓"),
+        Trajectory(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")),
+        engine=1)
+    (tmp_path / carried.FILE).write_bytes(carried.encode([carried.CarriedGroup.of(4, 1, group)]))
+    (read,) = carried.read(tmp_path / carried.FILE)
+    assert (read.step, read.place, read.prompt_index, read.engine, read.oldest) == (4, 1, PROMPTS[3].index, 1, 2)
+    for before, after in zip(group.trajectories, read.trajectories, strict=True):
+        for name in ("token_ids", "sampled", "logprobs", "weight_versions"):
+            assert getattr(before, name).tobytes() == getattr(after, name).tobytes()
+        assert (before.finish_reason, before.text) == (after.finish_reason, after.text)
+    assert carried.read(tmp_path / "none.npz") == []
