@@ -21,7 +21,8 @@ from launch.run.components import Failure, await_silently_lost, first_failure
 from launch.run.outcome import Outcome, write_outcome
 from launch.run.stop import stop_requested
 from megatron_rl.algorithms.batch import build_policy_batch
-from megatron_rl.data.batch import Group, PolicyBatch
+from megatron_rl.data import carried
+from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.driver import component, step_metrics
 from megatron_rl.driver.clock import StepClock
 from megatron_rl.driver.cluster import death_reason
@@ -31,7 +32,6 @@ from megatron_rl.driver.state import RunState, newest_checkpoint, refuse_old_exp
 from megatron_rl.layouts.step_folder import checkpoint_folder
 from megatron_rl.monitor.monitor import Monitor
 from megatron_rl.rewards.load import load_rewards
-from megatron_rl.rewards.sample import Score
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.weight_sync.disk import NotWritten
 
@@ -72,15 +72,16 @@ async def train(attempt: Attempt, clock: StepClock) -> Outcome:
     load_rewards(config.reward, state.columns)  # a wrong path is reported before anything starts
     actors = await start_actors(attempt, state.columns, state.identity["template"], clock)
     async with Job(attempt, actors, clock) as job:
-        state.resume(await job.load(newest_checkpoint(attempt, config), state.identity))
+        checkpoint = newest_checkpoint(attempt, config)
+        state.resume(await job.load(checkpoint, state.identity))
         refuse_old_export(state, attempt)
         await job.open_sync()
         component.settle()
         monitor = Monitor(config, attempt.folder, first_step=state.step + 1)
         for line in state.changes:
             monitor.note("CHANGED", line)
-        with clock.span("sync", "first version"):
-            await job.sync(state.step)
+        job.open_stream(state.draw, carried.read(checkpoint / carried.FILE) if checkpoint else [])
+        await job.sync(state.step)
         job.forget_versions_after(state.step)
         if state.step == 0 and state.saved < 0 and config.eval.at_start:
             monitor.log(0, await evaluate(job, state, clock))
@@ -110,35 +111,25 @@ async def train(attempt: Attempt, clock: StepClock) -> Outcome:
 
 
 async def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monitor) -> dict[str, float]:
-    """Take one GRPO step. Afterwards the engines serve the new weights and `state.step` has advanced. The step is
-    synchronous because it awaits `roll_out` where it calls it. A rollout in a task of its own needs no other change."""
+    """Take one GRPO step. Afterwards the engines serve the new weights and `state.step` has advanced. Every sync lets
+    the rollout stream (`megatron_rl.rollout.stream`) hand out further batches, which the engines generate while this
+    loop goes on."""
     config, step = state.config, state.step + 1
-    groups, scores = await roll_out(job, state, clock, step)
-    rewards = [np.array([score.total for score in group], dtype=np.float64) for group in scores]
-    batches, statistics = build_policy_batch(groups, rewards, config.algorithm, config.rollout.max_new_tokens)
+    batch = await job.batch(step)
+    rewards = [np.array([score.total for score in group], dtype=np.float64) for group in batch.scores]
+    batches, statistics = build_policy_batch(batch.groups, rewards, config.algorithm, config.rollout.max_new_tokens)
     waited = await settle_disk(job, clock, monitor)
     with clock.span("log-prob"):
-        batches = [await with_fixed_logprobs(job, batch) for batch in batches]
+        batches = [await with_fixed_logprobs(job, each) for each in batches]
     with clock.span("train", f"{len(batches)} update(s)"):
-        updates = [await job.update(step, batch) for batch in batches]
-    with clock.span("sync", f"version {step}"):
-        report = await job.sync(step)
-    state.step = step
+        updates = [await job.update(step, each) for each in batches]
+    report = await job.sync(step)
+    state.trained(step)
     times = clock.end() | waited
     if due(step, config.weight_sync.disk.every) and not stop_requested(job.attempt.folder):
         job.begin_to_disk(step)
-    monitor.samples(step, groups, rewards)
-    return step_metrics.of_step(step, groups, scores, statistics, updates, report, times)
-
-
-async def roll_out(job: Job, state: RunState, clock: StepClock, step: int) -> tuple[list[Group], list[list[Score]]]:
-    """Return the groups of the next prompts and the scores of their trajectories."""
-    prompts = state.next_prompts()
-    with clock.span("rollout", f"{len(prompts)} prompts x {state.config.algorithm.group_size}"):
-        groups = await job.generate(prompts, Sampling.training(state.config), step)
-    with clock.span("reward"):
-        scores = await job.score(groups)
-    return groups, scores
+    monitor.samples(step, batch.groups, rewards)
+    return step_metrics.of_step(step, batch.groups, batch.scores, statistics, updates, report, times)
 
 
 async def settle_disk(job: Job, clock: StepClock, monitor: Monitor, phase: str = "disk") -> dict[str, float]:

@@ -13,7 +13,8 @@ MAX_NUM_SEQS = 256
 LOCAL: dict[str, Any] = {
     "trainer.tp": 1, "trainer.pp": 1, "trainer.vpp": 1, "trainer.cp": 1, "trainer.dp": 1,
     "trainer.sequence_parallel": False, "trainer.recompute": "none", "rollout.replicas": 1, "rollout.tp": 1,
-    "rollout.max_num_seqs": MAX_NUM_SEQS, "placement.training_nodes": 1, "placement.mode": "disaggregated"}
+    "rollout.max_num_seqs": MAX_NUM_SEQS, "placement.training_nodes": 1, "placement.mode": "disaggregated",
+    "algorithm.max_staleness": 0}
 """Dotted key -> value. `trainer.token_budget` is not a constant, see `local_values`."""
 
 

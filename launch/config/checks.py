@@ -61,7 +61,6 @@ def check_runnable(loaded: LoadedConfig, here: bool, on: Literal["local", "slurm
     config, problems = loaded.config, Problems(loaded.path)
     for key, planned_only, instead in (
             ("model.lora_rank", config.model.lora_rank is not None, "null"),
-            ("algorithm.asynchronous", config.algorithm.asynchronous, "false"),
             ("placement.mode", config.placement.mode != "disaggregated", "disaggregated")):
         if planned_only and not (on == "slurm" and config.run.rehearse):
             value = json.dumps(loaded.value(key)).strip('"')
@@ -237,6 +236,12 @@ class _Checker:
             self.add(f"rollout.max_num_batched_tokens = {r.max_num_batched_tokens} is below rollout.max_num_seqs = "
                      f"{r.max_num_seqs}: vLLM needs a token for each sequence", "rollout.max_num_batched_tokens",
                      "rollout.max_num_seqs", fix=f"use rollout.max_num_batched_tokens >= {r.max_num_seqs}")
+        staleness = self.config.algorithm.max_staleness
+        if r.deterministic and staleness and r.swap != "border":
+            self.add(f"rollout.deterministic = true with algorithm.max_staleness = {staleness} and rollout.swap = "
+                     f"{r.swap}: which token new weights reach first depends on timing", "rollout.deterministic",
+                     "rollout.swap", "algorithm.max_staleness",
+                     fix="use rollout.swap=border, or algorithm.max_staleness=0")
         if self.device != "cpu":
             return
         limit = r.max_num_batched_tokens

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
-from launch.config.schema import Placement, Rollout, RunConfig, Section, Trainer
+from launch.config.schema import Algorithm, Placement, Rollout, RunConfig, Section, Trainer
 
 
 class ResolvedTrainer(Trainer):
@@ -35,6 +35,10 @@ class ResolvedRollout(Rollout):
     max_num_seqs: PositiveInt
 
 
+class ResolvedAlgorithm(Algorithm):
+    max_staleness: NonNegativeInt
+
+
 class ResolvedPlacement(Placement):
     training_nodes: PositiveInt
     mode: Literal["disaggregated", "colocated", "hybrid"]
@@ -43,11 +47,13 @@ class ResolvedPlacement(Placement):
 class ResolvedConfig(RunConfig):
     trainer: ResolvedTrainer
     rollout: ResolvedRollout
+    algorithm: ResolvedAlgorithm
     placement: ResolvedPlacement
 
 
 KEYS = tuple(f"{section}.{name}" for section, resolved in (
-    ("trainer", ResolvedTrainer), ("rollout", ResolvedRollout), ("placement", ResolvedPlacement))
+    ("trainer", ResolvedTrainer), ("rollout", ResolvedRollout), ("algorithm", ResolvedAlgorithm),
+    ("placement", ResolvedPlacement))
     for name in resolved.__annotations__)
 """Dotted keys that may be open: `auto` in a `RunConfig`."""
 

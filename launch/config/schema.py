@@ -155,6 +155,9 @@ class Rollout(Section):
     """Disable CUDA graphs and torch.compile."""
     prefix_caching: bool = True
     """Share a prompt's KV blocks within its group."""
+    swap: Literal["in_flight", "border"] = "in_flight"
+    """With `algorithm.max_staleness` above 0, when engines take new weights. `in_flight`: at once; see
+    `weight_sync.in_flight`. `border`: after every batch that they have (docs/async.md)."""
     deterministic: bool = False
     """Make rollouts repeat bit for bit."""
 
@@ -195,10 +198,9 @@ class Algorithm(Section):
     """Cap on a token's importance weight from behaviour to trainer policy; null: off."""
     kl: KL = KL()
     """KL term against the reference model."""
-    asynchronous: bool = False
-    """Generate during updates. Can be planned, but not run by this version."""
-    max_staleness: NonNegativeInt | None = None
-    """Maximum age of a sample in versions; the trainer waits for newer samples. null: derived from the lengths."""
+    max_staleness: Literal["auto"] | NonNegativeInt = 0
+    """Maximum age of a sampled token in weight versions: how many batches generation runs ahead of training. 0:
+    synchronous. `auto`: the plan's (docs/async.md)."""
     truncated: Literal["keep", "mask"] = "keep"
     """`keep` or `mask` completions cut at `max_new_tokens` in the loss. Their reward always counts in the baseline."""
 

@@ -25,6 +25,9 @@ from launch.planner.workload.lengths import Counted, Lengths
 from launch.planner.workload.workload import Workload, assumed_lengths
 
 MIB, GIB = 1 << 20, 1 << 30
+ASYNCHRONOUS_FROM = 1_000_000
+"""Sampled tokens per step below which `algorithm.max_staleness: auto` is 0: so small a step ends soon, and on-policy
+samples are worth more than the seconds."""
 
 
 def problem_of(loaded: LoadedConfig, shape: Architecture, cluster: ClusterSpec) -> Problem:
@@ -35,15 +38,18 @@ def problem_of(loaded: LoadedConfig, shape: Architecture, cluster: ClusterSpec) 
     """
     config, mode = loaded.config, loaded.config.placement.mode
     opened = open_keys(config)
+    workload, staleness = workload_of(loaded), config.algorithm.max_staleness
+    if staleness == "auto":
+        staleness = None if workload.sequences * workload.lengths.mean >= ASYNCHRONOUS_FROM else 0
     given = {"model": loaded.where("model.path"), "workload": f"{loaded.path}, workload", "cluster": config.cluster}
     given |= {key: str(source) for key, source in loaded.sources.items() if source.kind in ("file", "override")
               and key.startswith(("trainer.", "rollout.")) and key not in opened}
     return with_token_budget(Problem(
-        shape=shape, workload=workload_of(loaded), cluster=cluster, pins=pins_of(loaded, cluster.gpu.device),
+        shape=shape, workload=workload, cluster=cluster, pins=pins_of(loaded, cluster.gpu.device),
         coefficients=SiteCoefficients.of(cluster.coefficients), modes=MODES if mode == "auto" else (mode,),
-        asynchronous=config.algorithm.asynchronous, lora_rank=config.model.lora_rank or 0,
+        asynchronous=staleness != 0, lora_rank=config.model.lora_rank or 0,
         route=config.weight_sync.route, bucket_bytes=int(config.weight_sync.bucket_mb * MIB),
-        shadow=config.weight_sync.staging == "shadow", max_staleness=config.algorithm.max_staleness,
+        shadow=config.weight_sync.staging == "shadow", max_staleness=staleness or None,
         spare_nodes=config.placement.spare_nodes, disk_every=config.weight_sync.disk.every,
         origin=Origin(loaded.path, {key: loaded.where(key) for key in loaded.sources}, given)))
 
@@ -97,10 +103,11 @@ def chosen_values(found: Candidate, loaded: LoadedConfig) -> dict[str, Any]:
         "trainer.dp": training.dp, "trainer.sequence_parallel": training.sequence_parallel,
         "trainer.recompute": names[training.recompute], "trainer.token_budget": found.problem.token_budget,
         "rollout.replicas": rollout.replicas, "rollout.tp": rollout.tp, "rollout.max_num_seqs": rollout.max_num_seqs,
-        "placement.training_nodes": found.training.units, "placement.mode": found.mode}
+        "placement.training_nodes": found.training.units, "placement.mode": found.mode,
+        "algorithm.max_staleness": found.staleness}
     chosen = {key: values[key] for key in open_keys(config)}
-    if found.mode != "disaggregated" and config.algorithm.asynchronous:
-        chosen["algorithm.asynchronous"] = False        # trainer and engine take turns on a GPU
+    if found.mode != "disaggregated" and config.algorithm.max_staleness:
+        chosen["algorithm.max_staleness"] = 0           # trainer and engine take turns on a GPU
     if found.mode != "disaggregated" and config.weight_sync.staging == "shadow":
         chosen["weight_sync.staging"] = "in_place"
     if rollout.memory_utilization != pins.memory_utilization:

@@ -176,9 +176,7 @@ def _heading(config_path: str, words: Sequence[str], config: ResolvedConfig, pla
     spares = f", {config.placement.spare_nodes} of them spare" if config.placement.spare_nodes else ""
     what = f"{config.run.name}: {nodes} nodes x {cluster.gpus_per_node} {cluster.gpu}{spares}"
     if places.root is None:
-        synchronous = ["This version trains synchronously, hence the first word below; a rehearsal may set it to true."]
         return [f"{what}. Submit it from the root of the repository; words after the script's name are",
-                "overrides: sbatch FILE run.steps=500 trainer.tp=8. For another site or plan: megatron-rl launch",
-                *(synchronous if "algorithm.asynchronous=false" in words else [])]
+                "overrides: sbatch FILE run.steps=500 trainer.tp=8. For another site or plan: megatron-rl launch"]
     command = shlex.join(("megatron-rl", "launch", config_path, *words, "--on", "slurm", *flags.words))
     return [f"{what}, by", "  " + command.replace("\n", "\\n")]

@@ -69,8 +69,8 @@ class TrainerActor:
         return self.trainer.load(folder, identity)
 
     @guarded
-    def save_checkpoint(self, folder: str, extra: dict[str, Any]) -> None:
-        self.trainer.save(folder, extra)
+    def save_checkpoint(self, folder: str, extra: dict[str, Any], rollouts: bytes) -> None:
+        self.trainer.save(folder, extra, rollouts)
 
     @guarded
     def update(self, step: int, batch: PolicyBatch) -> dict[str, float]:

@@ -52,6 +52,8 @@ class StepClock:
         self._open: list[_Timed] = []
         self._closed: list[_Timed] = []
         """Closed spans of this step."""
+        self._beside: list[_Timed] = []
+        """Work beside the loop, open or closed in this step."""
         self._ground = _timed("start", "")
         """The state of the job while no span is open: start-up, between two spans, or the end."""
         self._step, self._began = 0, time.monotonic()
@@ -94,6 +96,17 @@ class StepClock:
                 self._publish()
             self._trace.write(mine.span, mine.ended - mine.began)
 
+    @contextlib.contextmanager
+    def beside(self, name: str, detail: str = "") -> Iterator[None]:
+        """Time work that the loop does not wait for here. The hang watch judges only what the loop waits for."""
+        mine = _timed(name, detail)
+        self._beside.append(mine)
+        try:
+            yield
+        finally:
+            mine.ended = time.monotonic()
+            self._trace.write(mine.span, mine.ended - mine.began)
+
     def alive(self) -> None:
         """Record a sign of life in the span of the running task, so that it does not count as hung. Written at most
         once a second."""
@@ -112,7 +125,12 @@ class StepClock:
                  if each.span.name in PHASES]
         split = {metric: sum(stop - start for each, (start, stop) in parts if each == name)
                  for name, metric in PHASES.items()}
-        return {**split, "time/step": now - began,
+        waited = [part for name, part in parts if name == "rollout"]
+        hidden = covered([*waited, *(each.inside(began, now) for each in self._beside)]) - covered(waited)
+        self._beside = [each for each in self._beside if each.ended is None]
+        return {**split, "time/step": now - began, "time/rollout_hidden": hidden,
+                "idle/trainer": (split["time/rollout"] + split["time/reward"]) / (now - began),
+                "idle/engines": 1.0 - (split["time/rollout"] + hidden) / (now - began),
                 "time/other": max(0.0, now - began - covered([part for _, part in parts]))}
 
     def last(self, name: str) -> float:
@@ -150,7 +168,7 @@ def _timed(name: str, detail: str, expected_s: float | None = None) -> _Timed:
 
 class TraceWriter:
     """Writes `trace.json`: the spans of an attempt, for https://ui.perfetto.dev or chrome://tracing. Each span is one
-    event, and each name has its own row.
+    event, and each name has its own row, or several where spans of a name overlap.
 
     The file is a JSON array in the Trace Event Format. The closing bracket is optional in this format, so the file of a
     killed run is still readable.
@@ -158,16 +176,19 @@ class TraceWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._rows: dict[str, int] = {}
+        self._rows: list[tuple[str, float]] = []
+        """Name of each row, and the end of its last span."""
 
     def write(self, span: Span, seconds: float) -> None:
         """Append a span that took `seconds`."""
         events: list[dict[str, Any]] = []
-        if span.name not in self._rows:
-            self._rows[span.name] = len(self._rows)
-            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": self._rows[span.name],
-                           "args": {"name": span.name}})
-        events.append({"ph": "X", "name": span.name, "pid": 0, "tid": self._rows[span.name],
+        row = next((row for row, (name, ended) in enumerate(self._rows) if name == span.name and ended <= span.began),
+                   len(self._rows))
+        if row == len(self._rows):
+            self._rows.append((span.name, 0.0))
+            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": span.name}})
+        self._rows[row] = span.name, span.began + seconds
+        events.append({"ph": "X", "name": span.name, "pid": 0, "tid": row,
                        "ts": round(span.began * 1e6), "dur": round(seconds * 1e6), "args": {"detail": span.detail}})
         begins = not self._path.exists()
         with self._path.open("a", encoding="utf-8") as file:

@@ -4,16 +4,19 @@ every verb on its own event loop."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import ray
 
 from launch.run.attempts import Attempt
+from megatron_rl.data import carried
 from megatron_rl.data.batch import Group, PolicyBatch, Prompt
+from megatron_rl.data.carried import CarriedGroup
 from megatron_rl.driver.clock import StepClock
 from megatron_rl.driver.cluster import gather
 from megatron_rl.driver.handles import shared
@@ -23,11 +26,13 @@ from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.rewards.sample import Score, group_samples
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.scheduler import RolloutScheduler
+from megatron_rl.rollout.stream import RolloutStream, ScoredBatch
 from megatron_rl.weight_sync.coordinator import Endpoint, SyncCoordinator
 from megatron_rl.weight_sync.disk import VersionsOnDisk, WrittenVersion, write_folder
 from megatron_rl.weight_sync.protocol import SyncError, SyncReport
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 SCORED_AT_ONCE = 64
 """Samples that a reward process scores between two signs of life."""
@@ -54,6 +59,7 @@ class Job:
         self._clock = clock
         self._scheduler = RolloutScheduler(self._engines, max_num_seqs=self.config.rollout.max_num_seqs,
                                            deterministic=self.config.rollout.deterministic)
+        self._stream: RolloutStream | None = None
         self._coordinator = self._make_coordinator(attempt)
         self._writers = dict(enumerate(self._trainers))
         self._disk = VersionsOnDisk(self._writers, attempt.weights, self.config.weight_sync.disk.keep)
@@ -63,6 +69,8 @@ class Job:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._stream is not None:
+            await self._stream.close()
         if kind is None:  # after a failure the actors stay unchanged, so that the cause can be found
             await gather({engine.name: engine.stop() for engine in self._engines}, "stopping the engines", STOP_S)
             await gather({self._rewards.name: self._rewards.close()}, "stopping the rewards", STOP_S)
@@ -98,21 +106,42 @@ class Job:
         for line in differences(announced(self.config, self.plan), self.plan, manifest):
             log.warning("weight sync: %s", line)
 
+    def open_stream(self, draw: Callable[[], Sequence[Prompt]], carried: Sequence[CarriedGroup]) -> None:
+        """Start the rollout stream at the next `sync`. `draw` returns the prompts of the next batch. `carried` are the
+        groups that a checkpoint holds."""
+        config = self.config
+        self._stream = RolloutStream(
+            draw, self._scheduler, self._rewards, Sampling.training(config), last=config.run.steps,
+            max_staleness=config.algorithm.max_staleness, timed=functools.partial(self._clock.beside, "generate"))
+        self._stream.carry_over(carried)
+
     # ---- the verbs of a step -----------------------------------------------------------------------------------
 
+    async def batch(self, step: int) -> ScoredBatch:
+        """Wait for the batch that `step` trains: generated, then scored."""
+        assert self._stream is not None
+        with self._clock.span("rollout", f"batch {step}"):
+            await self._watched(self._stream.generated(step, self._clock.alive))
+        with self._clock.span("reward"):
+            return await self._stream.batch(step, self._clock.alive)
+
     async def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
-        """Generate the trajectories of every prompt. Returns the groups in the order of the prompts."""
-        rollout, before = asyncio.ensure_future(self._scheduler.rollout(prompts, sampling, step)), None
+        """Generate the trajectories of every prompt. Returns the groups in the order of the prompts. They are sent
+        before the groups of batches that are under way, and all of them are sampled at the current version."""
+        return await self._watched(self._scheduler.rollout(prompts, sampling, step))
+
+    async def _watched(self, generation: Coroutine[Any, Any, Result]) -> Result:
+        """Await what the engines generate. An engine that samples tokens or finishes requests is alive."""
+        task, before = asyncio.create_task(generation), None
         try:
-            # An engine that samples tokens or finishes requests is alive.
-            while not (await asyncio.wait([rollout], timeout=ASK_EVERY_S))[0]:
+            while not (await asyncio.wait([task], timeout=ASK_EVERY_S))[0]:
                 status = await asyncio.gather(*[engine.status() for engine in self._engines])
                 if status != before:
                     before = status
                     self._clock.alive()
-            return rollout.result()
+            return task.result()
         finally:
-            rollout.cancel()
+            task.cancel()
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         """Score the trajectories of every group. Returns the scores in the order of the groups."""
@@ -137,14 +166,25 @@ class Job:
         return next(iter(answers.values()))
 
     async def sync(self, version: int) -> SyncReport:
-        """Update every engine to the trainer's weights. Returns once all have committed `version`."""
-        report = await self._coordinator.sync(version)
+        """Update every engine to the trainer's weights. Returns once all have committed `version`, and hands out the
+        batches that this admits. With `rollout.swap: border` the engines first finish every batch that they have."""
+        if self._stream is not None and self.config.rollout.swap == "border":
+            with self._clock.span("rollout", "border"):
+                await self._watched(self._stream.drained(self._clock.alive))
+        self._scheduler.hold()
+        with self._clock.span("sync", f"version {version}"):
+            report = await self._coordinator.sync(version)
         self._scheduler.committed(version)
+        if self._stream is not None:
+            self._stream.committed(version)
         return report
 
     async def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Write a checkpoint."""
-        await gather({rank.name: rank.save_checkpoint(str(folder), extra) for rank in self._trainers}, "saving")
+        """Write a checkpoint, with the groups that were generated ahead."""
+        ahead = self._stream.finished_ahead() if self._stream is not None else []
+        rollouts = [carried.encode(ahead) if ahead else b"", *[b""] * (len(self._trainers) - 1)]
+        await gather({rank.name: rank.save_checkpoint(str(folder), extra, part)
+                      for rank, part in zip(self._trainers, rollouts, strict=True)}, "saving")
 
     async def export(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder.

@@ -11,7 +11,7 @@ from launch.errors import UserError
 from launch.run.attempts import Attempt
 from megatron_rl.data import dataset, template
 from megatron_rl.data.batch import Prompt
-from megatron_rl.data.sampler import PromptSampler
+from megatron_rl.data.sampler import BatchSampler, PromptSampler
 from megatron_rl.layouts.step_folder import latest_complete
 
 
@@ -26,7 +26,7 @@ class RunState:
     config: ResolvedConfig
     prompts: list[Prompt]
     held_out: list[Prompt]
-    sampler: PromptSampler
+    sampler: BatchSampler
     identity: dict[str, str]
     """Hashes of what engines, trainer and a resumed run must share."""
     step: int = 0
@@ -52,7 +52,8 @@ class RunState:
                                             system=config.data.system)
         rendering.check_end_token(template.stop_token_ids(tokenizer, config.model.path))
         content = dataset.fingerprint(prompts)
-        sampler = PromptSampler(len(prompts), config.run.seed, config.data.shuffle, content)
+        sampler = BatchSampler(PromptSampler(len(prompts), config.run.seed, config.data.shuffle, content),
+                               config.algorithm.prompts_per_step)
         exports = config.checkpoint.export == "last" and not attempt.exported(config.run.steps).exists()
         return RunState(config, prompts, held_out, sampler, {"data": content, "template": rendering.fingerprint()},
                         exports=exports)
@@ -62,9 +63,14 @@ class RunState:
         """Names of the data set's further columns."""
         return sorted({name for prompt in self.prompts for name in prompt.columns})
 
-    def next_prompts(self) -> list[Prompt]:
-        """Draw the prompts of the next step."""
-        return [self.prompts[row] for row in self.sampler.next(self.config.algorithm.prompts_per_step)]
+    def draw(self) -> list[Prompt]:
+        """Draw the prompts of the next batch, ahead of its training."""
+        return [self.prompts[row] for row in self.sampler.draw()]
+
+    def trained(self, step: int) -> None:
+        """`step` is finished."""
+        self.sampler.trained()
+        self.step = step
 
     def extra(self) -> dict[str, Any]:
         """The part of the state that a checkpoint stores."""

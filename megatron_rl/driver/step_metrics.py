@@ -47,7 +47,7 @@ def _rates(groups: Sequence[Group], times: Mapping[str, float]) -> dict[str, flo
     return {"throughput/samples_per_s": len(trajectories) / times["time/step"],
             "throughput/tokens_per_s": tokens / times["time/step"],
             "throughput/rollout_tokens_per_s": sum(each.length for each in trajectories)
-            / max(times["time/rollout"], 1e-9)}
+            / max(times["time/rollout"] + times["time/rollout_hidden"], 1e-9)}
 
 
 def of_evaluation(file: Path, groups: Sequence[Group], scores: Sequence[Sequence[Score]],

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from launch.errors import UserError
 from launch.plan.plan import RankCoordinates
+from megatron_rl.data import carried
 from megatron_rl.layouts import step_folder as files
 from megatron_rl.trainer import checkpoint_tensors, rng
 from megatron_rl.trainer.optimizer import PolicyOptimizer
@@ -41,7 +42,8 @@ class Loaded:
 
 
 def save_checkpoint(folder: Path, chunks: list[torch.nn.Module], optimizer: PolicyOptimizer,
-                    coordinates: RankCoordinates, layout: dict[str, int], state: dict[str, Any], keep: int) -> int:
+                    coordinates: RankCoordinates, layout: dict[str, int], state: dict[str, Any], keep: int,
+                    rollouts: bytes = b"") -> int:
     """Write a checkpoint. Every training rank calls this at the same step.
 
     Args:
@@ -50,6 +52,7 @@ def save_checkpoint(folder: Path, chunks: list[torch.nn.Module], optimizer: Poli
         layout: the parallel sizes, which the random states belong to.
         state: everything that is not a tensor, as JSON. `state["model"]` is compared when it is read back.
         keep: number of complete checkpoints to keep once this one is complete.
+        rollouts: content of `rollouts.npz` (`megatron_rl.data.carried`); the first rank's counts. Empty: no such file.
 
     Returns:
         Bytes on disk.
@@ -66,7 +69,7 @@ def save_checkpoint(folder: Path, chunks: list[torch.nn.Module], optimizer: Poli
     own, own_bytes = checkpoint_tensors.prepared_for_writing(
         checkpoint_tensors.sharded_tensors(chunks, optimizer, loading=False))
     random_states = safetensors_bytes(_random_states_of_all_ranks(coordinates))
-    needed = _sum(own_bytes) + len(random_states) + len(text)
+    needed = _sum(own_bytes) + len(random_states) + len(text) + len(rollouts)
     size = 0
     try:
         with _together(folder, needed):
@@ -79,6 +82,8 @@ def save_checkpoint(folder: Path, chunks: list[torch.nn.Module], optimizer: Poli
                 checkpoint_tensors.write_markers(partial)
                 files.write_durably(partial / RNG, random_states)
                 files.write_durably(partial / STATE, text.encode())
+                if rollouts:
+                    files.write_durably(partial / carried.FILE, rollouts)
                 size = files.publish(folder, {"format": FORMAT, "step": files.step_of(folder)})
     except Exception:
         if first:

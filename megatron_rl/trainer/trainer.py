@@ -116,12 +116,13 @@ class MegatronTrainer:
         return {f"chunk{i}.{name}": parameter.detach() for i, chunk in enumerate(self._chunks)
                 for name, parameter in chunk.named_parameters()}
 
-    def save(self, folder: str | Path, extra: dict[str, Any]) -> int:
+    def save(self, folder: str | Path, extra: dict[str, Any], rollouts: bytes = b"") -> int:
         """Write a checkpoint to `folder` (`checkpoints/step-000050`) and keep the newest `checkpoint.keep` ones.
 
         Args:
             extra: the driver's own state, as JSON: weight version, data position, counters, ... `load` compares what is
                 under `identity` (hashes of data set, tokenizer, template, ...).
+            rollouts: groups that were generated ahead (`megatron_rl.data.carried`).
 
         Returns:
             Bytes on disk.
@@ -131,7 +132,7 @@ class MegatronTrainer:
         """
         state = {"model": self._model_facts(), "identity": self._identity(), "extra": extra}
         return save_checkpoint(Path(folder), self._chunks, self.optimizer, self.coordinates, self._sizes(), state,
-                               self.config.checkpoint.keep)
+                               self.config.checkpoint.keep, rollouts)
 
     def load(self, folder: str | Path, identity: dict[str, str] | None = None) -> dict[str, Any]:
         """Continue from a checkpoint, in this layout or another. The reference stays at the initial weights.

@@ -49,10 +49,28 @@ def test_times_of_a_step_whose_spans_follow_one_another(time, tmp_path):
         time.now += 0.25
     assert clock.end() == pytest.approx({
         "time/rollout": 4, "time/reward": 1, "time/logprob": 0, "time/train": 3, "time/sync": 0, "time/step": 9.75,
-        "time/other": 1.75}), "waiting for the disk is part of the other time"
+        "time/other": 1.75, "time/rollout_hidden": 0, "idle/trainer": 5 / 9.75, "idle/engines": 5.75 / 9.75
+    }), "waiting for the disk is part of the other time"
     with clock.span("eval"):
         time.now += 3
     assert clock.last("eval") == 3 and clock.last("train") == 1
+
+
+def test_generation_beside_other_work_is_hidden(time, tmp_path):
+    """Batch 2 is generated from second 1 of the step to second 8 of 10. The loop waits for 3 of them."""
+    clock = StepClock(tmp_path)
+    clock.begin(1)
+    time.now += 1
+    with clock.beside("generate", "batch 2"):
+        time.now += 2
+        assert list(_open(tmp_path)) == ["step"], "the hang watch does not judge it"
+        with clock.span("rollout"):
+            time.now += 3
+        time.now += 2
+    time.now += 2
+    times = clock.end()
+    assert (times["time/rollout"], times["time/rollout_hidden"]) == (3, 4)
+    assert (times["idle/trainer"], times["idle/engines"]) == pytest.approx((0.3, 0.3))
 
 
 def test_other_time_is_what_no_span_covers(time, tmp_path):

@@ -15,7 +15,7 @@ from megatron_rl.weight_sync.protocol import SyncReport
 
 STEP = 8
 SYNC = SyncReport(STEP, STEP, 4_000_000_000, {"transfer": 2.0, "pause": 0.5, "verify": 0.25, "digest": 0.5})
-TIMES = {"time/step": 4.0, "time/rollout": 2.0}
+TIMES = {"time/step": 4.0, "time/rollout": 1.5, "time/rollout_hidden": 0.5}
 
 
 def _trajectory(sampled: list[int], versions: list[int], reason: str = "stop") -> Trajectory:

@@ -92,4 +92,4 @@ def test_search(cli):
     by_other = json.loads(cli("config", "search", "num_generations", "--json")[1])
     assert [each["key"] for each in by_other] == ["algorithm.group_size"]
     out = cli("config", "search", "staleness")[1]
-    assert out.startswith("algorithm.max_staleness  (integer >= 0 or null; default null)\n")
+    assert out.startswith("algorithm.max_staleness  (auto or integer >= 0; default 0)\n")

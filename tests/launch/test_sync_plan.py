@@ -57,7 +57,7 @@ def test_on_this_machine_there_is_one_way(cli, run_yaml):
 
 
 @pytest.mark.parametrize("words, fragment", [
-    (("configs/70b/grpo.yaml", "placement.mode=hybrid", "algorithm.asynchronous=false"), "no route to draw"),
+    (("configs/70b/grpo.yaml", "placement.mode=hybrid", "algorithm.max_staleness=0"), "no route to draw"),
     (("nowhere.yaml",), "no configuration file nowhere.yaml")])
 def test_what_cannot_be_drawn_is_an_error_with_a_way_out(cli, words, fragment):
     code, out, err = cli("sync", "plan", *words)

@@ -45,13 +45,13 @@ def test_it_warns_of_what_the_plan_warns(cli, monkeypatch):
 def test_what_a_run_needs_and_a_plan_does_not_is_a_warning(run_yaml, cli):
     """As on a login node: config.json without weights, data elsewhere; and what is planned only."""
     code, out, _ = cli("validate", run_yaml, "model.init=load", "data.train=elsewhere.jsonl",
-                       "algorithm.asynchronous=true", "--device", "cpu", "--json")
+                       "model.lora_rank=8", "--device", "cpu", "--json")
     warnings = {each["subject"]: each for each in json.loads(out)["warnings"]}
     assert code == 0
     assert "elsewhere.jsonl does not exist" in warnings["data"]["what"]
     assert "data.train=elsewhere.jsonl" in warnings["data"]["where"]
     assert "tokenizer" in warnings["model"]["what"] or "weights" in warnings["model"]["what"]
-    assert "algorithm.asynchronous = true can be planned" in warnings["run"]["what"]
+    assert "model.lora_rank = 8 can be planned" in warnings["run"]["what"]
 
 
 @pytest.mark.parametrize("words, code, parts", [

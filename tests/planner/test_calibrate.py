@@ -183,7 +183,7 @@ def again(prepared: PreparedForecast, machine: ClusterSpec) -> Candidate:
 
 def cluster_run(folder: Path, truth_file: str, cluster_file: str, *words: str) -> Path:
     """A run of the 7B configuration on two nodes, as the planner lays it out."""
-    loaded = load_config("configs/7b/grpo.yaml", ["algorithm.asynchronous=false", f"cluster={cluster_file}", *words])
+    loaded = load_config("configs/7b/grpo.yaml", ["algorithm.max_staleness=0", f"cluster={cluster_file}", *words])
     planned = prepare_for(loaded, load_cluster(cluster_file))
     taken = again(planned, load_cluster(truth_file))
     write_attempt(folder / "attempts" / "1", planned.loaded, planned.plan, phase_seconds(taken), response=1024,
@@ -206,7 +206,7 @@ def test_a_run_on_a_cluster_also_gives_the_nics_efficiency_back(tmp_path):
 def test_a_plan_computed_again_is_the_plan(tmp_path):
     """What a calibration fits is what the planner predicts: same phases for same coefficients."""
     loaded = load_config("configs/7b/grpo.yaml",
-                         ["algorithm.asynchronous=false", "cluster=configs/clusters/h100x2.yaml"])
+                         ["algorithm.max_staleness=0", "cluster=configs/clusters/h100x2.yaml"])
     planned = prepare_for(loaded)
     assert phase_seconds(again(planned, planned.cluster)) == pytest.approx(
         {phase.name: phase.seconds for phase in planned.plan.forecast.phases}, rel=1e-9)

@@ -41,7 +41,7 @@ def test_pins_keep_their_source():
 
 @pytest.mark.parametrize("nodes, words", [(1, ()), (2, ()), (4, ("placement.spare_nodes=1",)), (5, ("trainer.pp=2",)),
                                           (4, ("trainer.cp=4",)), (4, ("placement.mode=hybrid",
-                                                                       "algorithm.asynchronous=false"))])
+                                                                       "algorithm.max_staleness=0"))])
 def test_every_gpu_is_used_once(nodes, words):
     made = planned(*words, nodes=nodes)
     seats = [*made.seating.training]
@@ -61,7 +61,7 @@ def test_spare_nodes_are_left_alone():
 
 
 def test_auto_takes_the_fastest_mode():
-    found = {mode: planned(f"placement.mode={mode}", "algorithm.asynchronous=false").found
+    found = {mode: planned(f"placement.mode={mode}", "algorithm.max_staleness=0").found
              for mode in ("disaggregated", "colocated", "hybrid", "auto")}
     fastest = min((found[mode] for mode in ("disaggregated", "colocated", "hybrid")), key=lambda each: each.step_s)
     assert (found["auto"].mode, found["auto"].step_s) == (fastest.mode, fastest.step_s)
@@ -69,16 +69,25 @@ def test_auto_takes_the_fastest_mode():
 
 def test_auto_of_a_mode_that_takes_turns_is_synchronous():
     """A configuration that asks for asynchronous training and gets shared GPUs says that it is synchronous."""
-    made = planned("placement.mode=auto", "rollout.max_new_tokens=1024", "workload.response.mean=512", nodes=1,
-                   name="7b/grpo.yaml")
+    made = planned("placement.mode=auto", "rollout.max_new_tokens=1024", "workload.response.mean=512",
+                   "algorithm.prompts_per_step=256", nodes=1, name="7b/grpo.yaml")
     config = made.config
     assert config.placement.mode == made.found.mode
-    assert config.algorithm.asynchronous == (made.found.mode == "disaggregated")
-    assert made.plan.forecast.asynchronous == config.algorithm.asynchronous
+    asynchronous = config.algorithm.max_staleness > 0
+    assert asynchronous == (made.found.mode == "disaggregated") == made.plan.forecast.asynchronous
+
+
+def test_a_small_step_is_synchronous_unless_the_bound_says_otherwise():
+    """128 prompts x 8 x 512 tokens is half a million."""
+    words = "rollout.max_new_tokens=1024", "workload.response.mean=512"
+    small, bounded = (planned(*words, *more, nodes=2, name="7b/grpo.yaml")
+                      for more in ((), ("algorithm.max_staleness=2",)))
+    assert not small.plan.forecast.asynchronous and small.config.algorithm.max_staleness == 0
+    assert bounded.plan.forecast.asynchronous and bounded.config.algorithm.max_staleness == 2
 
 
 def test_the_engines_share_is_written_down():
-    made = planned("placement.mode=hybrid", "algorithm.asynchronous=false", nodes=2)
+    made = planned("placement.mode=hybrid", "algorithm.max_staleness=0", nodes=2)
     share = made.found.rollout.layout.memory_utilization
     assert made.config.rollout.memory_utilization == share < 0.85
 

@@ -32,7 +32,7 @@ def planned(words: list[str], nodes: int) -> OnCluster:
     (["rollout.replicas=25"], 12, "engines of TP2", 2), (["rollout.tp=2"], 16, "engines of TP2", 1),
     
     (["placement.spare_nodes=3"], 7, "", 2),
-    (["placement.mode=hybrid", "algorithm.asynchronous=false"], 2, "", 1)])
+    (["placement.mode=hybrid", "algorithm.max_staleness=0"], 2, "", 1)])
 def test_every_remedy_makes_a_plan(words, nodes, why, least):
     with pytest.raises(UserError) as error:
         planned(words, nodes)

@@ -67,7 +67,7 @@ def test_many_sizes_are_sampled():
 
 def test_the_smallest_of_a_wide_range_is_found_to_the_node():
     """Among the sampled sizes it may be missing: every size planned one by one gives the same answer."""
-    pins = ("trainer.tp=2", "trainer.pp=1", "trainer.cp=1", "rollout.tp=1", "algorithm.asynchronous=true")
+    pins = ("trainer.tp=2", "trainer.pp=1", "trainer.cp=1", "rollout.tp=1", "algorithm.max_staleness=auto")
     every = sweep(asked(*pins), 20, 60)
     assert [point.nodes for point in every] == list(range(20, 61))
     fewer, first = next((a, b) for a, b in pairwise(every)

@@ -11,7 +11,7 @@ from tests.slurm.test_real_job import CLUSTER
 from tests.slurm_cluster import REPOSITORY, SlurmCluster
 
 SIZES = ("trainer.tp=2", "trainer.pp=1", "trainer.dp=1", "trainer.vpp=1", "trainer.cp=1", "trainer.recompute=none",
-         "trainer.sequence_parallel=false", "rollout.tp=2", "rollout.replicas=1", "algorithm.asynchronous=false")
+         "trainer.sequence_parallel=false", "rollout.tp=2", "rollout.replicas=1", "algorithm.max_staleness=0")
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from launch.run.attempt_log import read_history
 from tests.launcher_stub import VARIABLES
 from tests.slurm.rehearsing import SCRIPT_7B
 
-WORDS = ("algorithm.asynchronous=false", "run.steps=3", "trainer.optimizer.warmup_steps=0")
+WORDS = ("algorithm.max_staleness=0", "run.steps=3", "trainer.optimizer.warmup_steps=0")
 
 
 @pytest.fixture(scope="module")

@@ -134,7 +134,7 @@ def test_a_job_asks_the_controller_at_most_three_times_whatever_its_number_of_no
 
 def test_a_time_limit_that_the_margin_takes_up_is_refused_with_the_sum(slurm, tmp_path):
     job = slurm.submit("--time=2", f"--output={tmp_path}/log", SCRIPT_7B, f"run.dir={tmp_path}/runs",
-                       "algorithm.asynchronous=false", variables=VARIABLES)
+                       "algorithm.max_staleness=0", variables=VARIABLES)
     assert slurm.wait_for(job, "FAILED")["ExitCode"] == "2:0"
     said = slurm.output(job)
     assert "the time limit 00:02:00 leaves" in said and "it would stop at once; a stop needs" in said

@@ -41,11 +41,9 @@ sbatch: [--constraint=ib]
 
 
 def portable(config: str) -> str:
-    """The script that is shipped for a configuration: no site, no absolute path, any overrides. It starts what this
-    version trains: a configuration that is planned asynchronous, synchronously."""
-    words = ("algorithm.asynchronous=false",) if load_config(config).config.algorithm.asynchronous else ()
-    prepared = prepare_for(load_config(config, words))
-    return render(config, words, prepared.config, prepared.plan, Profile())
+    """The script that is shipped for a configuration: no site, no absolute path, any overrides."""
+    prepared = prepare_for(load_config(config))
+    return render(config, (), prepared.config, prepared.plan, Profile())
 
 
 @functools.cache

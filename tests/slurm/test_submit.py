@@ -100,7 +100,7 @@ def test_without_a_controller(slurm: SlurmCluster, tmp_path):
 @pytest.mark.parametrize("words, what", [
     (["run.stop_margin_s=61"], "run.stop_margin_s = 61 is too short: a stop needs"),
     (["--time", "1"], "--time 1 is 60 s, but the job stops"), (["--time", "soon"], "is not a Slurm time"),
-    (["cluster=local"], "not Slurm's nodes"), (["run.rehearse=false"], "algorithm.asynchronous = true"),
+    (["cluster=local"], "not Slurm's nodes"), (["run.rehearse=false", "model.lora_rank=8"], "model.lora_rank = 8"),
     (["--profile", "nope.yaml"], "no site profile nope.yaml")])
 def test_what_is_refused_before_slurm_is_asked(slurm: SlurmCluster, tmp_path, words, what):
     done = launch(slurm, f"run.dir={tmp_path / 'runs'}", *words)
@@ -134,7 +134,7 @@ def test_a_shipped_script_as_a_user_submits_it(slurm: SlurmCluster, tmp_path):
     Slurm(slurm.environment).cancel(str(job_id), signal="USR1", batch=True)
     slurm.wait_for(job_id, "COMPLETED")
     first, second = log.read_text().splitlines()
-    assert first == f"{tmp_path} job {CONFIG} algorithm.asynchronous=false run.steps=500 trainer.tp=8"
+    assert first == f"{tmp_path} job {CONFIG} run.steps=500 trainer.tp=8"
     assert second == "got SIGUSR1 alone"
 
 

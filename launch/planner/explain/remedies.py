@@ -110,9 +110,9 @@ def _changes(problem: Problem) -> Iterator[_Change]:
     yield _Change(4.0, "", _more_nodes)
     # The configuration's check rejects a second copy of the weights together with either of the next two changes.
     if problem.modes == ("disaggregated",) and not problem.shadow:
-        synchronous = " algorithm.asynchronous=false" if problem.asynchronous else ""
+        synchronous = " algorithm.max_staleness=0" if problem.max_staleness else ""
         yield _Change(4.5, f"placement.mode=colocated{synchronous}",
-                      lambda it: replace(it, modes=("colocated",), asynchronous=False))
+                      lambda it: replace(it, modes=("colocated",), asynchronous=False, max_staleness=None))
     if not problem.lora_rank and not problem.shadow:
         yield _Change(5.0, f"model.lora_rank={LORA_RANK}", lambda it: replace(it, lora_rank=LORA_RANK))
 

@@ -103,11 +103,11 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
                        f"{workload.lengths.cap:,} tokens, and with them {capped:.0%} of the groups of "
                        f"{workload.group}: use a larger rollout.max_new_tokens, or no penalty for truncation")
     yield from _communicators(found)
-    if problem.shadow and (not problem.asynchronous or problem.max_staleness == 0):
+    if problem.shadow and not problem.asynchronous:
         copy = rollout.memory.weights
         yield "W015", (f"weight_sync.staging = shadow takes {copy / 1e9:.1f} GB per GPU from the KV cache, and a step "
                        "that generates with the newest weights waits for the sync all the same: "
-                       "weight_sync.staging=in_place, or algorithm.asynchronous=true with max_staleness of at least 1")
+                       "weight_sync.staging=in_place, or algorithm.max_staleness of at least 1")
     if problem.disk_every and (disk := found.disk_s) > problem.disk_every * found.step_s:
         yield "W017", (f"a version of the weights takes {disk:,.0f} s to disk, and weight_sync.disk.every = "
                        f"{problem.disk_every} asks for one every {problem.disk_every * found.step_s:,.0f} s, so that "

@@ -34,14 +34,10 @@ class _Checker:
 
     def modes(self) -> None:
         mode, problem = self.pinned, self.problem
-        if mode in ("colocated", "hybrid") and problem.asynchronous:
-            self.add(f"placement.mode = {mode} with algorithm.asynchronous = true: trainer and engines take turns on "
-                     "the same GPUs", "placement.mode", "algorithm.asynchronous",
-                     fix="use algorithm.asynchronous=false, or placement.mode=disaggregated")
-        if mode == "disaggregated" and problem.asynchronous and problem.max_staleness == 0:
-            self.add("algorithm.max_staleness = 0 with algorithm.asynchronous = true: samples that are generated "
-                     "during an update are at least one version old", "algorithm.max_staleness",
-                     "algorithm.asynchronous", fix="use algorithm.max_staleness >= 1, or algorithm.asynchronous=false")
+        if mode in ("colocated", "hybrid") and problem.max_staleness:
+            self.add(f"placement.mode = {mode} with algorithm.max_staleness = {problem.max_staleness}: trainer and "
+                     "engines take turns on the same GPUs", "placement.mode", "algorithm.max_staleness",
+                     fix="use algorithm.max_staleness=0 or auto, or placement.mode=disaggregated")
 
     def nodes(self) -> None:
         spares, have, training = self.problem.spare_nodes, len(self.cluster.nodes), self.pin("placement.training_nodes")
