@@ -34,7 +34,7 @@ async def outcomes(calls: Mapping[str, Awaitable | Any], deadline: float, *, fir
             if not done:
                 break
             for task in sorted(done, key=list(tasks).index):
-                found[tasks[task]] = task.exception() or task.result()
+                found[tasks[task]] = _outcome(task)
                 arrived(tasks[task], found[tasks[task]])
     finally:
         for task, name in tasks.items():
@@ -68,6 +68,14 @@ def raise_failures(found: Mapping[str, Any]) -> None:
 def _failed(found: Mapping[str, Any]) -> dict[str, BaseException]:
     return {name: outcome for name, outcome in found.items()
             if isinstance(outcome, BaseException) and not isinstance(outcome, NoAnswer)}
+
+
+def _outcome(task: asyncio.Future) -> Any:
+    """The answer of a call that is done, or its exception. A call that was cancelled from outside failed."""
+    if task.cancelled():
+        return RuntimeError("the call was cancelled")
+    error = task.exception()
+    return task.result() if error is None else error
 
 
 def _awaitable(call: Awaitable | Any) -> Awaitable:

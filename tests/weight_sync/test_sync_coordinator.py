@@ -199,6 +199,19 @@ def test_a_failure_in_any_phase_ends_the_epoch(phase):
     assert [engine.phases[-1] for engine in engines] == ["discard", "discard"]
 
 
+def test_a_call_that_was_cancelled_is_a_failure_of_its_member():
+    """A cancelled task has no answer, and to ask for its exception raises."""
+    _, engines, coordinator = _world()
+
+    async def cancelled(epoch):
+        raise asyncio.CancelledError
+
+    engines[1].sync_receive = cancelled
+    with pytest.raises(SyncError, match="^engine 1: the call was cancelled$"):
+        asyncio.run(coordinator.sync(0))
+    assert [engine.phases[-1] for engine in engines] == ["discard", "discard"]
+
+
 def test_a_trainer_that_failed_to_send_is_named():
     trainer, engines, coordinator = _world()
     trainer.error = "lane 0, trainer rank 0: send to engine 1 worker 0 failed"
