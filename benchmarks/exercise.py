@@ -21,6 +21,7 @@ from launch.planner.search.search import Search
 from launch.planner.workload.lengths import LogNormal
 from launch.report.plan.explain import rejected
 from launch.report.plan.table import print_plan
+from tools.pages import indented, with_block
 
 CONFIG = "configs/70b/grpo.yaml"
 CAREFUL = ("algorithm.old_logprobs=recompute", "algorithm.kl.beta=0.001")
@@ -33,20 +34,10 @@ NEAREST = 2
 def main() -> int:
     lean, careful = (prepare_for(load_config(CONFIG, words)) for words in ((), CAREFUL))
     PAGE.write_text(page(lean, careful), encoding="utf-8")
-    README.write_text(with_picture(README.read_text(encoding="utf-8"), _excerpt(_terminal(lean))), encoding="utf-8")
+    readme = with_block(README.read_text(encoding="utf-8"), "plan", indented(_excerpt(_terminal(lean))))
+    README.write_text(readme, encoding="utf-8")
     print(f"written to {PAGE} and to the plan in {README}")
     return 0
-
-
-def with_picture(readme: str, output: str) -> str:
-    """The page with a plan's output in the block between its marks."""
-    begin, end = "<!-- begin plan -->", "<!-- end plan -->"
-    head, found, rest = readme.partition(begin)
-    _, closed, tail = rest.partition(end)
-    if not found or not closed:
-        raise ValueError(f"README.md needs a block {begin} ... {end}")
-    indented = "".join(f"    {line}".rstrip() + "\n" for line in output.splitlines())
-    return f"{head}{begin}\n{indented}{end}{tail}"
 
 
 def page(lean: OnCluster, careful: OnCluster) -> str:
@@ -60,13 +51,13 @@ def page(lean: OnCluster, careful: OnCluster) -> str:
 
 
 def _question(problem: Problem) -> str:
-    workload = problem.workload
-    responses = workload.target * workload.group / 3600
+    workload, target = problem.workload, _target(problem)
+    responses = target * workload.group / 3600
     return f"""## Question
 
-{workload.target:,.0f} prompts/h with G = {workload.group}, prompts of {workload.prompt_tokens:,.0f} tokens, and
+{target:,.0f} prompts/h with G = {workload.group}, prompts of {workload.prompt_tokens:,.0f} tokens, and
 responses of {workload.lengths.mean:,.0f} tokens on average and {workload.lengths.cap:,} at most:
-{workload.target / 3600:.2f} prompts/s,
+{target / 3600:.2f} prompts/s,
 {responses:.1f} responses/s, {responses * workload.lengths.mean / 1e3:.1f} thousand tokens generated and
 {responses * workload.mean_tokens / 1e3:.1f} thousand tokens trained per second.
 
@@ -164,7 +155,9 @@ def _doubts(lean: OnCluster) -> str:
 def _with_tail(found: Candidate, sigma: float) -> Candidate:
     lengths = found.problem.workload.lengths
     workload = replace(found.problem.workload, lengths=LogNormal(lengths.mean, sigma, lengths.cap))
-    return Search(replace(found.problem, workload=workload)).best()
+    best = Search(replace(found.problem, workload=workload)).best()
+    assert best is not None, f"no plan with sigma = {sigma}"
+    return best
 
 
 def _smallest(problem: Problem) -> int | None:
@@ -172,9 +165,16 @@ def _smallest(problem: Problem) -> int | None:
     search = Search(replace(problem, cluster=with_nodes(problem.cluster, 128)))
     for nodes in range(len(problem.cluster.nodes), 129):
         best = search.best(nodes)
-        if best is not None and throughput_of(best).nominal >= problem.workload.target:
+        if best is not None and throughput_of(best).nominal >= _target(problem):
             return nodes
     return None
+
+
+def _target(problem: Problem) -> float:
+    """Prompts an hour."""
+    target = problem.workload.target
+    assert target is not None, f"{CONFIG} has no target"
+    return target
 
 
 def _phases(forecast: Forecast) -> str:
@@ -193,9 +193,9 @@ def _excerpt(output: str) -> str:
 
 
 def _terminal(prepared: OnCluster) -> str:
-    console = Console(width=100, file=io.StringIO(), color_system=None, highlight=False)
-    print_plan(prepared, console)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+    output = io.StringIO()
+    print_plan(prepared, Console(width=100, file=output, color_system=None, highlight=False))
+    return "\n".join(line.rstrip() for line in output.getvalue().splitlines()) + "\n"
 
 
 if __name__ == "__main__":

@@ -15,15 +15,17 @@ QUIET = ("run.resume=never", "eval.every=0", "eval.at_start=false", "eval.at_end
 
 
 def train(config: str, run_dir: Path, overrides: Sequence[str], *, timeout_s: float, log: Path) -> list[Row]:
-    """Run `megatron-rl launch CONFIG --on local` into `run_dir`, with its output in `log`. Returns the history.
+    """Run `megatron-rl launch CONFIG --on local` into `run_dir`, as `run_logged` does. Returns the history."""
+    run_logged([sys.executable, "-m", "launch", "launch", config, "--on", "local", f"run.dir={run_dir.parent}",
+                f"run.name={run_dir.name}", *overrides], timeout_s=timeout_s, log=log)
+    return metric_history(attempt_dirs(run_dir))
 
-    Raises RuntimeError with the end of the log if the command fails."""
-    command = [sys.executable, "-m", "launch", "launch", config, "--on", "local", f"run.dir={run_dir.parent}",
-               f"run.name={run_dir.name}", *overrides]
+
+def run_logged(command: Sequence[str], *, timeout_s: float, log: Path) -> None:
+    """Run a command with its output in `log`. Raises RuntimeError with the end of the log if it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=timeout_s, check=False)
     if done.returncode:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
         raise RuntimeError(f"exit code {done.returncode} of {' '.join(command)}\n{tail}")
-    return metric_history(attempt_dirs(run_dir))

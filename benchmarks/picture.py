@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 from benchmarks.ours import train
+from tools.pages import indented, with_block
 
-README, BEGIN, END = Path("README.md"), "<!-- begin picture -->", "<!-- end picture -->"
+README = Path("README.md")
 
 
 def main() -> int:
@@ -20,10 +21,8 @@ def main() -> int:
     curve = lines[next(i for i, line in enumerate(lines) if "reward/mean:" in line):]
     plan, model = (next(i for i, line in enumerate(curve) if line.startswith(word)) for word in ("plan ", "model "))
     shown = [*steps[:3], "...", *steps[-2:], *curve[:plan], *curve[model:]]     # without the comparison with the plan
-    picture = "\n".join(f"    {line}".rstrip() for line in shown).replace(str(run_dir), "runs/tiny")
-    text = README.read_text(encoding="utf-8")
-    head, tail = text[:text.index(BEGIN) + len(BEGIN)], text[text.index(END):]
-    README.write_text(f"{head}\n{picture}\n{tail}", encoding="utf-8")
+    picture = indented("\n".join(shown)).replace(str(run_dir), "runs/tiny")
+    README.write_text(with_block(README.read_text(encoding="utf-8"), "picture", picture), encoding="utf-8")
     print(picture)
     return 0
 

@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.ours import QUIET, train
+from benchmarks.ours import QUIET, run_logged, train
 from launch.config.load import load_config
 from launch.run.metrics import SPLIT, Row
 
@@ -120,11 +119,7 @@ def baseline(case: Case, out: Path, arguments: argparse.Namespace) -> dict:
     command = [sys.executable, "-m", "benchmarks.trl_baseline", case.config, *arguments.overrides,
                "--packages", str(arguments.trl_packages), "--steps", str(case.trl_steps),
                "--warmup", str(case.warmup), "--out", str(out)]
-    with out.with_suffix(".log").open("w", encoding="utf-8") as log:
-        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=arguments.timeout, check=False)
-    if done.returncode:
-        tail = "\n".join(out.with_suffix(".log").read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
-        raise RuntimeError(f"exit code {done.returncode} of {' '.join(command)}\n{tail}")
+    run_logged(command, timeout_s=arguments.timeout, log=out.with_suffix(".log"))
     return json.loads(out.read_text(encoding="utf-8"))
 
 

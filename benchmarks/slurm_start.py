@@ -18,11 +18,11 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.pages import write_blocks
 from launch import processes
 from launch.cluster.file import load_cluster
 from tests.slurm.conftest import TOPOLOGY
 from tests.slurm_cluster import REPOSITORY, Group, SlurmCluster, running
+from tools.pages import write_blocks
 
 NODES, GPUS = 32, 8
 PAGE = REPOSITORY / "docs/slurm.md"

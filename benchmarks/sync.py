@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.pages import write_blocks
 from benchmarks.sync_cases import CASES, MIB, MODEL, QUICK, QUICK_MODEL, Case, Setup, write_model
 from benchmarks.sync_hosts import why_not
 from launch import envvars
@@ -25,6 +24,7 @@ from launch.errors import UserError
 from launch.exit_codes import ExitCode
 from megatron_rl.sync_bench.members import Host, MemberError, Members
 from megatron_rl.weight_sync.protocol import SyncError
+from tools.pages import write_blocks
 
 PAGE = Path(__file__).parents[1] / "docs/weight-sync.md"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from launch import envvars, exit_codes, ports
@@ -16,6 +16,7 @@ from launch.config.reference import default_in_words, meaning
 from launch.model import builtin as architectures
 from launch.planner.explain import warnings as cautions
 from launch.slurm.profiles import Profile
+from tools.pages import with_block
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PLAIN = re.compile(r"(text|true or false|(integer|number)( >=? 0)?|mapping|"
@@ -26,32 +27,21 @@ PLAIN = re.compile(r"(text|true or false|(integer|number)( >=? 0)?|mapping|"
 
 def config_page(text: str) -> str:
     """docs/config.md with new tables."""
-    return _with_tables(text, {"keys": keys_table(), "ports": ports_table(), "environment": environment_table()})
+    for name, table in (("keys", keys_table()), ("ports", ports_table()), ("environment", environment_table())):
+        text = with_block(text, name, table)
+    return text
 
 
 def plan_page(text: str) -> str:
     """docs/plan.md with new tables."""
-    rows = list(cautions.DOCUMENTED.items())
-    return _with_tables(text, {"warnings": _table(("Code", "Meaning"), rows),
-                               "models": ", ".join(f"`{name}`" for name in architectures.published())})
+    text = with_block(text, "warnings", _table(("Code", "Meaning"), list(cautions.DOCUMENTED.items())))
+    return with_block(text, "models", ", ".join(f"`{name}`" for name in architectures.published()))
 
 
 def slurm_page(text: str) -> str:
     """docs/slurm.md with a new table of a site profile's keys."""
     rows = [(f"`{key.dotted}`", _default(key), _meaning(key)) for key in all_keys(Profile) if key.section is None]
-    return _with_tables(text, {"profile keys": _keys(rows)})
-
-
-def _with_tables(text: str, tables: Mapping[str, str]) -> str:
-    """Replace every block between `<!-- begin NAME -->` and `<!-- end NAME -->`."""
-    for name, table in tables.items():
-        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-        block = f"{begin}\n{table}\n{end}".replace("\\", r"\\")       # a replacement reads backslashes
-        text, count = pattern.subn(block, text)
-        if count != 1:
-            raise ValueError(f"the page needs exactly one block {begin} ... {end}, it has {count}")
-    return text
+    return with_block(text, "profile keys", _keys(rows))
 
 
 def exit_codes_page() -> str:

@@ -7,8 +7,7 @@ from pathlib import Path
 from launch.report.diagnose.doctor import PAGE
 from launch.report.diagnose.known import GROUPS, Symptom
 from tools.docs import item
-
-BEGIN, END = "<!-- begin rows -->", "<!-- end rows -->"
+from tools.pages import with_block
 
 
 def rows() -> str:
@@ -18,9 +17,7 @@ def rows() -> str:
 
 def page(text: str) -> str:
     """The page with new rows."""
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{rows()}\n\n{END}{tail}"
+    return with_block(text, "rows", f"\n{rows()}\n")
 
 
 def _row(each: Symptom) -> str:
