@@ -10,11 +10,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_rl.layouts.hf_write import in_groups
 from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile, contiguous_stride, tile_view
 from megatron_rl.stores import tcp_store
 from megatron_rl.sync_bench.rank import TrainerRank
 from megatron_rl.sync_bench.worker import RolloutWorker
-from megatron_rl.weight_sync.plan.manifest import Destination, Edge
+from megatron_rl.weight_sync.plan.copies import Destination
+from megatron_rl.weight_sync.plan.manifest import Edge
 from megatron_rl.weight_sync.wire.packing import HEADER_BYTES, buffer_bytes, pack_bucket, unpack_bucket
 from megatron_rl.weight_sync.wire.transport import Deadline, Group, gloo_group
 
@@ -45,20 +47,6 @@ def whole_tensors(canonical: Sequence[CanonicalTensor], dtype: str) -> Destinati
     layouts = tuple(ParamLayout(each.name, each.shape, (Tile(each.name, (0,) * len(each.shape), each.shape,
                                                              contiguous_stride(each.shape), 0),)) for each in canonical)
     return Destination(0, 0, layouts, {each.name: dtype for each in canonical}, {})
-
-
-def packed(canonical: Sequence[CanonicalTensor], item_bytes: int, bucket_bytes: int) -> list[list[CanonicalTensor]]:
-    """Whole tensors in buckets of at most `bucket_bytes`. A larger tensor gets its own bucket."""
-    buckets: list[list[CanonicalTensor]] = []
-    room = 0
-    for each in canonical:
-        size = torch.Size(each.shape).numel() * item_bytes
-        if not buckets or size > room:
-            buckets.append([])
-            room = bucket_bytes
-        buckets[-1].append(each)
-        room -= size
-    return buckets
 
 
 class GatheringRank(TrainerRank):
@@ -127,7 +115,7 @@ class GatheringRank(TrainerRank):
     def broadcast_buckets(self, bucket_bytes: int) -> None:
         """One broadcast per packed bucket. The next bucket is packed while one is sent."""
         deadline, waiting = Deadline(self._deadline_s), []
-        for bucket in packed(self._canonical, self._dtype.itemsize, bucket_bytes):
+        for bucket in in_groups(self._canonical, self._dtype, bucket_bytes):
             message = torch.cat([self._full[each.name].view(-1) for each in bucket]).view(torch.uint8)
             waiting.append((broadcast(self._broadcasting, message), message))
             if len(waiting) >= IN_FLIGHT:
@@ -158,7 +146,7 @@ class BroadcastWorker(RolloutWorker):
 
     def broadcast_buckets(self, bucket_bytes: int) -> None:
         deadline, waiting = Deadline(self._deadline_s), []
-        for bucket in packed(self._canonical, self._dtype.itemsize, bucket_bytes):
+        for bucket in in_groups(self._canonical, self._dtype, bucket_bytes):
             message = self._buffer(bucket)
             waiting.append((broadcast(self._broadcasting, message), bucket, message))
             if len(waiting) >= IN_FLIGHT:
@@ -180,8 +168,7 @@ class BroadcastWorker(RolloutWorker):
             size = torch.Size(each.shape).numel()
             whole, at = values[at:at + size].view(each.shape), at + size
             for name, tile in self._slices.get(each.name, []):
-                box = tuple(slice(start, start + extent) for start, extent in zip(tile.start, tile.shape, strict=True))
-                tile_view(self._parameters[name], tile).copy_(whole[box])
+                tile_view(self._parameters[name], tile).copy_(whole[tile.slices])
 
 
 def broadcast(group: Group, message: torch.Tensor) -> dist.Work:

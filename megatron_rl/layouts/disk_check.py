@@ -42,11 +42,6 @@ def digests_of_files(folder: Path, names: Iterable[str]) -> dict[str, int]:
     return digests
 
 
-def unlike(recorded: Mapping[str, int], found: Mapping[str, int]) -> list[str]:
-    """Names of the tensors whose digests differ or that one side lacks."""
-    return sorted(name for name in recorded.keys() | found.keys() if recorded.get(name) != found.get(name))
-
-
 def recorded_digests(folder: Path) -> dict[str, int]:
     """Digests of the trainer's tensors, by name, for a version that was written completely.
 
@@ -70,7 +65,7 @@ def changed(folder: Path) -> tuple[list[str], int]:
         UserError: the version is not complete or cannot be read.
     """
     recorded = recorded_digests(folder)
-    return unlike(recorded, digests_of_files(folder, recorded)), len(recorded)
+    return step_folder.unlike(recorded, digests_of_files(folder, recorded)), len(recorded)
 
 
 def refuse_changed(folder: Path) -> None:

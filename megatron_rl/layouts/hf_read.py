@@ -17,7 +17,8 @@ from torch import Tensor
 
 from launch.errors import UserError
 from megatron_rl.layouts.megatron import EMBEDDING, HEAD
-from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, tile_view
+from megatron_rl.layouts.step_folder import unlike
+from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, box_slices, tile_view
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -62,7 +63,7 @@ class CheckpointReader:
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """The box [start, start + shape) of tensor `name`, in the file's dtype, on the CPU."""
         try:
-            box = self._slice(name)[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
+            box = self._slice(name)[box_slices(start, shape)]
         except SafetensorError as error:
             raise UserError(f"{self._file_of[name]} cannot be read at tensor {name}: {error}",
                             where=str(self.folder)) from error
@@ -171,7 +172,7 @@ def check_parameters(layouts: Iterable[ParamLayout], parameters: Mapping[str, Te
     if expected == found:
         return
     wrong = [f"{name}: layout {expected.get(name, 'none')}, model {found.get(name, 'none')}"
-             for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
+             for name in unlike(expected, found)]
     raise ValueError(f"the layouts do not describe this model, {len(wrong)} parameters differ: "
                      + "; ".join(wrong[:5]))
 

@@ -54,8 +54,8 @@ class ShardFile:
     size: int
 
 
-def shard_files(canonical: Sequence[CanonicalTensor], dtype: torch.dtype, max_bytes: int) -> list[ShardFile]:
-    """Pack tensors in order into files of at most `max_bytes` of data. A larger tensor gets its own file."""
+def in_groups(canonical: Sequence[CanonicalTensor], dtype: torch.dtype, max_bytes: int) -> list[list[CanonicalTensor]]:
+    """Whole tensors in order, in groups of at most `max_bytes`. A larger tensor gets its own group."""
     groups: list[list[CanonicalTensor]] = []
     room = 0
     for tensor in canonical:
@@ -65,6 +65,12 @@ def shard_files(canonical: Sequence[CanonicalTensor], dtype: torch.dtype, max_by
             room = max_bytes
         groups[-1].append(tensor)
         room -= size
+    return groups
+
+
+def shard_files(canonical: Sequence[CanonicalTensor], dtype: torch.dtype, max_bytes: int) -> list[ShardFile]:
+    """The files of an export, with at most `max_bytes` of data each. A larger tensor gets its own file."""
+    groups = in_groups(canonical, dtype, max_bytes)
     if len(groups) == 1:
         return [_shard_file(SINGLE_FILE, groups[0], dtype)]
     return [_shard_file(f"model-{i:05d}-of-{len(groups):05d}.safetensors", group, dtype)

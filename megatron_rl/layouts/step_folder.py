@@ -215,14 +215,15 @@ def disk_full(partial: Path, needed: int, free: int | None = None) -> UserError:
             "checkpoint); run.dir moves the run, a smaller checkpoint.keep uses less space")
 
 
+def unlike(first: Mapping[str, object], second: Mapping[str, object]) -> list[str]:
+    """Names whose values differ or that one side lacks."""
+    return sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
+
+
 def changed_since(saved: dict[str, str], current: dict[str, str]) -> list[str]:
     """One line per identity (data set, tokenizer, template, plan, ...) that has changed since the save."""
-    lines = []
-    for name in sorted(saved.keys() | current.keys()):
-        before, now = saved.get(name), current.get(name)
-        if before != now:
-            lines.append(f"{name} has changed since the checkpoint: {before or 'not recorded'} -> {now or 'none'}")
-    return lines
+    return [f"{name} has changed since the checkpoint: {saved.get(name) or 'not recorded'} -> "
+            f"{current.get(name) or 'none'}" for name in unlike(saved, current)]
 
 
 def _sync(path: Path) -> None:

@@ -36,6 +36,11 @@ class Tile:
     def box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return self.start, self.shape
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of the box in its canonical tensor."""
+        return box_slices(self.start, self.shape)
+
 
 @dataclass(frozen=True)
 class ParamLayout:
@@ -58,6 +63,11 @@ class CanonicalTensor:
 
     name: str
     shape: tuple[int, ...]
+
+
+def box_slices(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Index of the box [start, start + shape) in a tensor."""
+    return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile
+from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile, contiguous_stride
 
 
 class LayoutError(RuntimeError):
@@ -166,18 +166,16 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _box_start(shape: tuple[int, ...], view: torch.Tensor) -> tuple[int, ...] | None:
     """Start of the box seen by `view` in a contiguous tensor of `shape`; None if the view is not a box."""
-    strides = [1] * len(shape)
-    for d in range(len(shape) - 2, -1, -1):
-        strides[d] = strides[d + 1] * shape[d + 1]
     if view.dim() != len(shape):
         return None
+    strides = contiguous_stride(shape)
     if any(n > 1 and actual != expected
            for n, actual, expected in zip(view.shape, view.stride(), strides, strict=True)):
         return None
-    rest, start = view.storage_offset(), []
+    rest, start = int(view.storage_offset()), []
     for stride in strides:
-        start.append(rest // stride)
-        rest %= stride
+        at, rest = divmod(rest, stride)
+        start.append(at)
     inside = all(a + n <= total for a, n, total in zip(start, view.shape, shape, strict=True))
     return tuple(start) if inside else None
 

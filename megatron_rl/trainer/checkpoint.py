@@ -145,8 +145,7 @@ def load_checkpoint(folder: Path, chunks: list[torch.nn.Module], optimizer: Poli
 
 def _refuse_other_model(folder: Path, saved: dict[str, Any], model: dict[str, Any]) -> None:
     saved, model = _flat(saved), _flat(model)
-    different = [f"{name} was {saved.get(name)}, is {model.get(name)}"
-                 for name in sorted(saved.keys() | model.keys()) if saved.get(name) != model.get(name)]
+    different = [f"{name} was {saved.get(name)}, is {model.get(name)}" for name in files.unlike(saved, model)]
     if different:
         raise UserError(f"the checkpoint is of another model or precision: {'; '.join(different)}", where=str(folder),
                         fix="continue with the settings it was written with, or start a new run")

@@ -52,5 +52,4 @@ def draw_layout(canonical: Iterable[CanonicalTensor], layouts: Iterable[ParamLay
             continue
         whole = draw_canonical(tensor, seed, std)
         for parameter, tile in places[tensor.name]:
-            box = tuple(slice(start, start + size) for start, size in zip(tile.start, tile.shape, strict=True))
-            tile_view(parameter, tile).copy_(whole[box])
+            tile_view(parameter, tile).copy_(whole[tile.slices])

@@ -28,7 +28,8 @@ from megatron_rl.weight_sync.protocol import trainer_name
 
 log = logging.getLogger(__name__)
 
-class Writer(Protocol):
+
+class WeightWriter(Protocol):
     """A training rank, as this module sees it (`driver.handles.RemoteTrainer`)."""
 
     def export(self, folder: str, part: Part) -> Awaitable[Exported]:
@@ -58,7 +59,7 @@ class VersionsOnDisk:
         keep: number of complete versions to keep. Older ones are removed once a new one is complete.
     """
 
-    def __init__(self, writers: Mapping[int, Writer], root: Path, keep: int) -> None:
+    def __init__(self, writers: Mapping[int, WeightWriter], root: Path, keep: int) -> None:
         self._writers, self.root, self._keep = dict(writers), root, keep
         self.alive: Callable[[], None] = lambda: None
         """Called whenever a rank has answered."""
@@ -86,7 +87,7 @@ class VersionsOnDisk:
         return written
 
 
-async def write_folder(writers: Mapping[int, Writer], folder: Path,
+async def write_folder(writers: Mapping[int, WeightWriter], folder: Path,
                        alive: Callable[[], None] = lambda: None) -> WrittenVersion:
     """Write one folder (`step-000060`), which appears complete or not at all. Errors as in `VersionsOnDisk.write`.
     `alive` is called whenever a rank has answered."""
@@ -96,12 +97,16 @@ async def write_folder(writers: Mapping[int, Writer], folder: Path,
         held = await _each(writers, folder, "write", alive)
         marks = [time.monotonic()]
         found = await _each(writers, folder, "read_back", alive)
-        if wrong := sorted(name for name in held.keys() | found.keys() if held.get(name) != found.get(name)):
+        if wrong := files.unlike(held, found):
             raise NotWritten(f"the files do not hold what the training ranks hold: {', '.join(wrong[:5])}"
                              + (f" and {len(wrong) - 5} more tensors" if len(wrong) > 5 else ""), where=str(folder),
                               fix="check the nodes' kernel logs for faults of the file system")
         facts = {"version": files.step_of(folder), "digests": {name: f"{value:016x}" for name, value in held.items()}}
-        nbytes = _publish(folder, facts)
+        try:
+            nbytes = files.publish(folder, facts)
+        except OSError as error:
+            raise NotWritten(f"the finished weights cannot be published: {error}", where=str(folder),
+                             fix="check permissions, space and the state of the file system") from error
     except NotWritten:
         with contextlib.suppress(OSError):  # the next version tries again
             files.discard(folder)
@@ -110,7 +115,8 @@ async def write_folder(writers: Mapping[int, Writer], folder: Path,
     return WrittenVersion(folder, nbytes, marks[0] - started, marks[1] - marks[0])
 
 
-async def _each(writers: Mapping[int, Writer], folder: Path, part: Part, alive: Callable[[], None]) -> dict[str, int]:
+async def _each(writers: Mapping[int, WeightWriter], folder: Path, part: Part,
+                alive: Callable[[], None]) -> dict[str, int]:
     """Make one call per rank. Returns the sum of their digests by tensor. There is no deadline, because the speed of a
     file system is unknown; a run's hang watch notices if no rank answers."""
     calls = {trainer_name(rank): writer.export(str(folder), part) for rank, writer in writers.items()}
@@ -127,11 +133,3 @@ async def _each(writers: Mapping[int, Writer], folder: Path, part: Part, alive: 
         for tensor, digest in answer.digests.items():
             total[tensor] = (total.get(tensor, 0) + digest) % (1 << 64)
     return total
-
-
-def _publish(folder: Path, facts: dict) -> int:
-    try:
-        return files.publish(folder, facts)
-    except OSError as error:
-        raise NotWritten(f"the finished weights cannot be published: {error}", where=str(folder),
-                         fix="check permissions, space and the state of the file system") from error

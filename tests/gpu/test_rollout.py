@@ -18,7 +18,7 @@ from launch.config.resolved import ResolvedConfig
 from launch.model.hf_config import from_hf_config
 from launch.plan.plan import Plan
 from launch.planner.from_config import plan_of
-from megatron_rl.layouts.digest import digest_layouts
+from megatron_rl.layouts.digest import add, digest_layouts
 from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
 from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
 from megatron_rl.rollout.arguments import engine_arguments
@@ -77,8 +77,9 @@ def assert_serves_the_weights_of_a_trainer(base: Path, device: Literal["cpu", "g
                     for number, bucket in enumerate(edge.buckets)]
         assert len(messages) > 3
         runner.run(engine.weights.sync_prepare(EPOCH))
-        (digest,) = runner.run(engine._vllm.rpc("sync_unpack", edge.encode(), messages, EPOCH))
-        assert digest == digest_layouts(source_tiles(edge), parameters)
+        plain = [bucket.encode() for bucket in edge.buckets]
+        (digest,) = runner.run(engine._vllm.rpc("sync_unpack", plain, messages, EPOCH))
+        assert digest == add(*(digest_layouts(source_tiles(bucket), parameters) for bucket in edge.buckets))
         runner.run(engine.weights.sync_commit(EPOCH, VERSION))
 
         sampling = Sampling(n=4, temperature=1.0, max_new_tokens=12)

@@ -232,7 +232,7 @@ def test_every_element_has_one_writer_replicas_share_and_a_tensor_has_one_replic
         layouts = {layout.name: layout for layout in megatron_layout(a, training, at.rank, "local")}
         for name, indices in owned(a, training, at.rank).items():
             for tile in (layouts[name].tiles[index] for index in indices):
-                count[tile.tensor][tuple(slice(s, s + n) for s, n in zip(tile.start, tile.shape, strict=True))] += 1
+                count[tile.tensor][tile.slices] += 1
                 replicas.setdefault(tile.tensor, set()).add((at.dp, at.cp))
                 elements[at.pp, at.dp, at.cp] += tile.numel
     assert all((each == 1).all() for each in count.values())

@@ -36,8 +36,7 @@ def holds(layouts, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         assert layout.name not in parameters, f"{layout.name} occurs twice"
         parameters[layout.name] = torch.full(layout.shape, PADDING)
         for tile in layout.tiles:
-            box = tensors[tile.tensor][tuple(slice(a, a + n) for a, n in zip(tile.start, tile.shape, strict=True))]
-            tile_view(parameters[layout.name], tile).copy_(box)
+            tile_view(parameters[layout.name], tile).copy_(tensors[tile.tensor][tile.slices])
     return parameters
 
 
@@ -49,9 +48,8 @@ def assemble(a: Architecture, training: TrainingPlan, shards: dict[int, dict[str
     for rank, parameters in shards.items():
         for layout in megatron_layout(a, training, rank, "local"):
             for tile in layout.tiles:
-                box = tuple(slice(s, s + n) for s, n in zip(tile.start, tile.shape, strict=True))
-                whole[tile.tensor][box] = tile_view(parameters[layout.name], tile)
-                count[tile.tensor][box] += 1
+                whole[tile.tensor][tile.slices] = tile_view(parameters[layout.name], tile)
+                count[tile.tensor][tile.slices] += 1
     return whole, count
 
 

@@ -69,8 +69,7 @@ def _assert_tiles_equal_vllms_own_loading(folder: Path) -> None:
                     parameter.data.fill_(torch.nan)
                 for layout in map(decode_layout, map(encode_layout, traced.layouts)):
                     for tile in layout.tiles:
-                        box = tuple(slice(a, a + n) for a, n in zip(tile.start, tile.shape, strict=True))
-                        tile_view(live[layout.name], tile).copy_(tensors[tile.tensor][box])
+                        tile_view(live[layout.name], tile).copy_(tensors[tile.tensor][tile.slices])
                 write_padding(live, traced.padding)
             assert {layout.name for layout in traced.layouts} == set(live)
             assert traced.unused == ()

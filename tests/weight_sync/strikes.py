@@ -19,7 +19,7 @@ def strike(fault: Fault, number: int = 0, until: str = "", reached: str = "") ->
     from megatron_rl.weight_sync.wire import packing as wire
     from megatron_rl.weight_sync.wire import transport
 
-    lane = transport.LinkedLane
+    lane = transport.Lane
     send = getattr(lane, "true_send", lane.send)
     lane.true_send, lane.send = send, send
     receiver.unpack_bucket, sender.pack_bucket = wire.unpack_bucket, wire.pack_bucket

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from launch.errors import UserError
 from megatron_rl.layouts import step_folder as files
-from megatron_rl.layouts.disk_check import differences, digests_of_files, main, recorded_digests, refuse_changed, unlike
+from megatron_rl.layouts.disk_check import differences, digests_of_files, main, recorded_digests, refuse_changed
 from megatron_rl.weight_sync.disk import NotWritten, VersionsOnDisk
 from megatron_rl.weight_sync.protocol import SyncError
 from tests.tiny_models import make_tiny
@@ -111,7 +111,7 @@ def test_a_changed_byte_exchanged_tensors_and_a_missing_file_are_found_afterward
     down = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1)]
     tensors[down[0]], tensors[down[1]] = tensors[down[1]], tensors[down[0]]
     save_file(tensors, file)
-    assert set(down) < set(unlike(recorded, digests_of_files(folder, recorded)))
+    assert set(down) < set(files.unlike(recorded, digests_of_files(folder, recorded)))
     file.unlink()
     with pytest.raises(UserError, match="model.safetensors is missing"):
         recorded_digests(folder)

@@ -16,8 +16,9 @@ from launch.model.hf_config import from_hf_config
 from megatron_rl.layouts.digest import add, digest_layouts, digest_tiles
 from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.layouts.vllm import trace_layout, write_padding
+from megatron_rl.weight_sync.plan.copies import Destination
 from megatron_rl.weight_sync.plan.coverage import prove_coverage
-from megatron_rl.weight_sync.plan.manifest import Destination, build_manifest
+from megatron_rl.weight_sync.plan.manifest import build_manifest
 from tests.ranks import Rank, run_ranks
 from tests.rollout.engines import run_config
 from tests.tiny_models import make_tiny

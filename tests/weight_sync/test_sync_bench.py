@@ -26,7 +26,7 @@ from megatron_rl.layouts.digest import digest_layouts
 from megatron_rl.layouts.megatron import megatron_layout
 from megatron_rl.layouts.tiles import ParamLayout, Tile, contiguous_stride, tile_view
 from megatron_rl.sync_bench.check import check
-from megatron_rl.sync_bench.compare import Lane, edges, found_coefficients
+from megatron_rl.sync_bench.compare import LaneSpeed, edges, found_coefficients
 from megatron_rl.sync_bench.members import Host, MemberError, Members, together
 from megatron_rl.sync_bench.rank import fill
 from megatron_rl.weight_sync.protocol import SyncReport
@@ -105,9 +105,8 @@ def test_weights_of_a_version_are_the_same_on_every_rank(tp, pp, dp):
         assert digests[0] != digests[1]
         for layout in layouts:
             for tile in layout.tiles:
-                box = tuple(slice(start, start + extent) for start, extent in zip(tile.start, tile.shape, strict=True))
                 here = tile_view(parameters[layout.name], tile).view(torch.int16)
-                assert torch.equal(here, whole_tensor(tile, 1)[box].view(torch.int16)), (rank, layout.name)
+                assert torch.equal(here, whole_tensor(tile, 1)[tile.slices].view(torch.int16)), (rank, layout.name)
                 whole[tile.tensor] = here
     big = whole["model.layers.0.mlp.down_proj.weight"]
     assert len(big.unique()) > 0.5 * big.numel()            # rows and columns differ, or nothing would be noticed
@@ -151,7 +150,7 @@ def test_coefficients_are_those_that_a_cluster_file_takes():
     from launch.cluster.known_coefficients import PREFIX, faults
 
     report = SyncReport(1, 2, 10, {"total": 1.0, "receive": 0.7, "live_digest": 0.2})
-    found = found_coefficients(Lane(30e6, 2e-3), 25e6, 8e9, 2e9, report)
+    found = found_coefficients(LaneSpeed(30e6, 2e-3), 25e6, 8e9, 2e9, report)
     assert found == {"sync.nic_efficiency": 1.0, "sync.chunk_latency_s": 2e-3, "sync.copy_rate": 8e9,
                      "sync.digest_rate": 2e9, "sync.barrier_s": pytest.approx(0.3)}
     assert not list(faults({PREFIX + key: value for key, value in found.items()}))

@@ -100,7 +100,6 @@ def test_quantised_engines_hold_what_vllm_quantises_itself(tmp_path, connections
         matrices = [f"model.layers.{layer}.{name}.weight" for layer in range(a.layers) for name in (
             "mlp.down_proj", "mlp.gate_up_proj", "self_attn.o_proj", "self_attn.qkv_proj")]
         assert manifest.requantised == tuple(sorted(matrices))
-        assert manifest.decode(manifest.encode()) == manifest
         addresses = await hold(folders[0], False, False)
         for version, which in enumerate((0, 1, 0)):
             await train_to(which)

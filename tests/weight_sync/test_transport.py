@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.weight_sync.protocol import LaneSpec, Link
 from megatron_rl.weight_sync.wire.opening import open_lane
-from megatron_rl.weight_sync.wire.transport import Deadline, Lane, LinkedLane, Links, TransportError
+from megatron_rl.weight_sync.wire.transport import Deadline, Lane, Links, TransportError
 from tests.ranks import Rank, free_port, run_ranks
 
 RECEIVERS = ("engine 0 worker 0", "engine 0 worker 1")
@@ -237,6 +237,6 @@ def test_streams_that_share_a_link_are_told_apart(tagged):
 
 
 def test_only_bytes_travel():
-    lane = LinkedLane(_spec(1), 0, Links("trainer rank 3", "gloo", 1))
+    lane = Lane(_spec(1), 0, Links("trainer rank 3", "gloo", 1))
     with pytest.raises(ValueError, match="uint8"):
         lane.send(0, torch.zeros(4), 1)

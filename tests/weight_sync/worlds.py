@@ -19,7 +19,8 @@ from launch.plan.plan import TrainingPlan
 from megatron_rl.layouts.megatron import EMBEDDING, HEAD, canonical_tensors, megatron_layout
 from megatron_rl.layouts.tiles import ParamLayout, Tile, contiguous_stride, tile_view
 from megatron_rl.weight_sync.plan.buckets import Copy
-from megatron_rl.weight_sync.plan.manifest import Destination, Source, SyncManifest
+from megatron_rl.weight_sync.plan.copies import Destination, Source
+from megatron_rl.weight_sync.plan.manifest import SyncManifest
 
 PADDING = -1.0
 Q_K_V = ("q", "k", "v")

@@ -151,7 +151,7 @@ class _Inlet:
         self.sender = trainer_name(stream.rank) if sender is None else engine_name(*sender)
         self._from = members.index(self.sender)
         self.children = [members.index(engine_name(*receiver)) for receiver in stream.receivers_from(me)]
-        self.tiles: list[tuple[ParamLayout, ...]] = [destination_tiles((bucket,)) for bucket in stream.buckets]
+        self.tiles: list[tuple[ParamLayout, ...]] = [destination_tiles(bucket) for bucket in stream.buckets]
 
     def run(self, epoch: int, parameters: Mapping[str, torch.Tensor], buffers: list[torch.Tensor],
             deadline: Deadline) -> _Taken:

@@ -123,7 +123,7 @@ class _Digested:
         same: dict[tuple[Bucket, ...], int] = {}
         self.as_stream = {stream.number: same.setdefault(stream.buckets, stream.number) for stream in streams}
         """Number of a stream -> number of the first stream with equal buckets, as replicas of an engine rank have."""
-        self.tiles = {(number, at): source_tiles((bucket,)) for buckets, number in same.items()
+        self.tiles = {(number, at): source_tiles(bucket) for buckets, number in same.items()
                       for at, bucket in enumerate(buckets)}
 
 

@@ -9,6 +9,7 @@ others, and every later answer is off by one. Failures are recorded, and `sync_s
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +41,19 @@ if current_platform.is_cpu():
     keep_cpu_weights_in_place()
 
 
+def never_raises(method: Callable[..., dict | None]) -> Callable[..., dict]:
+    """A worker method that returns {"error": ...} instead of raising, and {} instead of None."""
+    @functools.wraps(method)
+    def guarded(*args) -> dict:
+        try:
+            return method(*args) or {}
+        except Exception as error:
+            traceback.print_exc()
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    return guarded
+
+
 class WeightSyncWorker:
     """Methods that vLLM adds to its workers (`worker_extension_cls`), called through `collective_rpc`."""
 
@@ -47,69 +61,57 @@ class WeightSyncWorker:
     weight_transfer_engine: InPlaceTransferEngine
     start_weight_update: Callable[[], None]
 
+    @never_raises
     def sync_layout(self, canonical: list, dtype: str) -> dict:
         """Trace this worker's layout. Returns plain layouts, types and padding, and the names of the parameters that
-        are received next to the engine and quantised at COMMIT; or {"error": ...}."""
-        return _never_raise(lambda: _trace(self, canonical, dtype))
+        are received next to the engine and quantised at COMMIT."""
+        return _trace(self, canonical, dtype)
 
-    def sync_begin(self) -> dict:
+    @never_raises
+    def sync_begin(self) -> None:
         """Open an update session, whatever the state of the last one."""
-        def begin() -> dict:
-            end_update(self)
-            self.start_weight_update()
-            return {}
+        end_update(self)
+        self.start_weight_update()
 
-        return _never_raise(begin)
-
-    def sync_end(self) -> dict:
+    @never_raises
+    def sync_end(self) -> None:
         """Close the update session, if one is open."""
-        def end() -> dict:
-            end_update(self)
-            return {}
+        end_update(self)
 
-        return _never_raise(end)
-
-    def sync_leave(self, reason: str) -> dict:
+    @never_raises
+    def sync_leave(self, reason: str) -> None:
         """Close the update session, if one is open, and all lanes."""
-        def leave() -> dict:
-            end_update(self)
-            self.weight_transfer_engine.sync.leave(reason)
-            return {}
+        end_update(self)
+        self.weight_transfer_engine.sync.leave(reason)
 
-        return _never_raise(leave)
-
-    def sync_swap(self, epoch: int) -> dict:
+    @never_raises
+    def sync_swap(self, epoch: int) -> None:
         """Bring the live parameters to what was received into copies."""
-        def swap() -> dict:
-            with in_vllms_config(self):
-                self.weight_transfer_engine.sync.swap(epoch)
-            return {}
-
-        return _never_raise(swap)
+        with in_vllms_config(self):
+            self.weight_transfer_engine.sync.swap(epoch)
 
     def sync_status(self) -> dict:
         """Result of the transfer engine's last action, see `WorkerSync.status`."""
         return self.weight_transfer_engine.sync.status()
 
+    @never_raises
     def sync_compare(self, folder: str, canonical: list, dtype: str) -> dict:
         """Differences between live parameters and the weights in a folder: `lines`, see `disk_check.differences`."""
-        def compare() -> dict:
-            quantised = self.weight_transfer_engine.quantised
-            layouts = list(map(decode_layout, _trace(self, canonical, dtype)["layouts"]))
-            in_place = [layout for layout in layouts if layout.name in quantised.in_place]
-            lines = differences(quantised.in_place, in_place, folder)
-            read_tiles(quantised.copies, [layout for layout in layouts if layout.name in quantised.copies], folder)
-            with in_vllms_config(self):
-                wrong = quantised.unlike()
-            return {"lines": lines + [f"{name}: not what vLLM makes of the weights on disk" for name in wrong]}
+        quantised = self.weight_transfer_engine.quantised
+        layouts = list(map(decode_layout, _trace(self, canonical, dtype)["layouts"]))
+        in_place = [layout for layout in layouts if layout.name in quantised.in_place]
+        lines = differences(quantised.in_place, in_place, folder)
+        read_tiles(quantised.copies, [layout for layout in layouts if layout.name in quantised.copies], folder)
+        with in_vllms_config(self):
+            wrong = quantised.unlike()
+        return {"lines": lines + [f"{name}: not what vLLM makes of the weights on disk" for name in wrong]}
 
-        return _never_raise(compare)
-
+    @never_raises
     def sync_probe(self, names: list[str]) -> dict:
         """Whole live parameters as bytes, for tests and debugging: name -> [dtype, shape, bytes]."""
         parameters = dict(live_model(self).named_parameters())
-        return _never_raise(lambda: {name: [_dtype(parameters[name]), list(parameters[name].shape),
-                                            _bytes(parameters[name])] for name in names})
+        return {name: [_dtype(parameters[name]), list(parameters[name].shape), _bytes(parameters[name])]
+                for name in names}
 
 
 @dataclass
@@ -139,7 +141,7 @@ class InPlaceTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args, **kwargs)
         self.quantised = Quantised(self.model)
         self.sync = WorkerSync(self.quantised.in_place, shadow=self.shadow, quantised=self.quantised.copies,
-                                       requantise=self.quantised.swap)
+                               requantise=self.quantised.swap)
 
     # vLLM's worker calls these. Each of them always returns.
 
@@ -189,14 +191,6 @@ def _trace(worker: WeightSyncWorker, canonical: list, dtype: str) -> dict:
     return {"layouts": [encode_layout(layout) for layout in traced.layouts],
             "dtypes": {name: _dtype(parameter) for name, parameter in parameters.items()},
             "padding": traced.padded_elements(), "requantised": sorted(quantised.copies)}
-
-
-def _never_raise(action: Callable[[], dict]) -> dict:
-    try:
-        return action()
-    except Exception as error:
-        traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _dtype(tensor: torch.Tensor) -> str:

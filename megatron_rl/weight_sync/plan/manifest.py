@@ -19,8 +19,6 @@ from megatron_rl.weight_sync.plan.buckets import Bucket, pack, part_of
 from megatron_rl.weight_sync.plan.copies import Copies, Destination, Source, intersect_sides
 from megatron_rl.weight_sync.plan.streams import EdgeKey, Hop, Pair, Stream, digest_of, hash_buckets, route_fingerprint
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "Destination", "Edge", "EdgeKey", "Source", "SyncManifest", "build_manifest"]
-
 DEFAULT_BUCKET_BYTES = 256 << 20
 
 
@@ -40,16 +38,6 @@ class Edge:
     @property
     def nbytes(self) -> int:
         return sum(bucket.nbytes for bucket in self.buckets)
-
-    def encode(self) -> dict:
-        """A plain form for msgpack or JSON. `decode` is the inverse."""
-        return {"key": list(self.key), "buckets": [bucket.encode() for bucket in self.buckets]}
-
-    @classmethod
-    def decode(cls, plain: Mapping) -> Edge:
-        rank, replica, worker = plain["key"]
-        return cls(rank, replica, worker, tuple(Bucket.decode(bucket) for bucket in plain["buckets"]))
-
 
 @dataclass(frozen=True)
 class SyncManifest:
@@ -141,15 +129,6 @@ class SyncManifest:
             for stream in self.streams_of.get(member, ()):
                 part[stream.number] = stream
         return tuple(part)
-
-    def encode(self) -> dict:
-        return {"bucket_bytes": self.bucket_bytes, "kind": self.kind, "requantised": list(self.requantised),
-                "streams": [stream.encode() for stream in self.streams]}
-
-    @classmethod
-    def decode(cls, plain: Mapping) -> SyncManifest:
-        return cls(plain["bucket_bytes"], plain["kind"], tuple(Stream.decode(stream) for stream in plain["streams"]),
-                   tuple(plain["requantised"]))
 
     def route_fingerprint(self) -> str:
         """Fingerprint of the streams and hops. Every member computes it from its own part."""

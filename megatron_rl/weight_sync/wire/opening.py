@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_rl.stores import tcp_store
 from megatron_rl.weight_sync.protocol import CONNECT_S, LaneSpec
-from megatron_rl.weight_sync.wire.transport import Deadline, Lane, LinkedLane, Links, TransportError, who
+from megatron_rl.weight_sync.wire.transport import Deadline, Lane, Links, TransportError, who
 
 ASK_EVERY_S = 1.0
 """Interval at which a waiting member checks whether to give up."""
@@ -33,7 +33,8 @@ def open_lane(spec: LaneSpec, rank: int, deadline: Deadline, links: Links) -> La
     Raises:
         TransportError: naming the members that did not arrive.
     """
-    store = _meet(spec, rank, deadline, links)
+    store = _store(spec, rank, deadline, links)
+    _together(spec, rank, dist.PrefixStore("here", store), range(len(spec.members)), deadline, links)
     for sender, receiver in spec.links:
         if rank in (sender, receiver):
             other = receiver if rank == sender else sender
@@ -46,14 +47,7 @@ def open_lane(spec: LaneSpec, rank: int, deadline: Deadline, links: Links) -> La
                 raise TransportError(f"{who(spec, rank)}: the {spec.backend} link between {spec.members[sender]} and "
                                      f"{spec.members[receiver]} did not form: {links.closed or error}") from error
     links.keep(store)
-    return LinkedLane(spec, rank, links)
-
-
-def _meet(spec: LaneSpec, rank: int, deadline: Deadline, links: Links) -> dist.Store:
-    """Register this member and wait for all others, so that absent ones can be named."""
-    store = _store(spec, rank, deadline, links)
-    _together(spec, rank, dist.PrefixStore("here", store), range(len(spec.members)), deadline, links)
-    return store
+    return Lane(spec, rank, links)
 
 
 def _store(spec: LaneSpec, rank: int, deadline: Deadline, links: Links) -> dist.Store:

@@ -66,19 +66,14 @@ def unpack_bucket(bucket: Bucket, number: int, epoch: int, buffer: torch.Tensor,
             _payload(buffer, copy.at, copy.destination_tile, copy.dtype))
 
 
-def source_tiles(part: Edge | Stream | Sequence[Bucket]) -> tuple[ParamLayout, ...]:
-    """Tiles that buckets read, by source parameter. The sender reports their digest."""
-    return _by_parameter((copy.source, copy.source_tile) for bucket in _buckets(part) for copy in bucket.copies)
+def source_tiles(bucket: Bucket) -> tuple[ParamLayout, ...]:
+    """Tiles that a bucket reads, by source parameter. The sender reports their digest."""
+    return _by_parameter((copy.source, copy.source_tile) for copy in bucket.copies)
 
 
-def destination_tiles(part: Edge | Stream | Sequence[Bucket]) -> tuple[ParamLayout, ...]:
-    """Tiles that buckets write, by live parameter. The receiver reports their digest."""
-    return _by_parameter((copy.destination, copy.destination_tile)
-                         for bucket in _buckets(part) for copy in bucket.copies)
-
-
-def _buckets(part: Edge | Stream | Sequence[Bucket]) -> Sequence[Bucket]:
-    return part.buckets if isinstance(part, (Edge, Stream)) else part
+def destination_tiles(bucket: Bucket) -> tuple[ParamLayout, ...]:
+    """Tiles that a bucket writes, by live parameter. The receiver reports their digest."""
+    return _by_parameter((copy.destination, copy.destination_tile) for copy in bucket.copies)
 
 
 def _by_parameter(tiles) -> tuple[ParamLayout, ...]:

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,29 +51,6 @@ class Deadline:
     def timedelta(self, at_most: float = 1e9) -> timedelta:
         """At least a millisecond, because torch treats a zero timeout as none."""
         return timedelta(seconds=max(0.001, min(self.remaining(), at_most)))
-
-
-class Pending(Protocol):
-    """A transfer in progress."""
-
-    def wait(self, deadline: Deadline) -> None:
-        """Return once the buffer has been sent or filled. Raises TransportError at the deadline."""
-
-
-class Lane(Protocol):
-    """Byte transfers between this member and others of a lane. Members are numbered, and 0 is the source."""
-
-    spec: LaneSpec
-    rank: int
-
-    def send(self, stream: int, buffer: torch.Tensor, peer: int) -> Pending: ...
-
-    def receive(self, stream: int, buffer: torch.Tensor, peer: int, nbytes: int | None = None) -> Pending:
-        """Receive `nbytes` (default: all) into the beginning of `buffer`."""
-
-    def close(self, reason: str = "") -> None:
-        """Leave at once, from any thread, with all links of this member. Transfers in progress on them fail now, at
-        both ends."""
 
 
 class Links:
@@ -140,22 +117,26 @@ class Links:
             self._stores.clear()
 
 
-class LinkedLane:
-    """A lane opened by `opening.open_lane`."""
+class Lane:
+    """Byte transfers between this member and others of a lane, opened by `opening.open_lane`. Members are numbered, and
+    0 is the source."""
 
     def __init__(self, spec: LaneSpec, rank: int, links: Links) -> None:
         self.spec, self.rank, self.links = spec, rank, links
 
     def send(self, stream: int, buffer: torch.Tensor, peer: int) -> Pending:
-        return _Transfer(self, stream, "send to", peer, buffer)
+        return Pending(self, stream, "send to", peer, buffer)
 
     def receive(self, stream: int, buffer: torch.Tensor, peer: int, nbytes: int | None = None) -> Pending:
+        """Receive `nbytes` (default: all) into the beginning of `buffer`."""
         # gloo ends the process if a message is larger than the buffer, as a bucket out of turn may be. With gloo, the
         # whole buffer is therefore used, and the header reveals the wrong bucket.
         part = buffer if nbytes is None or self.spec.backend == "gloo" else buffer[:nbytes]
-        return _Transfer(self, stream, "receive from", peer, part)
+        return Pending(self, stream, "receive from", peer, part)
 
     def close(self, reason: str = "") -> None:
+        """Leave at once, from any thread, with all links of this member. Transfers in progress on them fail now, at
+        both ends."""
         self.links.close(reason)
 
 
@@ -200,8 +181,10 @@ class _Link:
                 self.group.recv([nothing], 1 - self.group.rank(), _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
-class _Transfer:
-    def __init__(self, lane: LinkedLane, stream: int, verb: str, peer: int, buffer: torch.Tensor) -> None:
+class Pending:
+    """A transfer in progress."""
+
+    def __init__(self, lane: Lane, stream: int, verb: str, peer: int, buffer: torch.Tensor) -> None:
         if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
             raise ValueError(f"lanes carry contiguous uint8 buffers, not {buffer.dtype}")
         me, other = lane.spec.members[lane.rank], lane.spec.members[peer]
@@ -218,6 +201,7 @@ class _Transfer:
             raise self._failed(error) from error
 
     def wait(self, deadline: Deadline) -> None:
+        """Return once the buffer has been sent or filled. Raises TransportError at the deadline."""
         try:
             done = self._done_by(deadline) and self._work.wait(deadline.timedelta()) is not False
         except RuntimeError as error:
