@@ -11,7 +11,7 @@ from launch.coefficients.sync import SyncCoefficients
 from launch.config.auto import on_this_machine
 from launch.config.resolved import ResolvedConfig
 from launch.config.schema import RunConfig
-from launch.fabric.choose import SyncPrediction, predict
+from launch.fabric.choose import SyncPrediction
 from launch.fabric.lanes import Fabric, Place
 from launch.fabric.seated import Seats
 from launch.model.hf_config import from_hf_config
@@ -123,9 +123,10 @@ class Setup:
     def predicted(self, coefficients: SyncCoefficients, route: str = "auto") -> SyncPrediction:
         """Routes, bound and predicted times on this fabric."""
         case = self.case
-        return predict(self.plan.architecture, TrainingLayout(tp=case.tp, pp=case.pp, dp=case.dp),
-                       RolloutLayout(tp=case.tp, replicas=case.engines), None, coefficients, route=route,
-                       bucket_bytes=self.bucket_bytes, fabric=self.fabric)
+        return SyncPrediction(self.plan.architecture, TrainingLayout(tp=case.tp, pp=case.pp, dp=case.dp),
+                              RolloutLayout(tp=case.tp, replicas=case.engines), self.fabric, coefficients,
+                              weight_bytes=2, rollout_precision="bf16", lora_rank=0, route=route,
+                              bucket_bytes=self.bucket_bytes)
 
 
 def write_model(folder: Path, values: dict) -> Path:

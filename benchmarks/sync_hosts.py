@@ -75,6 +75,7 @@ class Network:
         """Bytes carried by each host's NIC so far, from its counters."""
         found = []
         for host in self.hosts:
+            assert host.namespace is not None, "each host is a namespace"
             link, = json.loads(_run("ip", "-n", host.namespace, "-s", "-j", "link", "show", "eth0"))
             found.append(Traffic(link["stats64"]["tx"]["bytes"], link["stats64"]["rx"]["bytes"]))
         return tuple(found)

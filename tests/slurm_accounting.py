@@ -48,9 +48,10 @@ class Accounting:
         """
         me = pwd.getpwuid(os.getuid()).pw_name
         data = self.folder / "mysql"
+        install = shutil.which("mariadb-install-db", path=environment["PATH"]) or "mariadb-install-db"
         done = processes.output_of(
-            [shutil.which("mariadb-install-db", path=environment["PATH"]), "--no-defaults", f"--datadir={data}",
-             f"--user={me}", "--auth-root-authentication-method=normal", "--skip-test-db"],
+            [install, "--no-defaults", f"--datadir={data}", f"--user={me}",
+             "--auth-root-authentication-method=normal", "--skip-test-db"],
             timeout_s=patient(60), environment=environment)
         assert done.returncode == 0, done.stdout + done.stderr
         grants = self.folder / "etc/grants.sql"

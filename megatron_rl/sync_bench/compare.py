@@ -11,10 +11,10 @@ from launch.fabric.choose import SyncPrediction
 from launch.fabric.estimate import Kind
 from launch.fabric.routes import Route
 from launch.fabric.seated import EngineRank, Seats
-from megatron_rl.weight_sync.protocol import SyncReport, engine_name, trainer_name
+from megatron_rl.weight_sync.protocol import SyncReport, engine_name, member_name, trainer_name
 
 
-class Lane(NamedTuple):
+class LaneSpeed(NamedTuple):
     """One lane between two processes, with nothing else running."""
 
     rate: float
@@ -46,6 +46,11 @@ class Part(NamedTuple):
     predicted_s: float | None
     measured_s: float
 
+    @property
+    def residual_s(self) -> float | None:
+        """Measured minus predicted."""
+        return None if self.predicted_s is None else self.measured_s - self.predicted_s
+
 
 def edges(route: Route, arrivals: Sequence[float], seats: Seats,
           moved: Mapping[tuple[int | EngineRank, EngineRank], int],
@@ -65,7 +70,7 @@ def edges(route: Route, arrivals: Sequence[float], seats: Seats,
         pair = names[edge.source], names[edge.destination]
         sizes[pair] += edge.bytes
         times[pair] = max(times[pair], seconds)
-    ran = {(trainer_name(sender) if isinstance(sender, int) else engine_name(*sender), engine_name(*receiver)): size
+    ran = {(member_name(sender), member_name(receiver)): size
            for (sender, receiver), size in sorted(moved.items(), key=lambda hop: (hop[0][1], str(hop[0][0])))}
     return [EdgeTime(" -> ".join(pair), sizes.get(pair), ran.get(pair), times.get(pair), measured.get(pair))
             for pair in (*ran, *(pair for pair in sizes if pair not in ran))]
@@ -88,7 +93,7 @@ def pauses(predicted: Mapping[str, float], reports: Mapping[str, SyncReport]) ->
     return [Part(staging, predicted.get(staging), report.seconds["pause"]) for staging, report in reports.items()]
 
 
-def found_coefficients(lane: Lane, nic_bandwidth: float, pack: float, digest: float,
+def found_coefficients(lane: LaneSpeed, nic_bandwidth: float, pack: float, digest: float,
                        report: SyncReport) -> dict[str, float]:
     """Coefficients that may replace the design values in a cluster file. The pause is left out, because it was measured
     on an idle engine and is nearly zero."""

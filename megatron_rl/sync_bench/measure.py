@@ -9,7 +9,7 @@ from launch.coefficients.sync import SyncCoefficients
 from launch.fabric.simulate import arrivals
 from launch.planner.prepare import PreparedForecast
 from megatron_rl.layouts.megatron import canonical_tensors
-from megatron_rl.sync_bench.compare import EdgeTime, Lane, Part, edges, found_coefficients, parts, pauses
+from megatron_rl.sync_bench.compare import EdgeTime, LaneSpeed, Part, edges, found_coefficients, parts, pauses
 from megatron_rl.sync_bench.lane_probe import LINKS
 from megatron_rl.sync_bench.members import together
 from megatron_rl.sync_bench.rates import Rates
@@ -35,7 +35,7 @@ class Bench:
     """Report of the median sync, in place."""
     opening_s: float
     """Seconds for layouts, proof of coverage and lanes."""
-    lane: Lane
+    lane: LaneSpeed
     rates: Rates
     parts: list[Part]
     pauses: list[Part]
@@ -88,7 +88,7 @@ async def _syncs(coordinator: SyncCoordinator, world: World, repeats: int) -> Sy
 
 
 async def _alone(site: Site, device: str, backend: Backend, dtype: str, timeout_s: float,
-                 bucket_bytes: int) -> tuple[Rates, Lane]:
+                 bucket_bytes: int) -> tuple[Rates, LaneSpeed]:
     """The rates of one process, and of one lane from a training node to a rollout node, measured with nothing else
     running."""
     members, placement = site.members, site.placement
@@ -113,7 +113,7 @@ async def _alone(site: Site, device: str, backend: Backend, dtype: str, timeout_
     await both("stream", size, 2)
     count = max(4, PROBE_BYTES // size)
     seconds = max(await both("stream", size, count))
-    lane = Lane(count * size / seconds, max(await both("small")))
+    lane = LaneSpeed(count * size / seconds, max(await both("small")))
     for end in ends:
         end.end()
     return rates, lane

@@ -44,7 +44,7 @@ class Host:
     """Network namespace, by its name under `NAMESPACES`; None: that of this process."""
 
 
-class Agents(Protocol):
+class Starter(Protocol):
     """Starts members on other machines (`agents.Agents`)."""
 
     @property
@@ -112,7 +112,7 @@ class Members:
         agents: start the members of hosts that have an agent.
     """
 
-    def __init__(self, preload: Sequence[str], logs: Path | None = None, agents: Agents | None = None) -> None:
+    def __init__(self, preload: Sequence[str], logs: Path | None = None, agents: Starter | None = None) -> None:
         self._logs, self._agents = logs, agents
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))

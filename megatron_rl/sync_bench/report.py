@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_rl.sync_bench.compare import Part
 from megatron_rl.sync_bench.measure import Bench
 
 
@@ -37,9 +38,7 @@ def _alone(bench: Bench) -> Iterator[str]:
 
 def _sync(bench: Bench) -> Iterator[str]:
     yield from ("", f"{'one sync':<32}{'predicted':>14}{'measured':>14}{'residual':>14}")
-    for part in bench.parts:
-        residual = _time(part.measured_s - part.predicted_s, signed=True)
-        yield f"{part.name:<32}{_time(part.predicted_s):>14}{_time(part.measured_s):>14}{residual:>14}"
+    yield from (_part(part.name, part) for part in bench.parts)
     for name, key in (("prepare", "prepare"), ("pack, slowest rank", "pack"), ("send, slowest rank", "send"),
                       ("unpack, slowest worker", "unpack"), ("verify: compare", "verify"), ("commit", "commit")):
         yield f"  {name:<30}{'':>14}{_time(bench.report.seconds[key]):>14}"
@@ -48,10 +47,12 @@ def _sync(bench: Bench) -> Iterator[str]:
 def _pauses(bench: Bench) -> Iterator[str]:
     """Predictions include the time to pause a busy engine. These engines are idle."""
     yield from ("", f"{'an idle engine serves nothing':<32}{'predicted':>14}{'measured':>14}{'residual':>14}")
-    for part in bench.pauses:
-        residual = None if part.predicted_s is None else part.measured_s - part.predicted_s
-        yield (f"{'staging ' + part.name:<32}{_time(part.predicted_s):>14}{_time(part.measured_s):>14}"
-               f"{_time(residual, signed=True):>14}")
+    yield from (_part(f"staging {part.name}", part) for part in bench.pauses)
+
+
+def _part(name: str, part: Part) -> str:
+    return (f"{name:<32}{_time(part.predicted_s):>14}{_time(part.measured_s):>14}"
+            f"{_time(part.residual_s, signed=True):>14}")
 
 
 def _edges(bench: Bench) -> Iterator[str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from launch import envvars
 from launch.config.resolved import ResolvedConfig
 from launch.plan.plan import Placement, Plan
+from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weights import EngineWeights
 from megatron_rl.sync_bench.members import Host, Member, Members, together
 from megatron_rl.weight_sync.coordinator import Endpoint
@@ -26,7 +27,7 @@ BUILD_S = 300.0
 """Time limit for a process to import vLLM and build its model, on a machine that is busy with fifteen others."""
 
 
-class TrainerHandle:
+class PipedTrainer:
     """A training rank, as the coordinator sees it."""
 
     def __init__(self, member: Member, timeout_s: float) -> None:
@@ -50,7 +51,7 @@ class PipedEngine:
 
     def __init__(self, workers: Sequence[Member], replica: int, dtype: str, timeout_s: float) -> None:
         self.workers, self._timeout_s = workers, timeout_s
-        self.weights = EngineWeights(self, replica, len(workers), dtype, workers[0].host.address)
+        self.weights = EngineWeights(cast(VllmEngine, self), replica, len(workers), dtype, workers[0].host.address)
         self.unfinished = 0                                  # this engine never has requests
 
     async def stage(self, staging: Staging) -> None:
@@ -79,7 +80,7 @@ class PipedEngine:
 class World:
     """Both partitions, started."""
 
-    trainers: tuple[TrainerHandle, ...]
+    trainers: tuple[PipedTrainer, ...]
     engines: tuple[PipedEngine, ...]
     endpoints: tuple[Endpoint, ...]
 
@@ -117,7 +118,7 @@ def start_world(members: Members, config: ResolvedConfig, plan: Plan, model_fold
         host = hosts[each.node]
         member = start(f"trainer rank {each.rank}", "trainer", each.node, each.gpu, rank_kind, plan.architecture,
                        plan.training, each.rank, dtype, host.address)
-        trainers.append(TrainerHandle(member, timeout_s))
+        trainers.append(PipedTrainer(member, timeout_s))
         endpoints.append(Endpoint(host.address, each.port))
     engines = []
     for engine, seat in zip(plan.rollout.engines, placement.rollout, strict=True):
