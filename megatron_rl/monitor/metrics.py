@@ -135,28 +135,18 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
 ALL: tuple[Metric, ...] = tuple(metric for section in SECTIONS.values() for metric in section)
 
 
-class UnknownMetric(ValueError):
-    """A metric name outside the table. This is a bug of the caller, not of the user."""
-
-
 def lookup(name: str) -> Metric | None:
     """The table's row for `name`, including families."""
     return next((metric for metric in ALL if metric.matches(name)), None)
 
 
-def check_names(names: Iterable[str], *, strict: bool, warned: set[str] | None = None) -> None:
-    """Raise UnknownMetric (`strict`) or warn once about names without a row. `warned` collects these names."""
+def check_names(names: Iterable[str], warned: set[str]) -> None:
+    """Warn once about each name without a row. `warned` collects these names."""
     for name in names:
-        if lookup(name) is not None:
-            continue
-        near = nearest(name, (metric.name for metric in ALL))
-        message = f"metric {name!r} is not in the table of megatron_rl/monitor/metrics.py" + (
-            f"; did you mean {near!r}?" if near else "")
-        if strict:
-            raise UnknownMetric(message)
-        if warned is None or name not in warned:
-            log.warning(message)
-        if warned is not None:
+        if name not in warned and lookup(name) is None:
+            near = nearest(name, (metric.name for metric in ALL))
+            log.warning(f"metric {name!r} is not in the table of megatron_rl/monitor/metrics.py"
+                        + (f"; did you mean {near!r}?" if near else ""))
             warned.add(name)
 
 

@@ -28,11 +28,10 @@ class Monitor:
     files are in runs/<name>/tensorboard, shared by all attempts. `first_step` is the first step this attempt will log.
     """
 
-    def __init__(self, config: ResolvedConfig, attempt_dir: Path, *, first_step: int = 1, strict: bool = False) -> None:
+    def __init__(self, config: ResolvedConfig, attempt_dir: Path, *, first_step: int = 1) -> None:
         run_dir = attempt_dir.parent.parent
         attempt_dir.mkdir(parents=True, exist_ok=True)
         earlier = [row for row in metric_history(attempt_dirs(run_dir)) if row["step"] < first_step]
-        self._strict = strict
         self._warned: set[str] = set()
         self._step = first_step - 1
         self._warnings = attempt_dir / "warnings.jsonl"
@@ -47,10 +46,9 @@ class Monitor:
                                              config.model_dump(mode="json")))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> list[TrainingWarning]:
-        """Write one step, with rising step numbers. Returns the new warnings, which are already logged and written.
-
-        Raises UnknownMetric for a name outside the table if `strict`; otherwise warns once per name."""
-        check_names(metrics, strict=self._strict, warned=self._warned)
+        """Write one step, with rising step numbers. Returns the new warnings, which are already logged and written. A
+        name outside the table is logged once."""
+        check_names(metrics, self._warned)
         self._step = step
         for writer in self._writers:
             writer.write(step, metrics)

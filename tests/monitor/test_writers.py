@@ -15,9 +15,9 @@ from launch.config.schema import RunConfig
 from launch.errors import UserError
 from launch.run.metrics import attempt_dirs, metric_history, metric_rows
 from megatron_rl.data.batch import Group, Prompt, Trajectory
-from megatron_rl.monitor.metrics import UnknownMetric
 from megatron_rl.monitor.monitor import Monitor
 from megatron_rl.monitor.writers import JsonlWriter, TensorBoardWriter, WandbWriter
+from tests.patience import patient
 
 
 def config(**monitor) -> ResolvedConfig:
@@ -98,10 +98,13 @@ def test_wandb_configured_but_missing_is_a_user_error(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def fresh_wandb():
-    """wandb reads the environment once a process, and starts a service process: both end with the test."""
+def fresh_wandb(monkeypatch):
+    """wandb reads the environment once a process, and starts a service process: both end with the test. On a busy
+    machine the service takes longer to start than wandb waits for it."""
     import wandb
 
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", str(patient(60)))
+    monkeypatch.setenv("WANDB__DISABLE_STATS", "true")      # the file's size must not depend on the time
     yield
     wandb.teardown()
 
@@ -117,12 +120,15 @@ def test_wandb_without_a_key_is_a_user_error(tmp_path, monkeypatch, fresh_wandb)
 
 
 def test_wandb_offline_holds_the_curve_of_all_attempts_under_one_id(tmp_path, monkeypatch, fresh_wandb):
+    import wandb
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     for attempt in (1, 2):
         monitor = Monitor(config(wandb_project="grpo"), tmp_path / "tiny" / "attempts" / str(attempt),
                           first_step=attempt)
         monitor.log(attempt, {"reward/mean": attempt / 4})
         monitor.close()
+    wandb.teardown()                        # the service writes the files: it has ended now
     files = sorted((tmp_path / "tiny" / "wandb").glob("offline-run-*/*.wandb"))
     records = [record for file in files for record in wandb_records(file)]
     assert len({record.run.run_id for record in records if record.HasField("run")}) == 1
@@ -162,7 +168,7 @@ def test_a_note_is_a_warning_like_those_of_the_detectors(tmp_path):
 
 def test_monitor_writes_everything_of_an_attempt(tmp_path):
     attempt = tmp_path / "tiny" / "attempts" / "1"
-    monitor = Monitor(config(tensorboard=True), attempt, strict=True)
+    monitor = Monitor(config(tensorboard=True), attempt)
     for step in (1, 2):
         monitor.log(step, {"reward/mean": 0.5, "time/step": 1.0})
         monitor.samples(step, [group()], np.array([[0.0, 1.0]]))
@@ -175,14 +181,6 @@ def test_monitor_writes_everything_of_an_attempt(tmp_path):
     assert (warning["code"], warning["step"], warning["evidence"]) == ("NON_FINITE", 3, {"reward/mean": "NaN"})
     samples = [json.loads(line) for line in (attempt / "samples.jsonl").read_text().splitlines()]
     assert {s["step"] for s in samples} == {1, 2} and {s["reward"] for s in samples} == {0.0, 1.0}
-
-
-def test_monitor_is_strict_about_names_before_writing(tmp_path):
-    monitor = Monitor(config(), tmp_path / "tiny" / "attempts" / "1", strict=True)
-    with pytest.raises(UnknownMetric):
-        monitor.log(1, {"reward/maen": 0.5})
-    monitor.close()
-    assert (tmp_path / "tiny" / "attempts" / "1" / "metrics.jsonl").read_text() == ""
 
 
 def test_resumed_monitor_knows_what_came_before(tmp_path):
