@@ -51,15 +51,15 @@ class GroupStatistics:
     zero_variance: float
     """Share of groups with equal rewards, whose advantages are all 0."""
     all_right: float
-    """Share of groups in which every reward is at least `right_from`: the prompts are too easy."""
+    """Share of groups in which every reward is at least 1: the prompts are too easy."""
     all_wrong: float
     """Share of groups in which no reward is above 0: too hard, or the grader is broken."""
     mean_std: float
     """Mean over groups of the standard deviation (n - 1; 0 for a single member)."""
 
 
-def group_statistics(rewards: Sequence[np.ndarray], right_from: float = 1.0) -> GroupStatistics:
-    """Compute the statistics of the groups. A trajectory counts as right if its reward is at least `right_from`.
+def group_statistics(rewards: Sequence[np.ndarray]) -> GroupStatistics:
+    """Compute the statistics of the groups.
 
     Raises:
         ValueError: there are no groups, a group is empty, or a reward is not finite.
@@ -70,7 +70,7 @@ def group_statistics(rewards: Sequence[np.ndarray], right_from: float = 1.0) -> 
     return GroupStatistics(
         groups=len(groups),
         zero_variance=float(np.mean([is_flat(rewards_G) for rewards_G in groups])),
-        all_right=float(np.mean([rewards_G.min() >= right_from for rewards_G in groups])),
+        all_right=float(np.mean([rewards_G.min() >= 1.0 for rewards_G in groups])),
         all_wrong=float(np.mean([rewards_G.max() <= 0.0 for rewards_G in groups])),
         mean_std=float(np.mean([rewards_G.std(ddof=1) if len(rewards_G) > 1 else 0.0 for rewards_G in groups])),
     )

@@ -79,11 +79,24 @@ class PromptTemplate:
         return np.asarray(ids, dtype=np.int32)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """Decode a completion for rewards and people, without special tokens. Do not tokenise the text again."""
-        return decode(self.tokenizer, token_ids)
+        """Decode int [R] ids of a completion for rewards and people, without special tokens, with spaces exactly as in
+        the tokens. Do not tokenise the text again."""
+        return str(self.tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=True,
+                                         clean_up_tokenization_spaces=False))
 
     def fingerprint(self) -> str:
-        return fingerprint(self.tokenizer, chat=self.chat, system=self.system)
+        """16 hex digits over everything that affects how rows become ids and ids become text: vocabulary, merges,
+        normaliser, special tokens, chat template and system message. They are read from the loaded tokenizer, so the
+        fingerprint also covers the loader. It must be equal on both sides for the run to start.
+        """
+        tokenizer = self.tokenizer
+        parts = {
+            "tokenizer": _serialised(tokenizer),
+            "special": {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())},
+            "template": tokenizer.chat_template if self.chat else None,
+            "system": self.system,
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     def check_end_token(self, stop_ids: Sequence[int]) -> None:
         """Reject a template with which the policy cannot learn to stop.
@@ -119,12 +132,6 @@ class PromptTemplate:
                             where="data.chat_template", fix="use the roles that the template accepts") from error
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int] | np.ndarray) -> str:
-    """Decode int [R] completion ids without special tokens, with spaces exactly as in the tokens."""
-    return str(tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=True,
-                                clean_up_tokenization_spaces=False))
-
-
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> tuple[int, ...]:
     """Ids at which sampling stops: `eos_token_id` of generation_config.json (one or several) and of the tokenizer.
 
@@ -138,20 +145,6 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> tu
         raise UserError(f"{folder} names no end token", where="generation_config.json, tokenizer_config.json",
                         fix="set eos_token_id in generation_config.json")
     return tuple(sorted(ids))
-
-
-def fingerprint(tokenizer: PreTrainedTokenizerBase, *, chat: bool, system: str | None = None) -> str:
-    """16 hex digits over everything that affects how rows become ids and ids become text: vocabulary, merges,
-    normaliser, special tokens, chat template and system message. They are read from the loaded tokenizer, so the
-    fingerprint also covers the loader. It must be equal on both sides for the run to start.
-    """
-    parts = {
-        "tokenizer": _serialised(tokenizer),
-        "special": {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())},
-        "template": tokenizer.chat_template if chat else None,
-        "system": system,
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _serialised(tokenizer: PreTrainedTokenizerBase) -> dict | str:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from launch.errors import UserError
-from megatron_rl.data.template import PromptTemplate, decode, fingerprint, load_tokenizer, stop_token_ids
+from megatron_rl.data.template import PromptTemplate, load_tokenizer, stop_token_ids
 
 MESSAGES = [{"role": "user", "content": "Say 3."}, {"role": "assistant", "content": "3"},
             {"role": "user", "content": "Again."}]
@@ -80,7 +80,8 @@ def test_a_template_that_writes_bos_gets_no_second_one():
 def test_completions_decode_without_special_tokens_and_with_all_spaces():
     tokenizer = chatml_tokenizer()
     ids = tokenizer("It 's  5 .", add_special_tokens=False)["input_ids"]
-    assert decode(tokenizer, np.array([*ids, tokenizer.eos_token_id], dtype=np.int32)) == "It 's  5 ."
+    decoded = PromptTemplate(tokenizer).decode(np.array([*ids, tokenizer.eos_token_id], dtype=np.int32))
+    assert decoded == "It 's  5 ."
 
 
 def test_two_token_sequences_can_decode_alike_so_text_is_never_tokenised_again():
@@ -191,11 +192,15 @@ def test_the_fingerprint_tells_every_difference_apart(chat_folder, plain_tokeniz
     other_eos.eos_token = "<|bos|>"
     more_tokens = load_tokenizer(chat_folder)
     more_tokens.add_tokens(["<tool>"])
-    prints = [fingerprint(base, chat=True), fingerprint(base, chat=False), fingerprint(base, chat=True, system="x"),
-              fingerprint(other_template, chat=True), fingerprint(other_eos, chat=True),
-              fingerprint(more_tokens, chat=True), fingerprint(plain_tokenizer, chat=False)]
+
+    def fingerprint(tokenizer, **options) -> str:
+        return PromptTemplate(tokenizer, **options).fingerprint()
+
+    without = fingerprint(base, chat_template="none")
+    prints = [fingerprint(base), without, fingerprint(base, system="x"), fingerprint(other_template),
+              fingerprint(other_eos), fingerprint(more_tokens), fingerprint(plain_tokenizer)]
     assert len(set(prints)) == len(prints)
-    assert fingerprint(other_template, chat=False) == fingerprint(base, chat=False), "an unused template is no matter"
+    assert fingerprint(other_template, chat_template="none") == without, "an unused template is no matter"
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
