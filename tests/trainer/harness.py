@@ -144,23 +144,28 @@ class TrainingRank:
 
 def gather_gradients(parameters: dict[str, torch.nn.Parameter], layouts: list[ParamLayout],
                      plan: Plan) -> dict[str, np.ndarray] | None:
-    """On rank 0 the whole model's `main_grad` by canonical name; copies on several ranks must agree. Collective."""
-    parts = []
-    if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
-        for layout in layouts:
-            grad = parameters[layout.name].main_grad
-            parts += [(tile.tensor, tile.start, tile.shape, tile_view(grad, tile).cpu().numpy().copy())
-                      for tile in layout.tiles]
+    """On rank 0 the whole model's `main_grad` by canonical name. Collective."""
+    first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    return gather({name: each.main_grad for name, each in parameters.items()}, layouts if first else [], plan, 1e-6)
+
+
+def gather(values: dict[str, torch.Tensor], layouts: list[ParamLayout], plan: Plan,
+           atol: float) -> dict[str, np.ndarray] | None:
+    """On rank 0 what all ranks' layouts hold of the model, as float32 by canonical name; copies on several ranks may
+    differ by `atol`. Collective."""
+    parts = [(tile.tensor, tile.slices, tile_view(values[layout.name], tile).float().cpu().numpy().copy())
+             for layout in layouts for tile in layout.tiles]
     gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(parts, gathered)
     if gathered is None:
         return None
     out = {t.name: np.full(t.shape, np.nan, np.float32) for t in canonical_tensors(plan.architecture)}
-    for tensor, start, shape, values in (part for rank in gathered for part in rank):
-        box = out[tensor][tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
-        if not np.isnan(box).all():
-            np.testing.assert_allclose(box, values, atol=1e-6, err_msg=f"two holders of {tensor} disagree")
-        box[...] = values
+    for tensor, box, found in (part for rank in gathered for part in rank):
+        held = out[tensor][box]
+        if not np.isnan(held).all():
+            np.testing.assert_allclose(held, found, rtol=1e-7 if atol else 0, atol=atol,
+                                       err_msg=f"two holders of {tensor} disagree")
+        held[...] = found
     return out
 
 

@@ -14,12 +14,10 @@ from launch.config.auto import on_this_machine
 from launch.config.resolved import ResolvedConfig
 from launch.config.schema import RunConfig
 from megatron_rl.data.batch import PolicyBatch
-from megatron_rl.layouts.megatron import canonical_tensors
-from megatron_rl.layouts.tiles import tile_view
 from megatron_rl.trainer import parallel
 from megatron_rl.trainer.trainer import MegatronTrainer
 from tests.ranks import Rank
-from tests.trainer.harness import gather_gradients, make_batch, make_plan, run_config
+from tests.trainer.harness import gather, gather_gradients, make_batch, make_plan, run_config
 
 LENGTHS = [9, 23, 5, 16, 12, 7]
 
@@ -50,19 +48,7 @@ def batches(vocab: int, count: int, first: int = 0) -> list[PolicyBatch]:
 
 def whole_model(trainer: MegatronTrainer) -> dict[str, np.ndarray] | None:
     """On rank 0 every Hugging Face tensor of the model, as float32; copies on several ranks must be equal."""
-    live = trainer.parameters()
-    parts = [(tile.tensor, tile.start, tile.shape, tile_view(live[layout.name], tile).float().cpu().numpy().copy())
-             for layout in trainer.layout() for tile in layout.tiles]
-    gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(parts, gathered)
-    if gathered is None:
-        return None
-    out = {t.name: np.full(t.shape, np.nan, np.float32) for t in canonical_tensors(trainer.plan.architecture)}
-    for tensor, begin, shape, values in (part for rank in gathered for part in rank):
-        box = out[tensor][tuple(slice(a, a + n) for a, n in zip(begin, shape, strict=True))]
-        assert np.isnan(box).all() or np.array_equal(box, values), f"two holders of {tensor} disagree"
-        box[...] = values
-    return out
+    return gather(trainer.parameters(), trainer.layout(), trainer.plan, 0.0)
 
 
 def assert_same_bits(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
