@@ -112,11 +112,12 @@ def test_order_of_arrival_does_not_change_a_trajectories_advantage(kind):
         assert found == pytest.approx(truth, rel=1e-5, abs=1e-6)
 
 
-def test_an_empty_trajectory_is_no_part_of_the_loss():
-    groups = [group(0, [1, 2], trajectory([]), trajectory([3, 4]))]
+@pytest.mark.parametrize("nothing", [trajectory([]), trajectory([50, 51], tool=(0, 1))], ids=["empty", "tools only"])
+def test_a_trajectory_without_a_sampled_token_is_no_part_of_the_loss(nothing):
+    groups = [group(0, [1, 2], nothing, trajectory([3, 4]))]
     (batch,), _ = build_policy_batch(groups, [np.array([0.0, 1.0])], algorithm(aggregation="sequence_mean"), LIMIT)
-    assert batch.lengths_B.tolist() == [2, 4]
-    np.testing.assert_allclose(batch.loss_weights_N, [0, 0, 0, 0, .5, .5])
+    assert batch.lengths_B.tolist() == [2 + len(nothing.token_ids), 4]
+    np.testing.assert_allclose(batch.loss_weights_N, [*[0] * len(nothing.token_ids), 0, 0, 0, 0, .5, .5])
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "grpo_no_std", "rloo"])
@@ -189,12 +190,6 @@ def test_normalisers_count_what_was_sampled(aggregation, truncated):
     found = sum(weight * losses[int(token)]
                 for weight, token in zip(batch.loss_weights_N, batch.tokens_N, strict=True))
     assert found == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_trajectory_of_tool_tokens_alone_is_no_part_of_the_loss():
-    groups = [group(0, [1, 2], trajectory([50, 51], tool=(0, 1)), trajectory([3, 4]))]
-    (batch,), _ = build_policy_batch(groups, [np.array([0.0, 1.0])], algorithm(aggregation="sequence_mean"), LIMIT)
-    np.testing.assert_allclose(batch.loss_weights_N, [0, 0, 0, 0, 0, 0, .5, .5])
 
 
 def test_arrays_of_different_lengths_are_no_trajectory():

@@ -29,6 +29,7 @@ def test_every_epoch_visits_every_row_once(n, sizes, shuffle):
 @given(n=st.integers(1, 9), before=st.lists(st.integers(1, 12), max_size=6),
        after=st.lists(st.integers(1, 12), min_size=1, max_size=4), shuffle=st.booleans())
 def test_a_resume_draws_what_the_uninterrupted_run_draws(n, before, after, shuffle):
+    """Also in a later epoch, where a sampler that forgets it repeats the first (Megatron-Bridge#4601)."""
     unbroken = PromptSampler(n, seed=5, shuffle=shuffle)
     draws(unbroken, before)
     state = json.loads(json.dumps(unbroken.state_dict()))
@@ -38,18 +39,6 @@ def test_a_resume_draws_what_the_uninterrupted_run_draws(n, before, after, shuff
     resumed.load_state_dict(state)
     assert draws(resumed, after) == expected
     assert resumed.state_dict() == unbroken.state_dict()
-
-
-def test_a_resume_in_the_second_epoch_does_not_repeat_the_first():
-    """Megatron-Bridge#4601."""
-    sampler = PromptSampler(10, seed=0)
-    first_epoch = sampler.next(10)
-    second_half = sampler.next(5)
-    resumed = PromptSampler(10, seed=0)
-    resumed.load_state_dict(sampler.state_dict())
-    rest = resumed.next(5)
-    assert sorted(second_half + rest) == list(range(10))
-    assert second_half + rest != first_epoch
 
 
 def test_a_sampler_that_was_used_before_loading_still_resumes_rightly():
@@ -75,10 +64,6 @@ def test_an_order_is_the_same_on_every_machine():
 
 def test_without_shuffling_rows_come_in_file_order():
     assert PromptSampler(3, seed=9, shuffle=False).next(7) == [0, 1, 2, 0, 1, 2, 0]
-
-
-def test_a_step_larger_than_the_data_set_draws_one_row_as_several_instances():
-    assert sorted(PromptSampler(2, seed=0).next(6)) == [0, 0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("now", "message"), [
