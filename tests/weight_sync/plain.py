@@ -5,38 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from launch.model.architecture import Architecture
 from megatron_rl.weight_sync.protocol import Staging
-from tests.weight_sync.members import processes_of
+from tests.weight_sync.members import Observed, processes_of
 from tests.weight_sync.receivers import ReceivingEngine
-
-
-class PlainEngine(ReceivingEngine):
-    """A coordinator's handle of one engine of plain workers."""
-
-    def __init__(self, connections: list, processes: list, replica: int, staging: Staging) -> None:
-        super().__init__(connections, replica, staging)
-        self.processes = processes
-
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
 
 
 @contextmanager
 def plain_engines(a: Architecture, engines: int, tp: int = 1, first: int = 0,
-                  staging: Staging = "in_place") -> Iterator[list[PlainEngine]]:
+                  staging: Staging = "in_place") -> Iterator[list[ReceivingEngine]]:
     """`engines` engines of `tp` workers, numbered from `first`, every parameter full of NaN."""
-    ranks = [(replica, worker) for replica in range(first, first + engines) for worker in range(tp)]
-    with processes_of([(_Worker, (a, tp, worker, staging == "shadow")) for _, worker in ranks]) as made:
-        yield [PlainEngine(*map(list, zip(*made[tp * at:tp * at + tp], strict=True)), first + at, staging)
-               for at in range(engines)]
+    workers = [(a, tp, worker, staging == "shadow") for _ in range(engines) for worker in range(tp)]
+    with processes_of("tests.weight_sync.plain:PlainWorker", workers) as made:
+        yield [ReceivingEngine(made[tp * at:tp * at + tp], first + at, staging) for at in range(engines)]
 
 
-class _Worker:
+class PlainWorker(Observed):
     """The worker methods that `EngineWeights` calls."""
 
     def __init__(self, a: Architecture, tp: int, rank: int, shadow: bool) -> None:
@@ -45,6 +30,7 @@ class _Worker:
         from megatron_rl.weight_sync.ends.worker import WorkerSync
         from tests.weight_sync.worlds import layouts_from_numbers, numbered, vllm_shards
 
+        torch.set_num_threads(1)
         self.a, self.tp, self.rank = a, tp, rank
         shards = vllm_shards(a, tp, rank, numbered(a))
         self.layouts = layouts_from_numbers(a, shards)
@@ -89,24 +75,6 @@ class _Worker:
     def sync_leave(self, reason: str) -> dict:
         self.receiver.leave(reason)
         return {}
-
-    def ready(self) -> bool:
-        return True
-
-    def connections(self) -> list:
-        from tests.weight_sync.sockets import connections
-
-        return connections()
-
-    def without_tags(self) -> None:
-        from tests.weight_sync.strikes import without_tags
-
-        without_tags()
-
-    def strike(self, *args: Any) -> None:
-        from tests.weight_sync.strikes import strike
-
-        strike(*args)
 
     def differences(self, tensors: dict) -> list[str]:
         """Parameters whose elements are not those of `tensors`, cut by torch; padding may be anything."""

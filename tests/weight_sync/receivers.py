@@ -7,62 +7,46 @@ replaced by pipes.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weights import EngineWeights
+from megatron_rl.sync_bench.members import Member
+from megatron_rl.sync_bench.world import PipedEngine
 from megatron_rl.weight_sync.protocol import Staging
-from tests.weight_sync.members import Pipe, processes_of
+from tests.weight_sync.members import NO_DEADLINE_S
 
 
 class ReceivingEngine(EngineWeights):
-    """The real `EngineWeights`, over pipes to the workers instead of vLLM's executor, which it stands in for itself."""
+    """The real `EngineWeights`, over pipes to the workers instead of vLLM's executor."""
 
-    def __init__(self, connections: list, replica: int = 0, staging: Staging = "in_place",
+    def __init__(self, members: Sequence[Member], replica: int = 0, staging: Staging = "in_place",
                  dtype: str = "float32") -> None:
-        super().__init__(self, replica, len(connections), dtype, "127.0.0.1", staging)
-        self._connections = connections
-        self._pipes = [Pipe(connection) for connection in connections]
-        self.unfinished = 0
+        piped = PipedEngine(members, replica, dtype, NO_DEADLINE_S)
+        super().__init__(cast(VllmEngine, piped), replica, len(members), dtype, "127.0.0.1", staging)
+        self.members, self.rpc = members, piped.rpc
 
-    async def rpc(self, method: str, *args: Any) -> list:
-        answers = await asyncio.gather(*[pipe.call(method, args) for pipe in self._pipes])
-        for failed, answer in answers:
-            if failed:
-                raise answer
-        return [answer for _, answer in answers]
-
-    async def open_transfer(self, init_info: dict) -> None:
-        await self.rpc("init_weight_transfer_engine", init_info)
-
-    async def update(self, update_info: dict) -> None:
-        await self.rpc("update_weights", update_info)
-
-    async def label_version(self, version: str) -> None:
-        """There is no engine core that would label tokens."""
-
-    async def reset_prefix_cache(self, *, preempt: bool) -> bool:
-        return True
+    def kill(self) -> None:
+        for member in self.members:
+            member._process.kill()
+            member._process.join()
 
 
-@contextmanager
-def worker_processes(count: int) -> Iterator[list]:
-    """Connections to `count` processes that take calls of `_Worker` methods; "build" must be the first."""
-    with processes_of([(_Rebuilt, ())] * count) as made:
-        yield [connection for connection, _ in made]
-
-
-class _Rebuilt:
-    """A worker, built again for each case: vLLM is imported once a process."""
+class RebuiltWorker:
+    """A worker in a process of its own, built again for each case: vLLM is imported once a process. "build" must be the
+    first call."""
 
     def __init__(self) -> None:
+        import torch
+
         from launch import envvars
         from tests.rollout.engines import run_config
 
+        torch.set_num_threads(1)
         envvars.set_for_this_process(envvars.environment("rollout", "cpu", run_config(Path("unused")), job="tests"))
         self._worker = None
 

@@ -14,6 +14,7 @@ from launch.model.hf_config import from_hf_config
 from megatron_rl.layouts.digest import add
 from megatron_rl.layouts.hf_read import CheckpointReader
 from megatron_rl.layouts.megatron import canonical_tensors
+from megatron_rl.sync_bench.members import together
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.protocol import EngineState, Staging
 from tests.tiny_models import make_tiny
@@ -48,7 +49,7 @@ class World:
 
     async def train_to(self, which: int) -> None:
         await asyncio.gather(*[source.call("load", str(self.folders[which])) for source in self.sources
-                               if source.process.is_alive()])
+                               if source.member._process.is_alive()])
 
     async def received(self) -> Counter:
         """(sender, receiver) -> bytes that came over their connections since these were made, as the kernel counts."""
@@ -68,7 +69,7 @@ class World:
         for engine in engines or self.engines:
             assert (engine.state, engine.version) == (EngineState.SERVING, version)
             engine.check_serving()
-            assert await engine.rpc("differences", self.truth[which]) == [[]] * len(engine._connections)
+            assert await engine.rpc("differences", self.truth[which]) == [[]] * len(engine.members)
             statuses = await engine.rpc("sync_status")
             assert [add(*(digest for _, digest in status["digests"])) for status in statuses] == (
                 await engine.rpc("digest"))
@@ -86,10 +87,8 @@ def world(folders: Sequence[Path], route: Kind, engines: int, *, tp: int = 1, tr
     a = from_hf_config(folders[0])
     with (source_ranks(folders[0], training_plan(a, **(trainer or {}))) as sources,
           plain_engines(a, engines, tp, staging=staging) as made):
-        for connection in (*(source.connection for source in sources),
-                           *(each for engine in made for each in engine._connections)):
-            connection.send(("ready", ()))              # starting does not count against a sync's deadlines
-            assert connection.recv() == (False, True)
+        members = [*(source.member for source in sources), *(each for engine in made for each in engine.members)]
+        asyncio.run(together(each.call("ready") for each in members))   # starting has deadlines of its own
         one = World(folders, sources, made, route, seats, timeout_s)
         try:
             yield one

@@ -2,67 +2,55 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from launch.model.hf_config import from_hf_config
 from launch.plan.plan import TrainingPlan
+from megatron_rl.layouts.step_folder import Exported, Part
+from megatron_rl.sync_bench.members import Member
+from megatron_rl.sync_bench.world import PipedTrainer
 from megatron_rl.weight_sync.coordinator import Endpoint
 from tests.ranks import free_port
-from tests.weight_sync.members import Pipe, processes_of
+from tests.weight_sync.members import NO_DEADLINE_S, Observed, processes_of
 
 
-class SourceRank:
-    """A coordinator's handle of one source process."""
+class SourceRank(PipedTrainer):
+    """A coordinator's handle of the process of one training rank."""
 
-    def __init__(self, connection: Any, process: multiprocessing.process.BaseProcess) -> None:
-        self.connection, self.process, self._pipe = connection, process, Pipe(connection)
+    def __init__(self, member: Member) -> None:
+        super().__init__(member, NO_DEADLINE_S)
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Run a method of `_Source` in the process and return its answer, or raise its exception."""
-        failed, answer = await self._pipe.call(method, args)
-        if failed:
-            raise answer
-        return answer
+    def call(self, method: str, *args: Any) -> Awaitable[Any]:
+        """Run a method in the process and return its answer. Raises MemberError."""
+        return self.member.call(method, *args, timeout_s=NO_DEADLINE_S)
 
-    def sync_describe(self):
-        return self.call("sync_describe")
-
-    def sync_open(self, part):
-        return self.call("sync_open", part)
-
-    def sync_send(self, epoch):
-        return self.call("sync_send", epoch)
-
-    def sync_discard(self, epoch, reason):
-        return self.call("sync_discard", epoch, reason)
-
-    def export(self, folder, part):
+    def export(self, folder: str, part: Part) -> Awaitable[Exported]:
         return self.call("export", folder, part)
 
 
 @contextmanager
 def source_ranks(folder: Path, training: TrainingPlan, dtype: str = "float32") -> Iterator[list[SourceRank]]:
     """One process a rank of `training`, each holding its share of the model in `folder`."""
-    makers = [(_Source, (str(folder), training, rank, dtype)) for rank in range(training.world_size)]
-    with processes_of(makers) as made:
-        yield [SourceRank(connection, process) for connection, process in made]
+    each = [(str(folder), training, rank, dtype) for rank in range(training.world_size)]
+    with processes_of("tests.weight_sync.sources:SourceProcess", each) as made:
+        yield list(map(SourceRank, made))
 
 
 def endpoints(world: int) -> list[Endpoint]:
     return [Endpoint("127.0.0.1", free_port()) for _ in range(world)]
 
 
-class _Source:
+class SourceProcess(Observed):
     def __init__(self, folder: str, training: TrainingPlan, rank: int, dtype: str) -> None:
         import torch
 
         from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
         from megatron_rl.weight_sync.ends.sender import WeightSender
 
+        torch.set_num_threads(1)
         self.folder, self.training, self.rank = folder, training, rank
         architecture = from_hf_config(Path(folder))
         self.canonical = canonical_tensors(architecture)
@@ -83,19 +71,6 @@ class _Source:
         with CheckpointReader(folder) as reader:
             load_layout(reader, self.canonical, self.layouts, self.parameters)
 
-    def ready(self) -> bool:
-        return True
-
-    def connections(self) -> list:
-        from tests.weight_sync.sockets import connections
-
-        return connections()
-
-    def without_tags(self) -> None:
-        from tests.weight_sync.strikes import without_tags
-
-        without_tags()
-
     def export(self, folder: str, part: str):
         import torch
 
@@ -104,11 +79,6 @@ class _Source:
         exporter = Exporter(folder, self.canonical, torch.float32)
         return export_part(exporter, part, self.folder, from_hf_config(Path(self.folder)), self.training, self.rank,
                            "local", self.parameters)
-
-    def strike(self, *args: Any) -> None:
-        from tests.weight_sync.strikes import strike
-
-        strike(*args)
 
     def set_fault(self, fault: str | None) -> None:
         """What goes wrong in the next sends: "flip" one bit of the wire, "swap" two rows of it, "stale" epoch."""

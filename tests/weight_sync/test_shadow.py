@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.weight_sync.ends.worker import SwapError, WorkerSync
 from megatron_rl.weight_sync.protocol import EngineState, NotServing, SyncError
-from tests.weight_sync.plain import PlainEngine
+from tests.weight_sync.receivers import ReceivingEngine
 from tests.weight_sync.routed import World, two_checkpoints, world
 
 
@@ -28,17 +28,17 @@ async def _at_version_0(one: World) -> None:
     await one.train_to(1)
 
 
-async def _receiving(engine: PlainEngine) -> None:
+async def _receiving(engine: ReceivingEngine) -> None:
     while not all(status.get("running") for status in await engine.rpc("sync_status")):
         await asyncio.sleep(0.01)
 
 
 async def _assert_served_and_whole(one: World, which: int, version: int,
-                                   engines: Sequence[PlainEngine] = ()) -> None:
+                                   engines: Sequence[ReceivingEngine] = ()) -> None:
     for engine in engines or one.engines:
         engine.check_serving()
         assert engine.version == version
-        assert await engine.rpc("differences", one.truth[which]) == [[]] * len(engine.processes)
+        assert await engine.rpc("differences", one.truth[which]) == [[]] * len(engine.members)
 
 
 def test_what_was_not_received_whole_is_never_swapped_in():

@@ -170,8 +170,8 @@ def test_a_version_never_goes_back(world):
 
 def test_a_source_that_died_is_named(world):
     """The last test of this engine: one source process ends, the sync fails within its deadline."""
-    world.sources[3].process.kill()
-    world.sources[3].process.join()
+    world.sources[3].member._process.kill()
+    world.sources[3].member._process.join()
     with pytest.raises(SyncError, match="trainer rank 3"):
         world.sync()
     with pytest.raises(NotServing):

@@ -12,11 +12,13 @@ import torch
 from launch.model.hf_config import from_hf_config
 from megatron_rl.layouts.digest import add
 from megatron_rl.layouts.megatron import canonical_tensors
+from megatron_rl.sync_bench.members import together
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.protocol import EngineState, SyncError
 from tests.patience import patient
 from tests.tiny_models import make_tiny
-from tests.weight_sync.receivers import ReceivingEngine, worker_processes
+from tests.weight_sync.members import processes_of
+from tests.weight_sync.receivers import ReceivingEngine
 from tests.weight_sync.sources import endpoints, source_ranks
 from tests.weight_sync.worlds import training_plan
 
@@ -40,49 +42,47 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def connections():
-    with worker_processes(4) as connections:
-        yield connections
+def members():
+    with processes_of("tests.weight_sync.receivers:RebuiltWorker", [()] * 4) as members:
+        yield members
 
 
 @pytest.mark.parametrize("key, tp, pp, rollout_tp", CASES)
-def test_live_parameters_are_what_vllm_loads_itself(folders, connections, key, tp, pp, rollout_tp):
+def test_live_parameters_are_what_vllm_loads_itself(folders, members, key, tp, pp, rollout_tp):
     """Bit for bit, padding included, at version 0 and again after every source's weights changed."""
     first, second = folders[key]
     a = from_hf_config(first)
     with source_ranks(first, training_plan(a, tp, pp)) as sources:
-        asyncio.run(_sync_twice(sources, connections[:rollout_tp], a, first, second))
+        asyncio.run(_sync_twice(sources, members[:rollout_tp], a, first, second))
 
 
 @pytest.mark.parametrize("route", ["chain", "tree"])
-def test_engines_that_pass_buckets_on_hold_what_vllm_loads_itself(folders, connections, route):
+def test_engines_that_pass_buckets_on_hold_what_vllm_loads_itself(folders, members, route):
     """Four engines of TP 1 behind a trainer of TP2 x PP2, each running the plug-in over vLLM's model."""
     first, second = folders["two KV heads"]
     a = from_hf_config(first)
     with source_ranks(first, training_plan(a, 2, 2)) as sources:
-        asyncio.run(_sync_twice(sources, connections, a, first, second, route, engines=4))
+        asyncio.run(_sync_twice(sources, members, a, first, second, route, engines=4))
 
 
-def test_what_is_swapped_in_is_what_vllm_loads_itself(folders, connections):
+def test_what_is_swapped_in_is_what_vllm_loads_itself(folders, members):
     """Received into a second copy, at TP 2: tied embeddings and a padded vocabulary."""
     first, second = folders["four KV heads"]
     a = from_hf_config(first)
     with source_ranks(first, training_plan(a, 1, 2)) as sources:
-        asyncio.run(_sync_twice(sources, connections[:2], a, first, second, staging="shadow"))
+        asyncio.run(_sync_twice(sources, members[:2], a, first, second, staging="shadow"))
 
 
-def test_quantised_engines_hold_what_vllm_quantises_itself(tmp_path, connections):
+def test_quantised_engines_hold_what_vllm_quantises_itself(tmp_path, members):
     """A bf16 trainer, an engine of TP2 in `fp8_per_channel`: three syncs, damage, and a layer that cannot be quantised;
     with either staging."""
     folders = [make_tiny(tmp_path / str(seed), "qwen2", seed, vocab_size=321, dtype=torch.bfloat16) for seed in (0, 1)]
     a = from_hf_config(folders[0])
 
     async def story(sources, staging) -> None:
-        for worker, connection in enumerate(connections[:2]):
-            connection.send(("build", (str(folders[0]), 2, worker, staging, "fp8_per_channel")))
-        for failed, error in [connection.recv() for connection in connections[:2]]:
-            assert not failed, error
-        engine = ReceivingEngine(connections[:2], 0, staging, "bfloat16")
+        await together(member.call("build", str(folders[0]), 2, worker, staging, "fp8_per_channel")
+                       for worker, member in enumerate(members[:2]))
+        engine = ReceivingEngine(members[:2], 0, staging, "bfloat16")
         coordinator = SyncCoordinator(sources, [engine], endpoints(len(sources)), canonical_tensors(a), backend="gloo",
                                       bucket_bytes=30_000, timeout_s=patient(30), address="127.0.0.1")
 
@@ -139,13 +139,11 @@ def _matrices(a) -> list:
     return [(each.name, each.shape) for each in canonical_tensors(a) if each.name.endswith("_proj.weight")]
 
 
-async def _sync_twice(sources, connections, a, first, second, route="direct", engines=1, staging="in_place") -> None:
-    tp = len(connections) // engines
-    for number, connection in enumerate(connections):
-        connection.send(("build", (str(first), tp, number % tp, staging)))
-    for failed, error in [connection.recv() for connection in connections]:
-        assert not failed, error
-    made = [ReceivingEngine(connections[replica * tp:(replica + 1) * tp], replica, staging)
+async def _sync_twice(sources, members, a, first, second, route="direct", engines=1, staging="in_place") -> None:
+    tp = len(members) // engines
+    await together(member.call("build", str(first), tp, number % tp, staging)
+                   for number, member in enumerate(members))
+    made = [ReceivingEngine(members[replica * tp:(replica + 1) * tp], replica, staging)
             for replica in range(engines)]
     coordinator = SyncCoordinator(sources, made, endpoints(len(sources)), canonical_tensors(a), backend="gloo",
                                   bucket_bytes=30_000, timeout_s=patient(30), route=route, address="127.0.0.1")

@@ -12,38 +12,22 @@ from typing import Any
 from launch.config.resolved import ResolvedConfig
 from tests.ranks import Rank, free_port
 from tests.trainer.harness import make_plan
-from tests.weight_sync.members import Pipe, processes_of
+from tests.weight_sync.members import processes_of
+from tests.weight_sync.sources import SourceRank
 
 PWRITE = os.pwrite
 
 
-class TrainerRank:
-    """A handle of one rank."""
-
-    def __init__(self, connection: Any) -> None:
-        self._pipe = Pipe(connection)
-
-    async def call(self, method: str, *args: Any) -> Any:
-        """Run a method of `_Trainer` in the process and return its answer, or raise its exception."""
-        failed, answer = await self._pipe.call(method, args)
-        if failed:
-            raise answer
-        return answer
-
-    def export(self, folder: str, part: str):
-        return self.call("export", folder, part)
-
-
 @contextmanager
-def trainer_ranks(config: ResolvedConfig) -> Iterator[list[TrainerRank]]:
+def trainer_ranks(config: ResolvedConfig) -> Iterator[list[SourceRank]]:
     """The ranks of a configuration's plan, with the initial weights of its model."""
     world, port = make_plan(config).training.world_size, free_port()
-    makers = [(_Trainer, (config, Rank(rank, world, "127.0.0.1", port, 60.0))) for rank in range(world)]
-    with processes_of(makers) as made:
-        yield [TrainerRank(connection) for connection, _ in made]
+    each = [(config, Rank(rank, world, "127.0.0.1", port, 60.0)) for rank in range(world)]
+    with processes_of("tests.weight_sync.trainers:TrainerProcess", each) as made:
+        yield list(map(SourceRank, made))
 
 
-class _Trainer:
+class TrainerProcess:
     def __init__(self, config: ResolvedConfig, rank: Rank) -> None:
         from tests.trainer.runs import start
 
