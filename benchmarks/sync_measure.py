@@ -148,7 +148,7 @@ async def _open_baselines(setup: Setup, world: World) -> None:
     meeting = sync_baselines.Meeting(address, ports.lane(100), len(givers), timeout_s)
     calls = []
     for rank, trainer in enumerate(world.trainers):
-        edges = gathered.edges if rank == 0 else gathered.from_rank(rank)
+        edges = [edge for edge in gathered.edges if rank in (0, edge.rank)]
         member = givers.index(rank) if rank in givers and len(givers) > 1 else None
         calls.append(trainer.member.call("gather_open", meeting, member, edges, canonical, timeout_s=2 * timeout_s))
     await together(calls)

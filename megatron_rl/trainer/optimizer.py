@@ -17,7 +17,6 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer import TransformerConfig
 
 from launch.config.resolved import ResolvedConfig, ResolvedTrainer
-from launch.config.schema import Optimizer as OptimizerSection
 from launch.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -85,8 +84,13 @@ class PolicyOptimizer:
         if not model_config.calculate_per_token_loss:
             raise ValueError("TransformerConfig.calculate_per_token_loss must be set before DDP is built: "
                              "without it DDP divides gradients by the data parallel size")
-        self.chunks = _wrap(chunks, model_config, trainer.distributed_optimizer)
-        self.megatron = _build(self.chunks, trainer)
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=trainer.distributed_optimizer,
+                                            grad_reduce_in_fp32=True, overlap_grad_reduce=False,
+                                            overlap_param_gather=False)
+        self.chunks = [DistributedDataParallel(model_config, ddp, chunk) for chunk in chunks]
+        self.megatron = get_megatron_optimizer(_optimizer_config(trainer), self.chunks)
+        for part in self.parts:
+            _allocate_adam_state(part)
         self.schedule = schedule
         self.updates = 0
         self.skipped_in_a_row = 0
@@ -96,7 +100,7 @@ class PolicyOptimizer:
     @property
     def parts(self) -> list[MegatronOptimizer]:
         """Megatron's optimizers behind the chain. A dense model has one."""
-        return _parts(self.megatron)
+        return getattr(self.megatron, "chained_optimizers", [self.megatron])
 
     def zero_grad(self) -> None:
         """Clear all gradients. Call this before each forward-backward pass."""
@@ -148,30 +152,13 @@ class PolicyOptimizer:
         return StepResult(False, norm, rate)
 
 
-def _wrap(chunks: list[torch.nn.Module], model_config: TransformerConfig,
-          distributed_optimizer: bool) -> list[DistributedDataParallel]:
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed_optimizer, grad_reduce_in_fp32=True,
-                                        overlap_grad_reduce=False, overlap_param_gather=False)
-    return [DistributedDataParallel(model_config, ddp, chunk) for chunk in chunks]
-
-
-def _build(chunks: list[DistributedDataParallel], trainer: ResolvedTrainer) -> MegatronOptimizer:
-    section: OptimizerSection = trainer.optimizer
-    bf16 = trainer.dtype == "bf16"
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam", lr=section.lr, min_lr=section.min_lr, weight_decay=section.weight_decay,
-            adam_beta1=section.beta1, adam_beta2=section.beta2, adam_eps=section.eps, clip_grad=section.clip_grad,
-            bf16=bf16, params_dtype=torch.bfloat16 if bf16 else torch.float32,
-            use_distributed_optimizer=trainer.distributed_optimizer),
-        chunks)
-    for part in _parts(optimizer):
-        _allocate_adam_state(part)
-    return optimizer
-
-
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
+def _optimizer_config(trainer: ResolvedTrainer) -> OptimizerConfig:
+    section, bf16 = trainer.optimizer, trainer.dtype == "bf16"
+    return OptimizerConfig(
+        optimizer="adam", lr=section.lr, min_lr=section.min_lr, weight_decay=section.weight_decay,
+        adam_beta1=section.beta1, adam_beta2=section.beta2, adam_eps=section.eps, clip_grad=section.clip_grad,
+        bf16=bf16, params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=trainer.distributed_optimizer)
 
 
 def _allocate_adam_state(optimizer: MegatronOptimizer) -> None:

@@ -222,7 +222,7 @@ class SyncCoordinator:
         sent, received = await self._transfer(epoch, deadline)
         marks.append(time.monotonic())
 
-        compare_digests(manifest.bytes_per_edge().keys(), sent, received)
+        compare_digests([edge.key for edge in manifest.edges], sent, received)
         marks.append(time.monotonic())
 
         # COMMIT has its own deadline, so that a slow transfer does not fail because of what follows it.

@@ -1,4 +1,4 @@
-"""Megatron's layouts against Megatron's own model, an independent sharding, mbridge, and the known mapping traps."""
+"""Megatron's layouts against Megatron's own model, an independent sharding and mbridge."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from launch.model.architecture import Architecture
 from launch.model.hf_config import from_hf_dict
 from launch.plan.plan import TrainingPlan
 from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
-from megatron_rl.layouts.tiles import Tile, tile_view
+from megatron_rl.layouts.tiles import tile_view
 from megatron_rl.models import tiny
 from megatron_rl.models.tiny import tiny_config
 from tests.ranks import Rank, run_ranks
@@ -206,56 +206,6 @@ def test_what_megatron_has_no_place_for_is_refused():
     a = architecture(all_biases=True)
     with pytest.raises(ValueError, match="no place for down_bias, gate_bias"):
         megatron_layout(a, training_plan(a), 0, "local")
-
-
-# Traps of public bug reports, each with the smallest case that shows it.
-
-def rows_of(layouts, name: str) -> list[tuple[str, int, int]]:
-    (layout,) = [layout for layout in layouts if layout.name.endswith(name)]
-    return [(tile.tensor.split(".")[-2], tile.start[0], tile.shape[0]) for tile in layout.tiles]
-
-
-@pytest.mark.parametrize("kind", ["weight", "bias"])
-def test_qkv_rows_go_by_query_group_not_by_projection(kind):
-    a = architecture(heads=4, kv_heads=2, head_dim=3)
-    layouts = megatron_layout(a, training_plan(a), 0, "local")
-    assert rows_of(layouts, f"layers.0.self_attention.linear_qkv.{kind}") == [
-        ("q_proj", 0, 6), ("k_proj", 0, 3), ("v_proj", 0, 3), ("q_proj", 6, 6), ("k_proj", 3, 3), ("v_proj", 3, 3)]
-
-
-def test_head_dim_may_differ_from_hidden_over_heads():
-    a = architecture(hidden=7, heads=4, kv_heads=2, head_dim=5)
-    shapes = {layout.name: layout.shape for layout in megatron_layout(a, training_plan(a, tp=2), 0, "local")}
-    assert shapes["chunk0.decoder.layers.0.self_attention.linear_qkv.weight"] == (20, 7)
-    assert shapes["chunk0.decoder.layers.0.self_attention.linear_proj.weight"] == (7, 10)
-
-
-def test_gate_comes_first_and_each_rank_holds_its_slice_of_both_halves():
-    a = architecture(ffn=20)
-    layouts = megatron_layout(a, training_plan(a, tp=4), 2, "local")
-    assert rows_of(layouts, "layers.0.mlp.linear_fc1.weight") == [("gate_proj", 10, 5), ("up_proj", 10, 5)]
-
-
-def test_padded_vocabulary_rows_are_in_no_tile():
-    a = architecture(vocab=301)
-    training = training_plan(a, tp=2)             # 512 padded rows, 256 a rank
-    held = [megatron_layout(a, training, rank, "local")[0] for rank in range(2)]
-    assert [layout.shape[0] for layout in held] == [256, 256]
-    assert [layout.tiles[0].shape[0] for layout in held] == [256, 45]
-    assert held[1].padding == (256 - 45) * a.hidden
-    nothing = megatron_layout(a, training_plan(a, tp=4), 3, "local")[0]   # 1024 over 4: rank 3 holds only padding
-    assert nothing.tiles == () and nothing.shape == (128, a.hidden)
-
-
-def test_tied_embeddings_have_a_second_copy_on_the_last_stage_only():
-    a = architecture(tied=True, layers=4)
-    training = training_plan(a, pp=2, vpp=2)
-    names = [[layout.name for layout in megatron_layout(a, training, rank, "local")] for rank in range(2)]
-    assert "chunk1.output_layer.weight" not in names[0] and "chunk1.output_layer.weight" in names[1]
-    (head,) = [x for x in megatron_layout(a, training, 1, "local") if x.name == "chunk1.output_layer.weight"]
-    assert head.tiles == (Tile("model.embed_tokens.weight", (0, 0), (301, 7), (7, 1), 0),)
-    alone = [layout.name for layout in megatron_layout(a, training_plan(a), 0, "local")]
-    assert not any("output_layer" in name for name in alone)
 
 
 def test_layers_are_numbered_from_zero_in_every_chunk_and_stages_may_be_uneven():

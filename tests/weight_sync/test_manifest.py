@@ -71,13 +71,13 @@ def test_any_trainer_layout_arrives_in_any_rollout_layout(world, bucket_bytes, r
         received = rollout[d.replica, d.worker]
         for name, truth in expected[d.replica, d.worker].items():
             assert torch.equal(received[name], truth), name
-        edges = manifest.to_worker(d.replica, d.worker)
+        edges = [edge for edge in manifest.edges if (edge.replica, edge.worker) == (d.replica, d.worker)]
         sent = [digest_tiles(trainer[edge.rank][copy.source], [copy.source_tile])
                 for edge in edges for bucket in edge.buckets for copy in bucket.copies]
         assert add(*sent) == digest_layouts(d.layouts, received)
         payload = sum(tile.numel for layout in d.layouts for tile in layout.tiles) * 4
         assert sum(edge.nbytes for edge in edges) == payload, "padding or duplicates travel"
-    assert manifest.total_bytes == sum(manifest.bytes_per_edge().values())
+    assert manifest.total_bytes == sum(edge.nbytes for edge in manifest.edges)
 
 
 def test_replicas_share_the_engines_and_tied_embeddings_travel_from_the_first_stage():
@@ -91,7 +91,7 @@ def test_replicas_share_the_engines_and_tied_embeddings_travel_from_the_first_st
                for edge in manifest.edges}
     assert all(name != "chunk0.output_layer.weight" for names in senders.values() for name in names)
     assert sorted(senders) == list(range(16)), "a replica sends nothing"
-    sent = {rank: sum(edge.nbytes for edge in manifest.from_rank(rank)) for rank in senders}
+    sent = {rank: sum(edge.nbytes for edge in manifest.edges if edge.rank == rank) for rank in senders}
     for replica in range(1, 4):
         for tp in range(2):
             for pp in range(2):

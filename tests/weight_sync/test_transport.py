@@ -28,43 +28,6 @@ def _joined(spec: LaneSpec, rank: int, timeout_s: float = 20, turns: dict | None
     return open_lane(spec, rank, Deadline(timeout_s), links)
 
 
-def _exchange(rank: Rank, port: int) -> list[int]:
-    lane = _joined(_spec(port), rank.rank)
-    deadline = Deadline(20)
-    if rank.rank == 0:
-        sent = [(torch.full((size,), peer, dtype=torch.uint8), peer) for size in (1, 1 << 20) for peer in (1, 2)]
-        for pending in [lane.send(peer - 1, buffer, peer) for buffer, peer in sent]:
-            pending.wait(deadline)
-        return []
-    buffers = [torch.zeros(size, dtype=torch.uint8) for size in (1, 1 << 20)]
-    for pending in [lane.receive(rank.rank - 1, buffer, 0) for buffer in buffers]:
-        pending.wait(deadline)
-    return [int(value) for buffer in buffers for value in (buffer.min(), buffer.max())]
-
-
-def test_each_receiver_gets_its_own_bytes_in_order():
-    assert run_ranks(3, _exchange, free_port(), timeout=40) == [[], [1] * 4, [2] * 4]
-
-
-def _two_lanes(rank: Rank, ports: tuple[int, int]) -> int:
-    """Ranks 0 and 1 are sources of a lane each, rank 2 receives from both at once, on lanes opened in one order."""
-    specs = [_spec(ports[source], source, ("engine 0 worker 0",)) for source in (0, 1)]
-    if rank.rank < 2:
-        lane = _joined(specs[rank.rank], 0)
-        lane.send(0, torch.full((1000,), 10 + rank.rank, dtype=torch.uint8), 1).wait(Deadline(20))
-        return 0
-    lanes = [_joined(spec, 1) for spec in specs]
-    buffers = [torch.zeros(1000, dtype=torch.uint8) for _ in lanes]
-    for pending in [lane.receive(0, buffer, 0) for lane, buffer in zip(lanes, buffers, strict=True)]:
-        pending.wait(Deadline(20))
-    return [int(buffer.unique()) for buffer in buffers]
-
-
-def test_a_worker_receives_on_several_lanes_at_once():
-    """vime#329: an engine that keeps one communicator hangs at the second source."""
-    assert run_ranks(3, _two_lanes, (free_port(), free_port()), timeout=40)[2] == [10, 11]
-
-
 def _one_stays_away(rank: Rank, port: int) -> str:
     if rank.rank == 2:
         return ""

@@ -80,9 +80,6 @@ class SyncManifest:
                 copy.nbytes for bucket in stream.buckets for copy in bucket.copies if copy.destination in names))
         return sum(counted[id(stream.buckets)] * len(stream.hops) for stream in self.streams)
 
-    def bytes_per_edge(self) -> dict[EdgeKey, int]:
-        return {edge.key: edge.nbytes for edge in self.edges}
-
     def bytes_per_hop(self) -> dict[Pair, int]:
         """(training rank or forwarding engine rank, receiver) -> bytes between the two."""
         sent: dict[Pair, int] = defaultdict(int)
@@ -90,14 +87,6 @@ class SyncManifest:
             for pair in stream.pairs:
                 sent[pair] += stream.nbytes
         return dict(sent)
-
-    def from_rank(self, rank: int) -> tuple[Edge, ...]:
-        """The edges that start at a training rank."""
-        return tuple(edge for edge in self.edges if edge.rank == rank)
-
-    def to_worker(self, replica: int, worker: int) -> tuple[Edge, ...]:
-        """The edges that end at a rollout worker."""
-        return tuple(edge for edge in self.edges if (edge.replica, edge.worker) == (replica, worker))
 
     @cached_property
     def outlines(self) -> tuple[Stream, ...]:
