@@ -33,7 +33,8 @@ MODULUS = 1 << 64
 OFFSET = (1 << 40) + 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _COLUMN_SEED = 0x5851F42D4C957F2D
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+"""Bytes of an element -> the integer type that shows its bits."""
 _CHUNK_ELEMENTS = {"cpu": 1 << 18}
 _CHUNK_ELEMENTS_DEVICE = 1 << 22
 
@@ -62,9 +63,9 @@ def add(*digests: int) -> int:
 
 
 def _digest(parameter: Tensor, tiles: Iterable[Tile]) -> Tensor:
-    if parameter.element_size() not in _BITS:
+    if parameter.element_size() not in BITS:
         raise TypeError(f"no digest for elements of {parameter.dtype}: an element must have 1, 2 or 4 bytes")
-    bits = parameter.detach().view(_BITS[parameter.element_size()])
+    bits = parameter.detach().view(BITS[parameter.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=parameter.device)
     for tile in tiles:
         if tile.numel:

@@ -13,18 +13,16 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from launch.errors import UserError
 from megatron_rl.layouts import step_folder
-from megatron_rl.layouts.digest import add, digest_tiles
+from megatron_rl.layouts.digest import BITS, add, digest_tiles
 from megatron_rl.layouts.hf_read import CheckpointReader
 from megatron_rl.layouts.tiles import ParamLayout, Tile, contiguous_stride, tile_view
 
 AT_ONCE = 1 << 24
 """Number of elements read at once."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def digests_of_files(folder: Path, names: Iterable[str]) -> dict[str, int]:
@@ -103,7 +101,7 @@ def read_tiles(parameters: Mapping[str, Tensor], layouts: Iterable[ParamLayout],
 def _difference(live: Tensor, stored: Tensor, what: str) -> list[str]:
     if live.dtype != stored.dtype:
         return [f"{what}: {live.dtype} in the engine, {stored.dtype} on disk"]
-    bits = _BITS[live.element_size()]
+    bits = BITS[live.element_size()]
     wrong = int((live.cpu().contiguous().view(bits) != stored.contiguous().view(bits)).sum())
     return [f"{what}: {wrong:,} of {stored.numel():,} elements differ"] if wrong else []
 

@@ -9,11 +9,10 @@ import torch
 
 from launch.model.architecture import Architecture
 from launch.plan.plan import TrainingPlan
+from megatron_rl.layouts.digest import BITS
 from megatron_rl.layouts.megatron import megatron_layout
 from megatron_rl.layouts.tiles import ParamLayout, Tile, tile_view
 from megatron_rl.weight_sync.ends.sender import WeightSender
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 class TrainerRank:
@@ -39,7 +38,7 @@ class TrainerRank:
 def fill(layouts: Iterable[ParamLayout], parameters: Mapping[str, torch.Tensor], version: int) -> None:
     """Fill with bit patterns that depend on tensor, row, column and version."""
     for layout in layouts:
-        bits = parameters[layout.name].view(_BITS[parameters[layout.name].element_size()])
+        bits = parameters[layout.name].view(BITS[parameters[layout.name].element_size()])
         for tile in layout.tiles:
             tile_view(bits, tile).copy_(_pattern(tile, bits.dtype, version))
 

@@ -362,12 +362,5 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("announced", [True, False], ids=["free-space-known", "free-space-hidden-by-quota"])
-def test_full_disk_keeps_the_last_good_checkpoint(llama, small_disk, announced) -> None:
-    function = _until_full if announced else _until_full_unannounced
-    _assert_disk_full_was_told(run_ranks(2, function, config_of(llama, tp=2), small_disk, None), small_disk)
-
-
-def _until_full_unannounced(rank: Rank, config, root: Path, limit: None):
-    files.refuse_too_small = lambda partial, needed: None
-    return _until_full(rank, config, root, limit)
+def test_a_disk_with_too_little_room_is_told_before_anything_is_written(llama, small_disk) -> None:
+    _assert_disk_full_was_told(run_ranks(2, _until_full, config_of(llama, tp=2), small_disk, None), small_disk)
