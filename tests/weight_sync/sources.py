@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from launch.fabric.estimate import Kind
 from launch.model.hf_config import from_hf_config
 from launch.plan.plan import TrainingPlan
+from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
 from megatron_rl.layouts.step_folder import Exported, Part
 from megatron_rl.sync_bench.members import Member
 from megatron_rl.sync_bench.world import PipedTrainer
-from megatron_rl.weight_sync.coordinator import Endpoint
+from megatron_rl.weight_sync.coordinator import Endpoint, SyncCoordinator
+from megatron_rl.weight_sync.protocol import EngineHandle
 from tests.ranks import free_port
 from tests.weight_sync.members import NO_DEADLINE_S, Observed, processes_of
 
@@ -43,11 +46,18 @@ def endpoints(world: int) -> list[Endpoint]:
     return [Endpoint("127.0.0.1", free_port()) for _ in range(world)]
 
 
+def coordinator_of(sources: Sequence[SourceRank], engines: Sequence[EngineHandle], folder: Path, timeout_s: float, *,
+                   bucket_bytes: int = 60_000, route: Kind = "direct") -> SyncCoordinator:
+    """The coordinator of a model's ranks and engines on this machine."""
+    return SyncCoordinator(sources, engines, endpoints(len(sources)), canonical_tensors(from_hf_config(folder)),
+                           backend="gloo", bucket_bytes=bucket_bytes, timeout_s=timeout_s, route=route,
+                           address="127.0.0.1")
+
+
 class SourceProcess(Observed):
     def __init__(self, folder: str, training: TrainingPlan, rank: int, dtype: str) -> None:
         import torch
 
-        from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
         from megatron_rl.weight_sync.ends.sender import WeightSender
 
         torch.set_num_threads(1)

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from launch.model.hf_config import from_hf_config
-from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.vllm_engine import EngineDied
@@ -29,7 +27,7 @@ from tests.rollout.engines import (
     run_plan,
 )
 from tests.weight_sync.routed import two_checkpoints
-from tests.weight_sync.sources import endpoints, source_ranks
+from tests.weight_sync.sources import coordinator_of, source_ranks
 
 PROMPTS, TOKENS = make_prompts(2, length=40), 8
 
@@ -90,9 +88,8 @@ def test_a_source_a_forwarder_and_a_receiver_die_in_the_middle(tmp_path):
 
     async def story(sources, engines: Engines) -> None:
         first, second = [await engines.start(replica) for replica in (0, 1)]
-        coordinator = SyncCoordinator(
-            sources, [first.weights, second.weights], endpoints(2), canonical_tensors(from_hf_config(folders[0])),
-            backend="gloo", bucket_bytes=30_000, timeout_s=patient(60), route="chain", address="127.0.0.1")
+        coordinator = coordinator_of(sources, [first.weights, second.weights], folders[0], patient(60),
+                                     bucket_bytes=30_000, route="chain")
         await coordinator.setup()
         await coordinator.sync(0)
         for source in sources:

@@ -8,16 +8,13 @@ import shutil
 import torch
 from safetensors.torch import load_file
 
-from launch.model.hf_config import from_hf_config
 from megatron_rl.layouts import step_folder as files
 from megatron_rl.layouts.disk_check import digests_of_files
-from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from tests.patience import patient
 from tests.rollout.engines import make_prompts, run_config, run_plan, running_engine
 from tests.tiny_models import make_tiny
-from tests.weight_sync.sources import endpoints, source_ranks
+from tests.weight_sync.sources import coordinator_of, source_ranks
 
 PROMPTS = make_prompts(3, length=40)
 
@@ -36,9 +33,7 @@ def test_answers_are_those_of_an_engine_that_loaded_and_quantised_the_weights_it
             "sync_probe", names)
 
     async def synced(engine, source) -> tuple[list, list]:
-        coordinator = SyncCoordinator(
-            [source], [engine.weights], endpoints(1), canonical_tensors(from_hf_config(folders[0])), backend="gloo",
-            bucket_bytes=60_000, timeout_s=patient(60), address="127.0.0.1")
+        coordinator = coordinator_of([source], [engine.weights], folders[0], patient(60))
         manifest = await coordinator.setup()
         names.extend([*manifest.requantised, *(f"{name}_scale" for name in manifest.requantised),
                       "model.layers.1.self_attn.qkv_proj.bias", "model.norm.weight", "lm_head.weight"])

@@ -6,10 +6,7 @@ import asyncio
 
 import pytest
 
-from launch.model.hf_config import from_hf_config
-from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.protocol import SyncError
 from tests.patience import patient
 from tests.rollout.engines import (
@@ -22,7 +19,7 @@ from tests.rollout.engines import (
     running_engine,
 )
 from tests.tiny_models import make_tiny
-from tests.weight_sync.sources import endpoints, source_ranks
+from tests.weight_sync.sources import coordinator_of, source_ranks
 
 TOKENS = 12
 PROMPTS = make_prompts(3, length=70)
@@ -39,9 +36,7 @@ def test_requests_are_answered_by_the_old_version_until_the_swap_and_by_the_new_
     released = tmp_path / "released"
 
     async def story(engine, source) -> None:
-        coordinator = SyncCoordinator(
-            [source], [engine.weights], endpoints(1), canonical_tensors(from_hf_config(folders[0])), backend="gloo",
-            bucket_bytes=60_000, timeout_s=patient(30), address="127.0.0.1")
+        coordinator = coordinator_of([source], [engine.weights], folders[0], patient(30))
 
         async def generate(tokens: int = TOKENS):
             sampling = Sampling(1, 0.0, tokens)

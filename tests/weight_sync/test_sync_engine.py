@@ -6,15 +6,12 @@ import asyncio
 
 import pytest
 
-from launch.model.hf_config import from_hf_config
-from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.protocol import EngineState, NotServing, SyncError
 from tests.patience import patient
 from tests.rollout.engines import hf_greedy, hf_model, make_prompts, run_config, run_plan, running_engine
 from tests.tiny_models import make_tiny
-from tests.weight_sync.sources import endpoints, source_ranks
+from tests.weight_sync.sources import coordinator_of, source_ranks
 
 GREEDY = Sampling(n=1, temperature=0.0, max_new_tokens=12)
 PROMPTS = make_prompts(4, length=150)
@@ -27,11 +24,8 @@ class _World:
     def __init__(self, runner, engine, sources, folders) -> None:
         self.runner, self.engine, self.sources, self.folders = runner, engine, sources, folders
         self.models = [hf_model(folder) for folder in folders]
-        self.endpoints = endpoints(len(sources))
         self.version = 0
-        self.coordinator = SyncCoordinator(
-            sources, [engine.weights], self.endpoints, canonical_tensors(from_hf_config(folders[0])), backend="gloo",
-            bucket_bytes=60_000, timeout_s=patient(10), address="127.0.0.1")
+        self.coordinator = coordinator_of(sources, [engine.weights], folders[0], patient(10))
 
     def train_to(self, which: int) -> None:
         """Every source takes the weights of checkpoint `which`."""

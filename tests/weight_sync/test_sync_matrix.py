@@ -13,13 +13,12 @@ from launch.model.hf_config import from_hf_config
 from megatron_rl.layouts.digest import add
 from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.sync_bench.members import together
-from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.protocol import EngineState, SyncError
 from tests.patience import patient
 from tests.tiny_models import make_tiny
 from tests.weight_sync.members import processes_of
 from tests.weight_sync.receivers import ReceivingEngine
-from tests.weight_sync.sources import endpoints, source_ranks
+from tests.weight_sync.sources import coordinator_of, source_ranks
 from tests.weight_sync.worlds import training_plan
 
 MODELS = {
@@ -53,7 +52,7 @@ def test_live_parameters_are_what_vllm_loads_itself(folders, members, key, tp, p
     first, second = folders[key]
     a = from_hf_config(first)
     with source_ranks(first, training_plan(a, tp, pp)) as sources:
-        asyncio.run(_sync_twice(sources, members[:rollout_tp], a, first, second))
+        asyncio.run(_sync_twice(sources, members[:rollout_tp], first, second))
 
 
 @pytest.mark.parametrize("route", ["chain", "tree"])
@@ -62,7 +61,7 @@ def test_engines_that_pass_buckets_on_hold_what_vllm_loads_itself(folders, membe
     first, second = folders["two KV heads"]
     a = from_hf_config(first)
     with source_ranks(first, training_plan(a, 2, 2)) as sources:
-        asyncio.run(_sync_twice(sources, members, a, first, second, route, engines=4))
+        asyncio.run(_sync_twice(sources, members, first, second, route, engines=4))
 
 
 def test_what_is_swapped_in_is_what_vllm_loads_itself(folders, members):
@@ -70,7 +69,7 @@ def test_what_is_swapped_in_is_what_vllm_loads_itself(folders, members):
     first, second = folders["four KV heads"]
     a = from_hf_config(first)
     with source_ranks(first, training_plan(a, 1, 2)) as sources:
-        asyncio.run(_sync_twice(sources, members[:2], a, first, second, staging="shadow"))
+        asyncio.run(_sync_twice(sources, members[:2], first, second, staging="shadow"))
 
 
 def test_quantised_engines_hold_what_vllm_quantises_itself(tmp_path, members):
@@ -83,8 +82,7 @@ def test_quantised_engines_hold_what_vllm_quantises_itself(tmp_path, members):
         await together(member.call("build", str(folders[0]), 2, worker, staging, "fp8_per_channel")
                        for worker, member in enumerate(members[:2]))
         engine = ReceivingEngine(members[:2], 0, staging, "bfloat16")
-        coordinator = SyncCoordinator(sources, [engine], endpoints(len(sources)), canonical_tensors(a), backend="gloo",
-                                      bucket_bytes=30_000, timeout_s=patient(30), address="127.0.0.1")
+        coordinator = coordinator_of(sources, [engine], folders[0], patient(30), bucket_bytes=30_000)
 
         async def hold(folder, quantised: bool, others: bool) -> list:
             """Whether the quantised tensors, and all others, are those of a checkpoint; the addresses of all."""
@@ -139,14 +137,13 @@ def _matrices(a) -> list:
     return [(each.name, each.shape) for each in canonical_tensors(a) if each.name.endswith("_proj.weight")]
 
 
-async def _sync_twice(sources, members, a, first, second, route="direct", engines=1, staging="in_place") -> None:
+async def _sync_twice(sources, members, first, second, route="direct", engines=1, staging="in_place") -> None:
     tp = len(members) // engines
     await together(member.call("build", str(first), tp, number % tp, staging)
                    for number, member in enumerate(members))
     made = [ReceivingEngine(members[replica * tp:(replica + 1) * tp], replica, staging)
             for replica in range(engines)]
-    coordinator = SyncCoordinator(sources, made, endpoints(len(sources)), canonical_tensors(a), backend="gloo",
-                                  bucket_bytes=30_000, timeout_s=patient(30), route=route, address="127.0.0.1")
+    coordinator = coordinator_of(sources, made, first, patient(30), bucket_bytes=30_000, route=route)
     manifest = await coordinator.setup()
     assert {(edge.replica, edge.worker) for edge in manifest.edges} == set(product(range(engines), range(tp)))
     assert any(hop.sender for stream in manifest.streams for hop in stream.hops) == (engines > 1)
