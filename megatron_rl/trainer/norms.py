@@ -1,5 +1,5 @@
-"""Norms that Megatron-core 0.16.1 has no place for: of the outputs of attention and MLP, and of a whole query or key
-projection whose heads lie on several TP ranks. On a GPU as on a CPU."""
+"""Norms that Megatron-core 0.16.1 does not have: of the outputs of attention and MLP, and of a whole query or key
+projection whose heads are on several TP ranks. They run on GPUs and CPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BiasDropoutAdd = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tenso
 
 
 class NormThenAdd(torch.nn.Module):
-    """In the place of Megatron's bias-dropout-add: residual + norm(output). There is neither bias nor dropout."""
+    """residual + norm(output), instead of Megatron's bias-dropout-add. There is neither bias nor dropout."""
 
     def __init__(self, norm: ModuleSpec | type, config: TransformerConfig) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class NormThenAdd(torch.nn.Module):
 
 
 class WholeProjectionNorm(torch.nn.Module):
-    """RMSNorm over all heads of a query or key projection, computed in fp32. Each TP rank holds its heads' weights; the
-    sum of squares is taken over the group, whose ranks each see a part of its gradient."""
+    """RMSNorm over all heads of a query or key projection, computed in fp32. Each TP rank holds its heads' weights. The
+    sum of squares is taken over the group, and each rank has a part of its gradient."""
 
     def __init__(self, heads: int, hidden_size: int, config: TransformerConfig, eps: float) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class WholeProjectionNorm(torch.nn.Module):
         return wide.to(x.dtype).view_as(x)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Megatron's way to say that a checkpoint puts the ranks' weights one behind the other."""
+        """Tell Megatron that a checkpoint concatenates the ranks' weights."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
@@ -59,8 +59,8 @@ class WholeProjectionNorm(torch.nn.Module):
 
 
 class _SumOverGroup(torch.autograd.Function):
-    """The sum over a group, and of its gradient: every rank goes on with the sum, in heads of its own. (Megatron's
-    `reduce_from_tensor_model_parallel_region` takes what follows to be the same on all ranks.)"""
+    """The sum over a group, in the forward and in the backward pass. Each rank uses the sum for heads of its own,
+    whereas Megatron's `reduce_from_tensor_model_parallel_region` assumes that all ranks compute the same from it."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
