@@ -8,7 +8,6 @@ order in which groups return.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -43,23 +42,8 @@ def is_flat(rewards_G: np.ndarray) -> bool:
     return bool(np.ptp(rewards_G) <= 1e-9 * max(1.0, float(np.abs(rewards_G).max())))
 
 
-@dataclass(frozen=True)
-class GroupStatistics:
-    """How much the policy can learn from the groups of a batch. Shares are fractions of the number of groups."""
-
-    groups: int
-    zero_variance: float
-    """Share of groups with equal rewards, whose advantages are all 0."""
-    all_right: float
-    """Share of groups in which every reward is at least 1: the prompts are too easy."""
-    all_wrong: float
-    """Share of groups in which no reward is above 0: too hard, or the grader is broken."""
-    mean_std: float
-    """Mean over groups of the standard deviation (n - 1; 0 for a single member)."""
-
-
-def group_statistics(rewards: Sequence[np.ndarray]) -> GroupStatistics:
-    """Compute the statistics of the groups.
+def group_metrics(rewards: Sequence[np.ndarray]) -> dict[str, float]:
+    """How much the policy can learn from the groups, by metric name. `monitor.metrics` says what each one means.
 
     Raises:
         ValueError: there are no groups, a group is empty, or a reward is not finite.
@@ -67,13 +51,13 @@ def group_statistics(rewards: Sequence[np.ndarray]) -> GroupStatistics:
     if not rewards:
         raise ValueError("no groups")
     groups = [_checked(rewards_G) for rewards_G in rewards]
-    return GroupStatistics(
-        groups=len(groups),
-        zero_variance=float(np.mean([is_flat(rewards_G) for rewards_G in groups])),
-        all_right=float(np.mean([rewards_G.min() >= 1.0 for rewards_G in groups])),
-        all_wrong=float(np.mean([rewards_G.max() <= 0.0 for rewards_G in groups])),
-        mean_std=float(np.mean([rewards_G.std(ddof=1) if len(rewards_G) > 1 else 0.0 for rewards_G in groups])),
-    )
+    values = {
+        "group/zero_variance": [is_flat(rewards_G) for rewards_G in groups],
+        "group/all_right": [rewards_G.min() >= 1.0 for rewards_G in groups],
+        "group/all_wrong": [rewards_G.max() <= 0.0 for rewards_G in groups],
+        "group/reward_std": [rewards_G.std(ddof=1) if len(rewards_G) > 1 else 0.0 for rewards_G in groups],
+    }
+    return {name: float(np.mean(of_groups)) for name, of_groups in values.items()}
 
 
 def _checked(rewards_G: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from launch.config.schema import Algorithm
-from megatron_rl.algorithms.advantages import GroupStatistics, group_advantages, group_statistics
+from megatron_rl.algorithms.advantages import group_advantages, group_metrics
 from megatron_rl.algorithms.aggregation import loss_weights
 from megatron_rl.data.batch import Group, PolicyBatch, Trajectory
 
@@ -22,11 +22,10 @@ class BatchStatistics:
     """Statistics of a rollout batch before any update. They cover the finished trajectories of the groups that were
     kept. Lengths are in sampled tokens."""
 
-    groups: GroupStatistics
+    groups: dict[str, float]
+    """See `group_metrics`."""
     dropped: float
     """Share of all groups that were dropped because fewer than two of their trajectories finished."""
-    samples: int
-    """Number of trajectories in the statistics."""
     reward_mean: float
     reward_std: float
     """Over all samples."""
@@ -42,9 +41,7 @@ class BatchStatistics:
         """The statistics by metric name, as in the metric files."""
         return {
             "reward/mean": self.reward_mean, "reward/std": self.reward_std, "reward/max": self.reward_max,
-            "group/zero_variance": self.groups.zero_variance, "group/all_right": self.groups.all_right,
-            "group/all_wrong": self.groups.all_wrong, "group/reward_std": self.groups.mean_std,
-            "group/dropped": self.dropped,
+            **self.groups, "group/dropped": self.dropped,
             "response/length_mean": self.length_mean, "response/length_max": float(self.length_max),
             "response/truncated": self.truncated, "response/masked": self.masked,
         }
@@ -158,9 +155,8 @@ def _statistics(usable: Sequence[_Answers], groups: int, config: Algorithm) -> B
     trajectories = [trajectory for answers in usable for trajectory in answers.trajectories]
     lengths_B = np.array([trajectory.length for trajectory in trajectories])
     return BatchStatistics(
-        groups=group_statistics([answers.rewards_G for answers in usable]),
+        groups=group_metrics([answers.rewards_G for answers in usable]),
         dropped=1.0 - len(usable) / groups,
-        samples=len(trajectories),
         reward_mean=float(rewards_B.mean()),
         reward_std=float(rewards_B.std()),
         reward_max=float(rewards_B.max()),

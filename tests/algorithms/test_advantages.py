@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.advantages import STD_EPSILON, group_advantages, group_statistics
+from megatron_rl.algorithms.advantages import STD_EPSILON, group_advantages, group_metrics
 
 KINDS = ("grpo", "grpo_no_std", "rloo")
 
@@ -60,12 +60,11 @@ def test_properties(rewards_G, scale, shift):
         assert STD_EPSILON == 1e-6
 
 
-def test_statistics():
+def test_metrics_of_groups():
     rewards = [np.array([1.0, 1.0]), np.array([0.0, 0.0]), np.array([0.0, 1.0]), np.array([0.5, 0.5])]
-    statistics = group_statistics(rewards)
-    assert (statistics.groups, statistics.zero_variance) == (4, 0.75)
-    assert (statistics.all_right, statistics.all_wrong) == (0.25, 0.25)
-    assert statistics.mean_std == pytest.approx(np.sqrt(0.5) / 4)
+    assert group_metrics(rewards) == pytest.approx({
+        "group/zero_variance": 0.75, "group/all_right": 0.25, "group/all_wrong": 0.25,
+        "group/reward_std": np.sqrt(0.5) / 4})
 
 
 @pytest.mark.parametrize("bad", [np.array([np.nan, 1.0]), np.array([np.inf, 1.0]), np.array([]), np.ones((2, 2))])

@@ -3,7 +3,6 @@ layout, the packing and the number of micro-batches."""
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import numpy as np
@@ -58,31 +57,26 @@ class Models:
     """Model folders and Hugging Face's answers, each made once."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.folder, self.truth = functools.cache(self._folder), functools.cache(self._truth)
+        self._root = root
+        self._folders: dict[str, Path] = {}
+        self._truths: dict[str, tuple] = {}
 
-    def _folder(self, model: tuple) -> Path:
-        return make_tiny(self.root / str(abs(hash(model))), **{k: _thaw(v) for k, v in model})
+    def folder(self, model: dict) -> Path:
+        key = repr(model)
+        if key not in self._folders:
+            self._folders[key] = make_tiny(self._root / str(len(self._folders)), **model)
+        return self._folders[key]
 
-    def _truth(self, model: tuple, lengths: tuple) -> tuple:
-        return hugging_face(self.folder(model), batch_of(lengths), TEMPERATURE)
+    def truth(self, model: dict, lengths: list) -> tuple:
+        key = repr((model, lengths))
+        if key not in self._truths:
+            self._truths[key] = hugging_face(self.folder(model), batch_of(lengths), TEMPERATURE)
+        return self._truths[key]
 
 
-def batch_of(lengths: tuple) -> PolicyBatch:
+def batch_of(lengths: list) -> PolicyBatch:
     """Of sequences of these lengths, or of groups."""
-    return (make_batch if isinstance(lengths[0], int) else make_groups)(list(lengths), VOCAB)
-
-
-def _lengths(values: list) -> tuple:
-    return tuple(value if isinstance(value, int) else (value[0], tuple(value[1])) for value in values)
-
-
-def _freeze(values: dict) -> tuple:
-    return tuple((k, _freeze(v) if isinstance(v, dict) else v) for k, v in values.items())
-
-
-def _thaw(value):
-    return dict(value) if isinstance(value, tuple) else value
+    return (make_batch if isinstance(lengths[0], int) else make_groups)(lengths, VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -129,11 +123,10 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_log_probs_and_gradients_equal_hugging_face(case: str, models: Models) -> None:
     model, trainer, lengths = CASES[case]
-    model = _freeze(model)
     config = run_config(models.folder(model), **trainer)
     batch = batch_of(lengths)
     results = run_ranks(make_plan(config).training.world_size, _step, config, batch, timeout=60)
-    logprobs_N, loss, gradients = models.truth(model, _lengths(lengths))
+    logprobs_N, loss, gradients = models.truth(model, lengths)
 
     completion_N = batch.sampled_N
     for found_N, metrics, _ in results:
@@ -147,11 +140,11 @@ def test_log_probs_and_gradients_equal_hugging_face(case: str, models: Models) -
 
 @pytest.mark.parametrize("sequence_parallel, lengths", [(True, MIXED), (False, GROUPS)], ids=["sp", "shared"])
 def test_bf16_stays_close_to_fp32(models: Models, sequence_parallel: bool, lengths: list) -> None:
-    model = _freeze({"tie_word_embeddings": True})
+    model = {"tie_word_embeddings": True}
     config = run_config(models.folder(model), tp=2, pp=2, sequence_parallel=sequence_parallel, dtype="bf16")
     batch = batch_of(lengths)
     found_N, metrics, gradients = run_ranks(4, _step, config, batch)[0]
-    logprobs_N, loss, expected = models.truth(model, _lengths(lengths))
+    logprobs_N, loss, expected = models.truth(model, lengths)
     assert np.abs(found_N - logprobs_N)[batch.behaviour_logprobs_N != 0].mean() < 0.03
     assert metrics["train/loss"] == pytest.approx(loss, abs=0.03)
     for name, truth in expected.items():
@@ -160,7 +153,7 @@ def test_bf16_stays_close_to_fp32(models: Models, sequence_parallel: bool, lengt
 
 
 def test_padding_under_a_pipeline_is_bounded(models: Models) -> None:
-    plan = make_plan(run_config(models.folder(()), pp=2))
+    plan = make_plan(run_config(models.folder({}), pp=2))
     even, uneven = make_batch([60] * 8, VOCAB), make_batch([128, 3, 128, 5], VOCAB)
     assert step._padded_length(step.schedule_of(even, plan), even, plan) == 2 * 59
     assert step._padded_length(step.schedule_of(uneven, plan), uneven, plan) is None
@@ -201,7 +194,7 @@ def _rows_of_layers(rank: Rank, config: ResolvedConfig, batch: PolicyBatch) -> d
 @pytest.mark.parametrize("share", ["auto", "off"])
 def test_logits_are_made_for_completions_only_and_a_shared_prompt_once(models: Models, share: str) -> None:
     batch = batch_of(GROUPS)
-    config = run_config(models.folder(()), token_budget=1000, share_prompts=share)
+    config = run_config(models.folder({}), token_budget=1000, share_prompts=share)
     (rows,) = run_ranks(1, _rows_of_layers, config, batch)
     prompts = sum(prompt * (1 if share == "auto" else len(completions)) for prompt, completions in GROUPS)
     completions = [n for _, lengths in GROUPS for n in lengths]
