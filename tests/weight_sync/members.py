@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron_rl.sync_bench.members import Host, Member, Members
+from megatron_rl.sync_bench.members import Host, Member, Members, together
 from tests.ranks import PRELOAD
 from tests.weight_sync import sockets, strikes
 
@@ -20,6 +21,11 @@ def processes_of(kind: str, each: Sequence[tuple]) -> Iterator[list[Member]]:
     with Members(PRELOAD) as members:
         yield [members.start(f"{kind} {number}", Host("here"), kind, *args, variables={"OMP_NUM_THREADS": "1"})
                for number, args in enumerate(each)]
+
+
+def start_all(members: Iterable[Member]) -> None:
+    """Let the members make their objects at the same time. The deadlines of a sync do not cover this."""
+    asyncio.run(together(member.call("ready", timeout_s=NO_DEADLINE_S) for member in members))
 
 
 class Observed:

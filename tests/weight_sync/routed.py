@@ -14,10 +14,10 @@ from launch.model.hf_config import from_hf_config
 from megatron_rl.layouts.digest import add
 from megatron_rl.layouts.hf_read import CheckpointReader
 from megatron_rl.layouts.megatron import canonical_tensors
-from megatron_rl.sync_bench.members import together
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.protocol import EngineState, Staging
 from tests.tiny_models import make_tiny
+from tests.weight_sync.members import start_all
 from tests.weight_sync.plain import plain_engines
 from tests.weight_sync.sockets import received
 from tests.weight_sync.sources import endpoints, source_ranks
@@ -87,8 +87,7 @@ def world(folders: Sequence[Path], route: Kind, engines: int, *, tp: int = 1, tr
     a = from_hf_config(folders[0])
     with (source_ranks(folders[0], training_plan(a, **(trainer or {}))) as sources,
           plain_engines(a, engines, tp, staging=staging) as made):
-        members = [*(source.member for source in sources), *(each for engine in made for each in engine.members)]
-        asyncio.run(together(each.call("ready") for each in members))   # starting has deadlines of its own
+        start_all(member for engine in made for member in engine.members)
         one = World(folders, sources, made, route, seats, timeout_s)
         try:
             yield one

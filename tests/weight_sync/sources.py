@@ -17,7 +17,7 @@ from megatron_rl.sync_bench.world import PipedTrainer
 from megatron_rl.weight_sync.coordinator import Endpoint, SyncCoordinator
 from megatron_rl.weight_sync.protocol import EngineHandle
 from tests.ranks import free_port
-from tests.weight_sync.members import NO_DEADLINE_S, Observed, processes_of
+from tests.weight_sync.members import NO_DEADLINE_S, Observed, processes_of, start_all
 
 
 class SourceRank(PipedTrainer):
@@ -39,6 +39,7 @@ def source_ranks(folder: Path, training: TrainingPlan, dtype: str = "float32") -
     """One process a rank of `training`, each holding its share of the model in `folder`."""
     each = [(str(folder), training, rank, dtype) for rank in range(training.world_size)]
     with processes_of("tests.weight_sync.sources:SourceProcess", each) as made:
+        start_all(made)
         yield list(map(SourceRank, made))
 
 

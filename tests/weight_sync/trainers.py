@@ -12,7 +12,7 @@ from typing import Any
 from launch.config.resolved import ResolvedConfig
 from tests.ranks import Rank, free_port
 from tests.trainer.harness import make_plan
-from tests.weight_sync.members import processes_of
+from tests.weight_sync.members import Observed, processes_of, start_all
 from tests.weight_sync.sources import SourceRank
 
 PWRITE = os.pwrite
@@ -24,10 +24,11 @@ def trainer_ranks(config: ResolvedConfig) -> Iterator[list[SourceRank]]:
     world, port = make_plan(config).training.world_size, free_port()
     each = [(config, Rank(rank, world, "127.0.0.1", port, 60.0)) for rank in range(world)]
     with processes_of("tests.weight_sync.trainers:TrainerProcess", each) as made:
+        start_all(made)
         yield list(map(SourceRank, made))
 
 
-class TrainerProcess:
+class TrainerProcess(Observed):
     def __init__(self, config: ResolvedConfig, rank: Rank) -> None:
         from tests.trainer.runs import start
 
