@@ -42,9 +42,9 @@ test: $(INSTALLED) slurm ## Install, then run all tests
 test-fast: $(INSTALLED) ## Run the tests that start no Ray, no engine and no Slurm: the inner loop (ARGS=tests/planner)
 	$(VENV)/bin/python -m pytest --fast -n $(WORKERS) --dist loadfile $(if $(CI),--color=no) $(ARGS)
 
-lint: $(INSTALLED) ## Run ruff, and mypy against mypy-baseline.txt (ARGS=--shrink takes out what is fixed)
+lint: $(INSTALLED) ## Run ruff and mypy
 	$(VENV)/bin/ruff check
-	$(VENV)/bin/python -m tools.mypy_baseline $(ARGS)
+	$(VENV)/bin/mypy
 
 slurm: ## Install the Slurm that the tests start for themselves (Debian and Ubuntu, as root or with sudo)
 	@tests/install_slurm.sh
