@@ -59,7 +59,7 @@ def shared(value: Value) -> Value:
 
 
 class RemoteTrainer(Handle):
-    """One training rank. It is also a `weight_sync.protocol.TrainerHandle` and a `weight_sync.disk.Writer`."""
+    """One training rank. It is also a `weight_sync.protocol.TrainerHandle` and a `weight_sync.disk.WeightWriter`."""
 
     start = verb(TrainerActor.start)
     load_initial_weights = verb(TrainerActor.load_initial_weights)
