@@ -73,12 +73,14 @@ def read(path: Path) -> list[CarriedGroup]:
         arrays = {name: file[name] for name in file.files}
     ends_B = np.cumsum(arrays["length_B"])
     text_ends_B = np.cumsum(arrays["text_bytes_B"])
-    trajectories = [
-        Trajectory(*(arrays[name][end - length:end]
-                     for name in ("token_ids_N", "sampled_N", "logprobs_N", "weight_versions_N")),
-                   FINISH_REASONS[finish], bytes(arrays["text"][text_end - nbytes:text_end]).decode())
-        for length, end, finish, nbytes, text_end in zip(
-            arrays["length_B"], ends_B, arrays["finish_B"], arrays["text_bytes_B"], text_ends_B, strict=True)]
+    trajectories = []
+    for length, end, finish, nbytes, text_end in zip(
+            arrays["length_B"], ends_B, arrays["finish_B"], arrays["text_bytes_B"], text_ends_B, strict=True):
+        here = slice(end - length, end)
+        trajectories.append(Trajectory(
+            arrays["token_ids_N"][here], arrays["sampled_N"][here], arrays["logprobs_N"][here],
+            arrays["weight_versions_N"][here], FINISH_REASONS[finish],
+            bytes(arrays["text"][text_end - nbytes:text_end]).decode()))
     groups, taken = [], 0
     for step, place, prompt_index, engine, size in zip(*(arrays[f"{name}_G"] for name in (
             "step", "place", "prompt_index", "engine", "size")), strict=True):

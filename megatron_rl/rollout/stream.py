@@ -24,6 +24,8 @@ from megatron_rl.rewards.sample import Sample, Score, group_samples
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.scheduler import RolloutScheduler
 
+Timed = Callable[[str], AbstractContextManager[None]]
+
 
 class RewardClient(Protocol):
     """The stream's view of the reward workers."""
@@ -75,7 +77,7 @@ class RolloutStream:
 
     def __init__(self, draw: Callable[[], Sequence[Prompt]], scheduler: RolloutScheduler, rewards: RewardClient,
                  sampling: Sampling, *, max_staleness: int, last: int,
-                 timed: Callable[[str], AbstractContextManager[None]] = contextlib.nullcontext) -> None:
+                 timed: Timed = lambda detail: contextlib.nullcontext()) -> None:
         self._draw, self._scheduler, self._rewards, self._sampling = draw, scheduler, rewards, sampling
         self.max_staleness, self._last, self._timed = max_staleness, last, timed
         self._batches: dict[int, _Batch] = {}
