@@ -23,7 +23,7 @@ STEPS = 24
 DETERMINISTIC = (f"run.steps={STEPS}", "rollout.deterministic=true", "checkpoint.every=4", "eval.every=8",
                  "weight_sync.disk.every=4", "weight_sync.disk.compare=true",
                  "trainer.optimizer.schedule=linear", "trainer.optimizer.warmup_steps=2")
-TIMES = ("time/", "throughput/", "timestamp", "memory/", "sync/")
+TIMES = ("time/", "idle/", "throughput/", "timestamp", "memory/", "sync/")
 
 
 @pytest.fixture(scope="module")
