@@ -38,18 +38,18 @@ def problem_of(loaded: LoadedConfig, shape: Architecture, cluster: ClusterSpec) 
     """
     config, mode = loaded.config, loaded.config.placement.mode
     opened = open_keys(config)
-    workload, staleness = workload_of(loaded), config.algorithm.max_staleness
-    if staleness == "auto":
-        staleness = None if workload.sequences * workload.lengths.mean >= ASYNCHRONOUS_FROM else 0
+    workload, bound = workload_of(loaded), config.algorithm.max_staleness
+    asynchronous = workload.sequences * workload.lengths.mean >= ASYNCHRONOUS_FROM if bound == "auto" else bound > 0
     given = {"model": loaded.where("model.path"), "workload": f"{loaded.path}, workload", "cluster": config.cluster}
     given |= {key: str(source) for key, source in loaded.sources.items() if source.kind in ("file", "override")
               and key.startswith(("trainer.", "rollout.")) and key not in opened}
     return with_token_budget(Problem(
         shape=shape, workload=workload, cluster=cluster, pins=pins_of(loaded, cluster.gpu.device),
         coefficients=SiteCoefficients.of(cluster.coefficients), modes=MODES if mode == "auto" else (mode,),
-        asynchronous=staleness != 0, lora_rank=config.model.lora_rank or 0,
+        asynchronous=asynchronous, lora_rank=config.model.lora_rank or 0,
         route=config.weight_sync.route, bucket_bytes=int(config.weight_sync.bucket_mb * MIB),
-        shadow=config.weight_sync.staging == "shadow", max_staleness=staleness or None,
+        shadow=config.weight_sync.staging == "shadow",
+        max_staleness=bound if asynchronous and bound != "auto" else None,
         spare_nodes=config.placement.spare_nodes, disk_every=config.weight_sync.disk.every,
         origin=Origin(loaded.path, {key: loaded.where(key) for key in loaded.sources}, given)))
 

@@ -80,8 +80,8 @@ def test_auto_of_a_mode_that_takes_turns_is_synchronous():
 def test_a_small_step_is_synchronous_unless_the_bound_says_otherwise():
     """128 prompts x 8 x 512 tokens is half a million."""
     words = "rollout.max_new_tokens=1024", "workload.response.mean=512"
-    small, bounded = (planned(*words, *more, nodes=2, name="7b/grpo.yaml")
-                      for more in ((), ("algorithm.max_staleness=2",)))
+    small, bounded = (planned(*words, f"algorithm.max_staleness={bound}", nodes=2, name="7b/grpo.yaml")
+                      for bound in ("auto", 2))
     assert not small.plan.forecast.asynchronous and small.config.algorithm.max_staleness == 0
     assert bounded.plan.forecast.asynchronous and bounded.config.algorithm.max_staleness == 2
 

@@ -85,7 +85,7 @@ def binding(found: Candidate) -> str:
     """The phase or limit that sets the length of the step."""
     training, rollout = found.training.seconds, found.rollout.seconds
     if found.waits:
-        return f"algorithm.max_staleness = {found.problem.max_staleness} sets the pace ({found.rollout.pace_s:.1f} s)"
+        return f"algorithm.max_staleness = {found.problem.max_staleness} sets the pace ({found.step_s:.1f} s)"
     if not found.problem.asynchronous:
         longest = "generation" if rollout >= training else "training"
         return f"{longest} is the longer phase ({rollout:.1f} s generation, {training:.1f} s training)"
@@ -181,7 +181,7 @@ def _sequences(search: Search, found: Candidate) -> Choice:
 
 def _pace(option: RolloutOption) -> str:
     """The seconds that rank engines: the rollout of a step and, if staleness is bounded, its longest response."""
-    longest = f", {option.pace_s:.1f} s for max_staleness" if option.pace_s else ""
+    longest = f", longest completion {option.longest_s:.1f} s" if option.longest_s else ""
     return f"{option.seconds:.2f} s{longest}"
 
 

@@ -163,11 +163,10 @@ class RolloutOption:
         return rl_step.rollout_seconds(self.time.total_s, self.problem.workload.sequences, self.problem.coefficients.rl)
 
     @part
-    def pace_s(self) -> float:
-        """Lower bound of the step in seconds: the longest completion divided by the versions that it may span. 0 if
-        there is no limit."""
-        limit = self.problem.max_staleness if self.problem.asynchronous else None
-        return self.time.latency_max_s / limit if limit else 0.0
+    def longest_s(self) -> float:
+        """Seconds of the longest completion, which a bound on the staleness limits; 0 without a bound."""
+        bounded = self.problem.asynchronous and self.problem.max_staleness is not None
+        return self.time.latency_max_s if bounded else 0.0
 
     @property
     def sync_bytes(self) -> int:
@@ -274,8 +273,8 @@ class Candidate:
     @line("s", lambda self: self.formula, key="step.total_s")
     @part
     def step_s(self) -> float:
-        return step_seconds(self.problem, self.rollout.seconds, self.training.seconds, self.sync_s, self.rollout.pace_s,
-                            self.rollout.swap_s if self.problem.shadow else 0.0)
+        return step_seconds(self.problem, self.rollout.seconds, self.training.seconds, self.sync_s,
+                            self.rollout.longest_s, self.rollout.swap_s if self.problem.shadow else 0.0)
 
     @property
     def formula(self) -> str:
@@ -284,7 +283,8 @@ class Candidate:
         formula = ("(rollout + train + log-prob + reference + sync)" if not problem.asynchronous else
                    "max(rollout + swap, train + log-prob + reference + sync)" if problem.shadow else
                    "(max(rollout, train + log-prob + reference) + sync)")
-        floor = ", at least longest completion / staleness allowed" if self.rollout.pace_s else ""
+        floor = (", at least (longest completion + train + log-prob + reference + sync) / (staleness allowed + 1)"
+                 if self.rollout.longest_s else "")
         return f"{formula} x (1 + other){floor}"
 
     @line("prompts/h", "3600 x prompts / step", key="step.prompts_per_hour")
@@ -325,7 +325,9 @@ class Candidate:
     @property
     def waits(self) -> bool:
         """Whether the limit on staleness sets the length of the step."""
-        return self.rollout.pace_s >= self.step_s
+        unbounded = step_seconds(self.problem, self.rollout.seconds, self.training.seconds, self.sync_s, 0.0,
+                                 self.rollout.swap_s if self.problem.shadow else 0.0)
+        return self.step_s > unbounded
 
     @property
     def rollout_busy(self) -> float:
@@ -353,10 +355,11 @@ class Candidate:
 
     @property
     def staleness(self) -> int:
-        """Largest age of a sample in versions: ceil(longest completion / step); 0 if synchronous."""
+        """Largest age of a sample in versions: ceil(longest completion / step), at most the bound; 0 if synchronous."""
         if not self.problem.asynchronous:
             return 0
-        return max(1, minimum_staleness(self.rollout.time, self.step_s))
+        spanned, bound = max(1, minimum_staleness(self.rollout.time, self.step_s)), self.problem.max_staleness
+        return spanned if bound is None else min(spanned, bound)
 
 
 def shares(problem: Problem) -> tuple[float, ...]:
@@ -374,11 +377,11 @@ def share_left(problem: Problem, mode: Mode, memory: TrainingMemory) -> float:
     return next((share for share in shares(problem) if int(share * usable) <= left), 0.0)
 
 
-def step_seconds(problem: Problem, rollout_s: float, training_s: float, sync_s: float, pace_s: float,
+def step_seconds(problem: Problem, rollout_s: float, training_s: float, sync_s: float, longest_s: float,
                  swap_s: float) -> float:
-    """Seconds of a whole step; see `rl_step.step_seconds`. For `pace_s` and `swap_s` see `RolloutOption`."""
+    """Seconds of a whole step; see `rl_step.combined_seconds`. For `longest_s` and `swap_s` see `RolloutOption`."""
     return rl_step.combined_seconds(problem.asynchronous, rollout_s, training_s, sync_s,
-                                    problem.coefficients.rl.other_share, pace_s,
+                                    problem.coefficients.rl.other_share, longest_s, problem.max_staleness or 0,
                                     swap_s if problem.shadow else None)
 
 

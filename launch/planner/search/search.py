@@ -146,11 +146,11 @@ class Search:
             return found
         rollouts = self._engines_on(most_rollout)
         for seconds, layout in self._timed(training):
-            if rollouts and self._loses(found, rollouts[0].seconds, seconds, rollouts[0].pace_s):
+            if rollouts and self._loses(found, rollouts[0].seconds, seconds, rollouts[0].longest_s):
                 break               # options are sorted, so no later one is faster
             mine = None
             for engines in rollouts:
-                if self._loses(found, engines.seconds, seconds, engines.pace_s):
+                if self._loses(found, engines.seconds, seconds, engines.longest_s):
                     break
                 units = training + engines.units
                 if self._no_better(found, engines, seconds, units, self._least_sync_s(layout, engines.layout)):
@@ -190,24 +190,24 @@ class Search:
             self._sorted_units = units
             self._sorted = [option for number in range(1, units + 1) for option in self.rollout_options(number)]
             self._sorted.sort(key=lambda option: (
-                self._step_s(option.seconds, 0.0, 0.0, option.pace_s), option.units))
+                self._step_s(option.seconds, 0.0, 0.0, option.longest_s), option.units))
         return [option for option in self._sorted if option.units <= units]
 
-    def _loses(self, found: Candidate | None, rollout_s: float, training_s: float, pace_s: float) -> bool:
+    def _loses(self, found: Candidate | None, rollout_s: float, training_s: float, longest_s: float) -> bool:
         """Whether two partitions with these times are slower than `found` even if a sync took no time."""
-        return found is not None and self._step_s(rollout_s, training_s, 0.0, pace_s) > found.step_s
+        return found is not None and self._step_s(rollout_s, training_s, 0.0, longest_s) > found.step_s
 
     def _no_better(self, found: Candidate | None, rollout: RolloutOption, training_s: float, units: int,
                    sync_s: float) -> bool:
         if found is None:
             return False
-        step_s = self._step_s(rollout.seconds, training_s, sync_s, rollout.pace_s)
+        step_s = self._step_s(rollout.seconds, training_s, sync_s, rollout.longest_s)
         return (step_s, units) >= (found.step_s, found.units)
 
-    def _step_s(self, rollout_s: float, training_s: float, sync_s: float, pace_s: float) -> float:
+    def _step_s(self, rollout_s: float, training_s: float, sync_s: float, longest_s: float) -> float:
         """The step; a lower bound if the engines stop only for the swap, which counts as 0 here."""
-        return combined_seconds(self.problem.asynchronous, rollout_s, training_s, sync_s, self._other_share, pace_s,
-                                0.0 if self.problem.shadow else None)
+        return combined_seconds(self.problem.asynchronous, rollout_s, training_s, sync_s, self._other_share, longest_s,
+                                self.problem.max_staleness or 0, 0.0 if self.problem.shadow else None)
 
     def _better(self, found: Candidate | None, new: Candidate) -> Candidate:
         if found is None or (new.step_s, new.units) < (found.step_s, found.units):
@@ -306,10 +306,10 @@ class Search:
 
     def _undominated(self, layout: RolloutLayout, units: int) -> Iterator[RolloutOption]:
         """The engine options without those that are slower than another and allow no shorter step."""
-        pace_s = float("inf")
+        longest_s = float("inf")
         for option in self.engine_options(layout, units):
-            if option.pace_s < pace_s:
-                pace_s = option.pace_s
+            if option.longest_s < longest_s:
+                longest_s = option.longest_s
                 yield option
 
     def _placed(self, layout: RolloutLayout, units: int) -> list[RolloutLayout]:

@@ -117,25 +117,32 @@ def refit_seconds(model_bytes: float, tensors: int, coefficients: RlCoefficients
     return c.refit_s + tensors * c.refit_tensor_s + model_bytes / c.refit_bandwidth
 
 
-def step_seconds(mode: StepMode, phases: Phases, coefficients: RlCoefficients | None = None, *,
-                 at_least_s: float = 0.0) -> float:
+def step_seconds(mode: StepMode, phases: Phases, coefficients: RlCoefficients | None = None) -> float:
     """Seconds of an RL step. Phases overlap unless it is synchronous. The weight sync stops both partitions; with
-    `swap_s`, the engines stop only for the swap.
-
-    Args:
-        at_least_s: lower bound of the step: the longest completion divided by the versions that it may span.
-    """
+    `swap_s`, the engines stop only for the swap."""
     c = coefficients or RlCoefficients()
     return combined_seconds(mode != "synchronous", phases.rollout_s, phases.trainer_s, phases.refit_s, c.other_share,
-                            at_least_s, phases.swap_s)
+                            swap_s=phases.swap_s)
 
 
 def combined_seconds(overlap: bool, rollout_s: float, trainer_s: float, refit_s: float, other_share: float,
-                     at_least_s: float = 0.0, swap_s: float | None = None) -> float:
-    """The arithmetic of `step_seconds`. A search calls it millions of times."""
+                     longest_s: float = 0.0, max_staleness: int = 0, swap_s: float | None = None) -> float:
+    """The arithmetic of `step_seconds`, which a search calls millions of times, with a bound k on the staleness.
+
+    Batch b is handed out when the engines serve version b - 1 - k (docs/async.md), k + 1 steps before its own version.
+    Its longest completion, its update and its sync must fit into these steps:
+
+        step >= (longest + trainer + refit) / (k + 1)
+
+    Args:
+        longest_s: seconds of the longest completion; 0 without a bound.
+        max_staleness: k.
+    """
+    training_s = (trainer_s + refit_s) * (1 + other_share)
     if overlap and swap_s is not None:
-        seconds = max(rollout_s + swap_s, trainer_s + refit_s) * (1 + other_share)
-        return seconds if seconds > at_least_s else at_least_s
-    parts = (rollout_s if rollout_s > trainer_s else trainer_s) if overlap else rollout_s + trainer_s
-    seconds = (parts + refit_s) * (1 + other_share)
-    return seconds if seconds > at_least_s else at_least_s
+        seconds = max((rollout_s + swap_s) * (1 + other_share), training_s)
+    else:
+        parts = (rollout_s if rollout_s > trainer_s else trainer_s) if overlap else rollout_s + trainer_s
+        seconds = (parts + refit_s) * (1 + other_share)
+    pace_s = (longest_s + training_s) / (max_staleness + 1)
+    return seconds if seconds > pace_s else pace_s
