@@ -12,6 +12,9 @@ from tests import fast
 from tests.launch.conftest import cli, run_yaml  # noqa: F401 (fixtures, for every folder)
 from tests.patience import measure, patience, patient
 
+FIRST = ("slurm/test_real_job.py", "slurm", "job", "runtime", "weight_sync", "trainer", "rollout")
+"""The files that take longest: started first, so that what is left at the end, when a worker may have nothing to do, is
+short. Slurm's files stay together, because they share a cluster."""
 NO_GPU = "needs an NVIDIA GPU, and torch sees none"
 NO_MOUNT = "needs a small file system, and this user may not mount one"
 NO_SLURM = "needs Slurm's programs, which tests/install_slurm.sh could not install"
@@ -60,6 +63,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("fast"):
         fast.deselect(config, items)
+    items.sort(key=_turn)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -68,6 +72,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def _turn(item: pytest.Item) -> int:
+    file = item.path.relative_to(Path(__file__).parent)
+    return next((number for number, first in enumerate(FIRST) if file.is_relative_to(first)), len(FIRST))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
