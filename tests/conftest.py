@@ -4,6 +4,7 @@ marked `slurm` where Slurm is not installed, except in CI, where that is a failu
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)     # before pytest-timeout reads its limit
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:   # a shell's `pytest &`; what tests start would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     measure()
     if config.getoption("fast"):
         fast.configure()
