@@ -112,7 +112,7 @@ def run(task: Task, folder, ranks) -> list[int | None]:
                                              **network.variables(task, task.members[rank], "lo", "tests")})
                 for rank in ranks]
     try:
-        return [child.wait(90.0) for child in children]
+        return [child.wait(patient(90)) for child in children]
     finally:
         for child in children:
             child.end()

@@ -45,7 +45,7 @@ def measured(folder: Path) -> Result:
                             log=folder / "log", cwd=Path(__file__).parents[2],
                             environment={**envvars.inherited(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
     try:
-        assert child.wait(90.0) == 0, (folder / "log").read_text()
+        assert child.wait(patient(90)) == 0, (folder / "log").read_text()
     finally:
         child.end()
         ports.release()

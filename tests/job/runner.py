@@ -42,7 +42,7 @@ class Launched:
     def component(self, name: str) -> ComponentRecord:
         return next(record for record in components(self.attempt) if record.name == name)
 
-    def until(self, condition: Callable[[], bool], what: str, deadline_s: float = 120.0) -> None:
+    def until(self, condition: Callable[[], bool], what: str, deadline_s: float = 300.0) -> None:
         """Wait for a condition of the running job; fail with the job's output when it ends or takes too long."""
         end = time.monotonic() + patient(deadline_s)
         while not condition():
@@ -53,7 +53,7 @@ class Launched:
     def at_step(self, step: int) -> None:
         self.until(lambda: len(self.rows()) >= step, f"step {step}")
 
-    def end(self, deadline_s: float = 180.0) -> int:
+    def end(self, deadline_s: float = 400.0) -> int:
         """Exit code; the job must leave no process behind."""
         code = self.process.wait(patient(deadline_s))
         assert still_there(self.attempt.mark) == []

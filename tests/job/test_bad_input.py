@@ -19,6 +19,7 @@ from launch.exit_codes import ExitCode
 from megatron_rl.layouts.step_folder import complete_checkpoints
 from tests.job.runner import launch
 from tests.job.survivors import family
+from tests.patience import patient
 from tests.tiny_models import make_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +107,8 @@ def refused(tmp_path_factory) -> dict[str, Refused]:
             folder = tmp_path_factory.mktemp("bad")
             (folder / "file").touch()
             jobs[case.name] = (launch(folder / "runs", "bad", *FASTEST, *case.make(folder)), folder)
-        ended = {name: Refused(job.process.wait(120), job.text(), folder) for name, (job, folder) in jobs.items()}
+        ended = {name: Refused(job.process.wait(patient(120)), job.text(), folder)
+                 for name, (job, folder) in jobs.items()}
         assert started.left(within_s=0) == []
     return ended
 
@@ -123,7 +125,7 @@ def test_a_pinned_port_that_is_taken_is_refused(tmp_path):
         listener.bind(("127.0.0.1", block.ray_gcs))
         listener.listen()
         job = launch(tmp_path, "bad", *FASTEST, f"run.port_base={block.base}")
-        ended = Refused(job.process.wait(60), job.text(), tmp_path)
+        ended = Refused(job.process.wait(patient(60)), job.text(), tmp_path)
     expect_one_message(ended, (f"port {block.ray_gcs} (ray_gcs) is already taken by", f"(pid {os.getpid()})",
                                f"run.port_base = {block.base}", "run.port_base=null"))
 
@@ -154,7 +156,7 @@ def small_disk(tmp_path):
 def test_a_disk_that_fills_during_a_checkpoint_leaves_the_last_good_one(small_disk):
     with family() as started:
         job = launch(small_disk, "full", *FASTEST, "run.steps=3", "checkpoint.every=1", "checkpoint.keep=2")
-        assert job.process.wait(120) == ExitCode.USER_ERROR, job.text()
+        assert job.process.wait(patient(300)) == ExitCode.USER_ERROR, job.text()
         assert started.left(within_s=0) == []
     text = job.text()
     assert "no room for the checkpoint: it needs" in text and "bytes are free" in text

@@ -15,6 +15,7 @@ from launch.run.stop import stop_requested
 from megatron_rl.layouts.step_folder import complete_checkpoints
 from tests.job.runner import Launched, launch
 from tests.job.survivors import family
+from tests.patience import patient
 
 ENDLESS = ("run.steps=1000", "trainer.tp=1", "trainer.pp=1", "checkpoint.every=0")
 COMPONENTS = {"driver", "trainer-0", "rollout-0", "reward-0"}
@@ -39,7 +40,7 @@ def test_sigterm_during_start_up_ends_at_once(tmp_path, processes):
     job = launch(tmp_path, "early", *ENDLESS)
     started_all(job)
     job.process.send_signal(signal.SIGTERM)
-    assert job.process.wait(20) == ExitCode.OK, job.text()
+    assert job.process.wait(patient(20)) == ExitCode.OK, job.text()
     assert processes.left(within_s=0) == []
     assert (job.outcome().status, job.outcome().step) == ("stopped", 0)
     assert "no step was trained" in job.text() and saved(job) == [] and job.rows() == []
@@ -52,7 +53,7 @@ def test_a_second_ctrl_c_ends_at_once_without_a_checkpoint(tmp_path, processes):
     job.until(lambda: "again to end at once" in job.text(), "the answer to the first Ctrl-C")
     assert stop_requested(job.attempt.folder)
     job.process.send_signal(signal.SIGINT)
-    assert job.process.wait(30) == ExitCode.INTERRUPTED, job.text()
+    assert job.process.wait(patient(30)) == ExitCode.INTERRUPTED, job.text()
     assert processes.left(within_s=0) == []
     assert job.outcome().status == "interrupted" and saved(job) == []
     assert "Traceback" not in job.text()
@@ -64,5 +65,5 @@ def test_nothing_survives_the_launcher(tmp_path, processes):
     engine = psutil.Process(job.component("rollout-0").process.pid)
     job.until(lambda: bool(engine.children()), "vLLM's own process")
     job.process.kill()
-    job.process.wait(10)
+    job.process.wait(patient(10))
     assert processes.left(within_s=20) == []

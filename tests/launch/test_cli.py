@@ -91,7 +91,7 @@ def test_a_reader_that_stops_reading_gets_no_traceback(run_yaml):
 
 def test_version_is_that_of_the_package(cli):
     done = subprocess.run([sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True,
-                          timeout=60)
+                          timeout=patient(60))
     assert cli("--version") == (0, f"megatron-rl {done.stdout.splitlines()[-1]}\n", "")
 
 

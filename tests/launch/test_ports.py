@@ -11,6 +11,7 @@ import pytest
 
 from launch import ports
 from launch.errors import UserError
+from tests.patience import patient
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def test_many_processes_at_once_get_blocks_of_their_own():
     finally:
         for child in children:
             child.stdin.close()
-            child.wait(10)
+            child.wait(patient(10))
             child.stdout.close()
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from launch import envvars, processes
 from launch.errors import UserError
+from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,7 +51,7 @@ def test_output_and_exit_status(tmp_path):
     log = tmp_path / "deep" / "child.log"
     code = "import sys; print('out'); sys.stderr.write('err'); sys.exit(7)"
     child = processes.start("child", python(code), log=log, environment=envvars.inherited())
-    assert child.wait(20) == 7 and child.returncode == 7
+    assert child.wait(patient(20)) == 7 and child.returncode == 7
     assert sorted(log.read_text().split()) == ["err", "out"]
 
 
@@ -58,7 +59,7 @@ def test_the_child_leads_its_own_session_and_sees_only_the_given_environment(tmp
     log = tmp_path / "log"
     code = "import os; print(os.getsid(0) == os.getpid(), sorted(os.environ))"
     child = processes.start("child", python(code), log=log, environment={"ONLY": "this"})
-    assert child.wait(20) == 0
+    assert child.wait(patient(20)) == 0
     assert log.read_text().startswith("True") and "'ONLY'" in log.read_text() and "HOME" not in log.read_text()
 
 
@@ -100,7 +101,7 @@ def test_end_kills_what_ignores_term_and_what_lost_its_parent(tmp_path):
 
 def test_ending_what_has_ended_is_no_error(tmp_path):
     child = processes.start("child", python("pass"), log=tmp_path / "log", environment=envvars.inherited())
-    child.wait(20)
+    child.wait(patient(20))
     assert child.end() == []
     child.signal(signal.SIGTERM)
 
@@ -125,7 +126,7 @@ def test_a_child_dies_with_its_parent(tmp_path, death, blocked):
     grandchild = int(lines(tmp_path / "outer", 1)[0])
     assert not gone(grandchild)
     os.kill(outer.pid, death)
-    outer.wait(20)
+    outer.wait(patient(20))
     until(lambda: gone(grandchild), "the grandchild to end")
 
 
@@ -138,7 +139,7 @@ def test_marked_finds_a_daemon_that_left_tree_and_session(tmp_path):
     """
     child = processes.start("child", python(code), log=tmp_path / "log",
                             environment=envvars.inherited() | {envvars.JOB_MARK: job}, dies_with_parent=None)
-    child.wait(20)
+    child.wait(patient(20))
     daemon = int(lines(tmp_path / "log", 1)[0])
     assert child.end() == [] and not gone(daemon)  # out of reach of the tree and the session
     found = until(lambda: processes.marked(job), "the daemon to show its mark")

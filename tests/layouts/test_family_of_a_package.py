@@ -25,6 +25,7 @@ from megatron_rl.layouts.vllm import trace_layout
 from megatron_rl.models.tiny import byte_tokenizer, random_model
 from megatron_rl.trainer import step
 from megatron_rl.weight_sync.ends.vllm_internals import offline_model
+from tests.patience import patient
 from tests.ranks import Rank, run_ranks
 from tests.rollout.engines import engine_environment
 from tests.trainer.harness import (
@@ -100,7 +101,7 @@ def installed(tmp_path: Path, path) -> Path:
 def test_the_command_line_knows_it_where_it_is_installed(installed: Path, model: Path) -> None:
     def check(environment: dict[str, str]) -> subprocess.CompletedProcess:
         return subprocess.run([sys.executable, "-m", "launch", "models", "check", str(model)], cwd=ROOT,
-                              env=environment, capture_output=True, text=True, timeout=60)
+                              env=environment, capture_output=True, text=True, timeout=patient(60))
 
     without = check(dict(os.environ))
     assert without.returncode == 2 and "'Exaone4ForCausalLM' is not supported" in without.stderr

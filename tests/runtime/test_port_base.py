@@ -10,6 +10,7 @@ from launch.run import node_files
 from launch.run.attempts import RunFolder
 from launch.run.node_files import Beat, NodeFiles
 from launch.slurm.profiles import Profile
+from tests.patience import patient
 from tests.runtime.played_job import CONFIG, supervisor, until
 
 
@@ -28,6 +29,6 @@ def test_a_node_takes_the_block_that_the_user_pinned(tmp_path):
             gather_reports(attempt.folder, ["n1"], 60)      # answers the node's checks
         finally:
             (attempt.folder / node_files.END).write_text("{}")
-            child.wait(30)
+            child.wait(patient(30))
             beat.stop()
     assert child.returncode == 0

@@ -37,7 +37,7 @@ def test_a_job_on_four_raylets_of_one_host(tmp_path):
     gate = tmp_path / "gate"
     with played(tmp_path, NODES, 2, "run.steps=1000", "trainer.tp=1", "trainer.pp=2", "rollout.replicas=2",
                 "reward.functions.0.function=tests.job.graders:held", f"reward.functions.0.args={{gate: {gate}}}",
-                "reward.timeout_s=100") as job:
+                f"reward.timeout_s={patient(100)}") as job:
         job.at_step(1)
         gate.touch()        # it waits, and leaves the cores to the test
         _raylets_came_one_after_the_other(job)

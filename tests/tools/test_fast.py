@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.fast import ROOT, is_heavy
+from tests.patience import patient
 
 
 @pytest.mark.parametrize("module, heavy", [
@@ -29,5 +30,5 @@ def test_whether_an_engine_is_installed_may_be_asked() -> None:
 
 
 def _python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60),
                           env={**os.environ, "PYTHONPATH": str(ROOT / "tests" / "no_engines")})

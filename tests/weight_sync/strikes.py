@@ -7,6 +7,8 @@ import signal
 import time
 from typing import Any, Literal
 
+from tests.patience import patient
+
 Fault = Literal["die", "stop", "flip", "drop", "duplicate", "late", "delay", "hold", "die in the swap", "tear", "none"]
 
 
@@ -80,7 +82,7 @@ class _Faulty:
         if self._fault == "hold":
             if self._reached:
                 open(self._reached, "x").close()
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + patient(60)
             while not os.path.exists(self._until) and time.monotonic() < deadline:
                 time.sleep(0.01)
         if self._fault == "duplicate":

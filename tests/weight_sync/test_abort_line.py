@@ -12,6 +12,7 @@ import pytest
 from megatron_rl.weight_sync.protocol import SyncPart
 from megatron_rl.weight_sync.wire import abort
 from megatron_rl.weight_sync.wire.abort import AbortLine, AbortListener
+from tests.patience import patient
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def test_who_listens_in_the_coordinators_place_aborts_nothing(line):
 
 def test_a_peer_that_says_nothing_keeps_nobody_waiting(line, monkeypatch):
     monkeypatch.setattr(abort, "CONNECT_S", 0.5)
-    silent = [socket.create_connection(line.endpoint, timeout=10) for _ in range(20)]
+    silent = [socket.create_connection(line.endpoint, timeout=patient(10)) for _ in range(20)]
     assert {len(each.recv(65)) for each in silent} == {65}
     monkeypatch.undo()
     member = Member(line)

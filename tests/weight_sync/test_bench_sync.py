@@ -69,7 +69,7 @@ def test_hosts_are_removed_after_a_failure_and_those_of_a_killed_benchmark_by_th
     assert not made & _spaces()
 
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait(30)
+    ended.wait(patient(30))
     left = f"{PREFIX}-{ended.pid}-0-1"
     subprocess.run(["ip", "netns", "add", left], check=True, timeout=patient(30))
     assert left in remove_leftovers() and left not in _spaces()
@@ -82,7 +82,7 @@ def test_interrupted_it_leaves_no_host_and_no_process(simulated_hosts, number):
                           stderr=subprocess.STDOUT, text=True, start_new_session=True,
                           preexec_fn=_heed_ctrl_c) as running:
         try:
-            deadline = time.monotonic() + 90
+            deadline = time.monotonic() + patient(90)
             while not _hosts_of(running.pid) and running.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.05)        # nobody tells of a new namespace
             assert _hosts_of(running.pid), "it never made its hosts"
@@ -93,7 +93,7 @@ def test_interrupted_it_leaves_no_host_and_no_process(simulated_hosts, number):
             running.kill()
     assert running.returncode == 130 and output.splitlines()[-1] == "interrupted", output
     assert not _hosts_of(running.pid)
-    assert _in_session(running.pid, timeout_s=20.0) == []
+    assert _in_session(running.pid, timeout_s=patient(20)) == []
 
 
 def _heed_ctrl_c() -> None:

@@ -12,6 +12,7 @@ import torch
 from megatron_rl.weight_sync.protocol import LaneSpec, Link
 from megatron_rl.weight_sync.wire.opening import open_lane
 from megatron_rl.weight_sync.wire.transport import Deadline, Lane, Links, TransportError
+from tests.patience import patient
 from tests.ranks import Rank, free_port, run_ranks
 
 RECEIVERS = ("engine 0 worker 0", "engine 0 worker 1")
@@ -73,7 +74,7 @@ def test_an_abort_frees_who_waits_for_a_lane_to_open():
     for links in ends:
         links.close("epoch 5 was aborted")
     for thread in threads:
-        thread.join(60)
+        thread.join(patient(60))
     assert sorted(message[-20:] for message in messages) == [" epoch 5 was aborted"] * 2
     assert time.monotonic() - started < 45
 
@@ -189,7 +190,7 @@ def _shared(rank: Rank, port: int, tagged: bool) -> list[int]:
         thread.start()
         thread.join(0.1)                     # the last in turn comes first
     for thread in threads:
-        thread.join(20)
+        thread.join(patient(20))
     return [value for values in found.values() for value in values]
 
 
