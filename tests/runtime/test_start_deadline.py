@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
-from launch.planner.prepare import prepare
+from launch.config.load import load_config
+from launch.planner.prepare import OnCluster, prepare
 from launch.run.progress import allowed_s
 from launch.runtime.job_plan import IMAGE_S, greeting_s, start_deadline_s
 from launch.slurm.margin import needed
@@ -14,26 +17,30 @@ from tests.progress import doing
 LARGE = "configs/70b/grpo.yaml"
 
 
+@cache
+def large() -> OnCluster:
+    return prepare(LARGE)
+
+
 def deadline(*words: str, profile: Profile | None = None) -> float:
-    prepared = prepare(LARGE, words)
-    return start_deadline_s(prepared.loaded, prepared.plan, profile or Profile())
+    """With words that change no plan."""
+    return start_deadline_s(load_config(LARGE, words), large().plan, profile or Profile())
 
 
 def test_a_large_model_has_longer_than_a_tiny_one_and_than_two_of_its_slowest_steps():
     tiny = prepare("configs/tiny/grpo.yaml", ("cluster=configs/clusters/h100x32.yaml", "placement.training_nodes=1"))
-    large = prepare(LARGE)
-    need = needed(large.plan, Profile())
-    seconds = start_deadline_s(large.loaded, large.plan, Profile())
+    need = needed(large().plan, Profile())
+    seconds = deadline()
     assert seconds > start_deadline_s(tiny.loaded, tiny.plan, Profile()) >= 180
     assert seconds >= 2 * need.step_s and seconds > 600 + 2 * need.checkpoint_s
-    config = large.changed({"run.deadline_s": seconds}).config
+    config = large().changed({"run.deadline_s": seconds}).config
     (first_save,) = doing(1, "save").open
     assert allowed_s(first_save, config) > 2 * need.checkpoint_s
 
 
 def test_a_slow_file_system_of_the_site_counts():
     slow = Profile(file_system_gb_per_s=1.0)
-    checkpoint_s = needed(prepare(LARGE).plan, slow).checkpoint_s
+    checkpoint_s = needed(large().plan, slow).checkpoint_s
     assert checkpoint_s > 900 and deadline(profile=slow) > 2 * checkpoint_s
 
 
