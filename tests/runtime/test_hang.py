@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from launch.run.attempts import Attempt
 from launch.run.components import components
 from launch.runtime import hang
 from launch.runtime.hang import SETTLED_LOOKS, Stack, absent, explain, judge, take_stacks, whole
+from tests.patience import patient
 
 RAY_IDLE = '''Current thread 0x00007f5b3fc63b80 (most recent call first):
   File "/v/ray/_private/worker.py", line 1069 in main_loop
@@ -112,6 +115,10 @@ def test_stacks_of_real_processes_and_of_those_that_cannot_answer(tmp_path):
                 except subprocess.TimeoutExpired:
                     continue
         os.kill(children["trainer-1"].pid, signal.SIGSTOP)
+        deadline = time.monotonic() + patient(10)
+        while psutil.Process(children["trainer-1"].pid).status() != psutil.STATUS_STOPPED:
+            assert time.monotonic() < deadline, "trainer-1 was not stopped"
+            time.sleep(0.01)        # on a busy machine it takes a moment
         children["trainer-2"].kill()
         children["trainer-2"].wait()
         assert len(components(attempt)) == 3
