@@ -79,8 +79,7 @@ def test_hosts_are_removed_after_a_failure_and_those_of_a_killed_benchmark_by_th
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_interrupted_it_leaves_no_host_and_no_process(simulated_hosts, number):
     with subprocess.Popen([sys.executable, "-m", "benchmarks.sync", "--quick"], cwd=ROOT, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True, start_new_session=True,
-                          preexec_fn=_heed_ctrl_c) as running:
+                          stderr=subprocess.STDOUT, text=True, start_new_session=True) as running:
         try:
             deadline = time.monotonic() + patient(90)
             while not _hosts_of(running.pid) and running.poll() is None and time.monotonic() < deadline:
@@ -94,11 +93,6 @@ def test_interrupted_it_leaves_no_host_and_no_process(simulated_hosts, number):
     assert running.returncode == 130 and output.splitlines()[-1] == "interrupted", output
     assert not _hosts_of(running.pid)
     assert _in_session(running.pid, timeout_s=patient(20)) == []
-
-
-def _heed_ctrl_c() -> None:
-    """A shell starts its background jobs with SIGINT ignored, and a child inherits that from pytest."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _hosts_of(pid: int) -> set[str]:
