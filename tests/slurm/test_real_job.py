@@ -1,7 +1,6 @@
-"""A real job on four simulated nodes: Megatron TP2 x PP2 over two of them, two vLLM engines on the others, Ray,
-rewards, weight sync, checkpoints. The time limit stops it, Slurm requeues it, it goes on; one of its nodes dies, and it
-goes on without; in deterministic mode its metrics are those of a job that nobody interrupted, on one machine with one
-engine."""
+"""A real job on three simulated nodes: Megatron PP2 over two of them, a vLLM engine on the third, Ray, rewards, weight
+sync, checkpoints. The time limit stops it, Slurm requeues it, it goes on; one of its nodes dies, and it goes on
+without; in deterministic mode its metrics are those of a job that nobody interrupted, on one machine."""
 
 from __future__ import annotations
 
@@ -32,21 +31,22 @@ SAVED, STEPS = 4, 9
 """A checkpoint every so many steps: the second comes before the end."""
 A_STEP = 16 * 16
 """Completions that are scored."""
-SIZES = ("trainer.vpp=1", "trainer.cp=1", "trainer.sequence_parallel=false", "trainer.recompute=none")
-"""What `auto` makes of these on a cluster is not what it makes of them here."""
-WORDS = (*SIZES, f"run.steps={STEPS}", "rollout.deterministic=true", "rollout.replicas=2", f"checkpoint.every={SAVED}",
+SIZES = ("trainer.tp=1", "trainer.pp=2", "trainer.vpp=1", "trainer.cp=1", "trainer.sequence_parallel=false",
+         "trainer.recompute=none")
+"""The least that spans nodes. What `auto` makes of the others on a cluster is not what it makes of them here."""
+WORDS = (*SIZES, f"run.steps={STEPS}", "rollout.deterministic=true", f"checkpoint.every={SAVED}",
          "checkpoint.export=never", "eval.at_end=false", "trainer.optimizer.schedule=linear",
          "trainer.optimizer.warmup_steps=2", "reward.functions.0.function=tests.job.graders:held",
          f"reward.timeout_s={patient(200)}", f"run.hang_min_s={patient(400)}", f"run.node_silent_s={patient(10)}")
 CLUSTER = """\
-nodes: {count: 4, names: "h100-[001-004]"}
+nodes: {count: 3, names: "h100-[001-003]"}
 gpus: {kind: CPU-core, per_node: 2, memory_gb: 8}
 network: {nics_per_node: 1, nic_gbit_per_s: 16, rails: 1}
 host: {memory_gb: 16}
 """
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_real_job_outlives_the_time_limit_and_a_dead_node(slurm: SlurmCluster, tmp_path: Path):
     gate = tmp_path / "gate"        # holds every attempt after so many steps: nothing below depends on speed
     gate.write_text(str(2 * A_STEP))
@@ -55,8 +55,7 @@ def test_a_real_job_outlives_the_time_limit_and_a_dead_node(slurm: SlurmCluster,
 
     _wait(slurm, job, lambda: len(_rows(first)) == 2, "two steps")
     _end_soon(slurm, job)
-    whole = launch(tmp_path, "whole", *WORDS, "rollout.replicas=1",
-                   f"reward.functions.0.args={{gate: {tmp_path}/none}}")
+    whole = launch(tmp_path, "whole", *WORDS, f"reward.functions.0.args={{gate: {tmp_path}/none}}")
     _every_component_is_where_it_belongs(first)
     _wait(slurm, job, lambda: stop_requested(first.folder), "the signal of the time limit")
     slurm.run("scontrol", "update", f"jobid={job}", "timelimit=10")     # a requeued job keeps the limit
@@ -68,7 +67,7 @@ def test_a_real_job_outlives_the_time_limit_and_a_dead_node(slurm: SlurmCluster,
     _wait(slurm, job, lambda: len(_rows(second)) == 3, "three steps of the second attempt")
     assert _saved(second) == [3, SAVED]
     victim = second.placement().nodes[1]
-    assert {name for name, node in _nodes(second).items() if node == victim} == {"trainer-2", "trainer-3"}
+    assert {name for name, node in _nodes(second).items() if node == victim} == {"trainer-1"}
     slurm.kill_node(victim)
     _wait(slurm, job, lambda: slurm.job(job)["JobState"] != "RUNNING", "the end of the job that lost a node")
     slurm.mark_down(victim)
@@ -83,7 +82,7 @@ def test_a_real_job_outlives_the_time_limit_and_a_dead_node(slurm: SlurmCluster,
     assert died.status in ("node_failure", "died") and died.nodes == (victim,), died
     assert (finished.status, finished.step, _saved(third)) == ("finished", STEPS, [2 * SAVED, STEPS])
     assert slurm.job(int(finished.job_id))["JobState"] == "COMPLETED"
-    assert victim not in third.placement().nodes and len(third.placement().nodes) == 4
+    assert victim not in third.placement().nodes and len(third.placement().nodes) == 3
     assert first.plan().training == whole.attempt.plan().training
     _rows_are_those_of_one_run([first, second, third], [range(1, 4), range(4, 7), range(5, STEPS + 1)], whole)
     for attempt in (first, second, third):
@@ -100,11 +99,11 @@ def _rows_are_those_of_one_run(attempts: list[Attempt], steps: list[range], whol
             wanted = reference[ours["step"]]
             for name in (name for name in wanted if not name.startswith(TIMES)):
                 assert ours[name] == wanted[name], f"attempt {attempt.number}, step {ours['step']}, {name}"
-            assert ours["weights/version"] == ours["step"] and ours["sync/bytes"] == 2 * wanted["sync/bytes"] > 0
+            assert ours["weights/version"] == ours["step"] and ours["sync/bytes"] == wanted["sync/bytes"] > 0
 
 
 def _submit(slurm: SlurmCluster, folder: Path, gate: Path) -> int:
-    cluster = folder / "four.yaml"
+    cluster = folder / "three.yaml"
     cluster.write_text(CLUSTER)
     told = slurm.run(sys.executable, "-m", "launch", "launch", CONFIG, *WORDS, f"run.dir={folder}/runs",
                      "run.name=real", f"reward.functions.0.args={{gate: {gate}}}", f"cluster={cluster}",
@@ -114,7 +113,7 @@ def _submit(slurm: SlurmCluster, folder: Path, gate: Path) -> int:
 
 def _wait(slurm: SlurmCluster, job: int, condition: Callable[[], bool], what: str) -> None:
     """Until the condition holds; fails if the job ends before. Slurm is asked rarely: the cores are the job's."""
-    end, asked = time.monotonic() + 240, 0.0
+    end, asked = time.monotonic() + patient(240), 0.0
     while not condition():
         if time.monotonic() > asked + 5:
             going, asked = slurm.jobs(), time.monotonic()
@@ -151,11 +150,10 @@ def _rows(attempt: Attempt) -> list[dict[str, float]]:
 
 def _every_component_is_where_it_belongs(attempt: Attempt) -> None:
     placement = attempt.placement()
-    assert len(placement.nodes) == 4 and len(set(placement.ports.values())) == 4
-    train, other, *rollout = placement.nodes
+    assert len(placement.nodes) == 3 and len(set(placement.ports.values())) == 3
+    first, second, rollout = placement.nodes
     assert _nodes(attempt) == {
-        "driver": train, "reward-0": train, "trainer-0": train, "trainer-1": train, "trainer-2": other,
-        "trainer-3": other, "rollout-0": rollout[0], "rollout-1": rollout[1]}
+        "driver": first, "reward-0": first, "trainer-0": first, "trainer-1": second, "rollout-0": rollout}
     for node in placement.nodes:
         assert json.loads((NodeFiles(attempt, node).folder / "ray.json").read_text())["node"] == node
         assert marked(attempt.mark, node)
