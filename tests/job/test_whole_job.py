@@ -1,4 +1,5 @@
-"""Real jobs of the tiny configuration: Ray, Megatron TP2 x PP2, vLLM, rewards, weight sync, checkpoints."""
+"""Real jobs of the tiny configuration: Ray, Megatron at TP2, vLLM, rewards, weight sync, checkpoints; one at TP2 x PP2
+with an engine at TP2. (A job at PP2: tests/slurm/test_real_job.py.)"""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from tests.job.runner import CONFIG, Launched, evaluation, launch, listening_add
 from tests.tiny_models import make_tiny
 
 STEPS = 24
-DETERMINISTIC = (f"run.steps={STEPS}", "rollout.deterministic=true", "checkpoint.every=4", "eval.every=8",
-                 "weight_sync.disk.every=4", "weight_sync.disk.compare=true",
+DETERMINISTIC = (f"run.steps={STEPS}", "trainer.pp=1", "rollout.deterministic=true", "checkpoint.every=4",
+                 "eval.every=8", "weight_sync.disk.every=4", "weight_sync.disk.compare=true",
                  "trainer.optimizer.schedule=linear", "trainer.optimizer.warmup_steps=2")
 TIMES = ("time/", "idle/", "throughput/", "timestamp", "memory/", "sync/")
 
@@ -168,13 +169,6 @@ def test_stop_and_resume_equal_the_uninterrupted_run_bit_for_bit(whole, runs):
 def _warned(job: Launched, code: str) -> list[str]:
     lines = (job.attempt.folder / "warnings.jsonl").read_text(encoding="utf-8").splitlines()
     return [warning["message"] for warning in map(json.loads, lines) if warning["code"] == code]
-
-
-def test_a_finished_run_says_so(whole, runs):
-    again = launch(runs, "whole", *DETERMINISTIC, attempt=2)
-    assert again.end() == 2
-    assert f"already made its {STEPS} steps" in again.text() and "--fresh" in again.text()
-    assert "Traceback" not in again.text()
 
 
 def test_a_family_that_vllm_runs_through_transformers_trains(runs):
