@@ -20,7 +20,7 @@ from launch.run.attempts import Attempt
 from launch.run.components import Failure, await_silently_lost, first_failure
 from launch.run.outcome import Outcome, write_outcome
 from launch.run.stop import stop_requested
-from megatron_rl.algorithms.batch import build_policy_batch
+from megatron_rl.algorithms.batch import build_policy_batch, in_epochs
 from megatron_rl.data import carried
 from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.driver import component, step_metrics
@@ -121,6 +121,7 @@ async def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monito
     waited = await settle_disk(job, clock, monitor)
     with clock.span("log-prob"):
         batches = [await with_fixed_logprobs(job, each) for each in batches]
+    batches = in_epochs(batches, config.algorithm.epochs)
     with clock.span("train", f"{len(batches)} update(s)"):
         updates = [await job.update(step, each) for each in batches]
     report = await job.sync(step)

@@ -217,7 +217,7 @@ class _Checker:
 
     def optimizer(self) -> None:
         o = self.config.trainer.optimizer
-        steps = self.config.run.steps * self.config.algorithm.updates_per_batch
+        steps = self.config.run.steps * self.config.algorithm.optimizer_steps
         key = "trainer.optimizer"
         if o.min_lr > o.lr:
             self.add(f"{key}.min_lr = {o.min_lr:g} exceeds {key}.lr = {o.lr:g}", f"{key}.min_lr", f"{key}.lr",
@@ -227,7 +227,7 @@ class _Checker:
                      f"{key}.schedule", fix=f"use {key}.schedule = linear or cosine, or remove min_lr")
         if o.warmup_steps >= steps:
             self.add(f"{key}.warmup_steps = {o.warmup_steps} covers all {steps} optimizer steps of the run "
-                     f"(run.steps x algorithm.updates_per_batch)", f"{key}.warmup_steps", "run.steps",
+                     f"(run.steps x algorithm.updates_per_batch x epochs)", f"{key}.warmup_steps", "run.steps",
                      fix=f"use {key}.warmup_steps <= {steps - 1}")
 
     def engine(self) -> None:

@@ -177,7 +177,9 @@ class Algorithm(Section):
     prompts_per_step: PositiveInt
     """Prompts per rollout batch."""
     updates_per_batch: PositiveInt = 1
-    """Optimizer steps per rollout batch, each on an equal share of its groups."""
+    """Mini-batches of a rollout batch, each an optimizer step on an equal share of its groups."""
+    epochs: PositiveInt = 1
+    """Passes over a rollout batch. Old log-probs are those before the first update."""
     advantage: Literal["grpo", "grpo_no_std", "rloo"] = "grpo"
     """`grpo`: (R - mean)/(std + eps). `grpo_no_std`: R - mean (Dr.GRPO). `rloo`: leave-one-out baseline."""
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
@@ -203,6 +205,11 @@ class Algorithm(Section):
     synchronous. `auto`: the plan's (docs/async.md)."""
     truncated: Literal["keep", "mask"] = "keep"
     """`keep` or `mask` completions cut at `max_new_tokens` in the loss. Their reward always counts in the baseline."""
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps on a rollout batch."""
+        return self.updates_per_batch * self.epochs
 
 
 class RewardFunction(Section):

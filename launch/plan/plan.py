@@ -64,6 +64,7 @@ class BatchPlan(Frozen):
     group_size: int
     samples_per_step: int
     updates_per_batch: int
+    """Optimizer steps on a rollout batch, over all epochs."""
     token_budget: int
     """Maximum number of tokens of a packed micro-batch."""
     sequence_multiple: int

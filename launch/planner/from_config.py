@@ -138,7 +138,7 @@ def plan_of(config: ResolvedConfig, architecture: Architecture, device: Literal[
     batch = BatchPlan(
         prompts_per_step=algorithm.prompts_per_step, group_size=algorithm.group_size,
         samples_per_step=algorithm.prompts_per_step * algorithm.group_size,
-        updates_per_batch=algorithm.updates_per_batch, token_budget=trainer.token_budget,
+        updates_per_batch=algorithm.optimizer_steps, token_budget=trainer.token_budget,
         sequence_multiple=sequence_multiple(trainer.tp, trainer.cp, trainer.sequence_parallel), share_prompts=shared)
     return Plan(config_hash=config_hash(config), architecture=architecture, device=device, training=training,
                 rollout=RolloutPlan(tp=rollout.tp, engines=engines), batch=batch, chosen=dict(chosen or {}))
@@ -165,7 +165,8 @@ def workload_of(loaded: LoadedConfig) -> Workload:
     kl = config.algorithm.kl
     return Workload(
         prompts=config.algorithm.prompts_per_step, group=config.algorithm.group_size,
-        updates=config.algorithm.updates_per_batch, prompt_tokens=prompt, max_prompt_tokens=longest_prompt,
+        updates=config.algorithm.updates_per_batch, epochs=config.algorithm.epochs, prompt_tokens=prompt,
+        max_prompt_tokens=longest_prompt,
         lengths=_lengths(loaded), logprob_pass=config.algorithm.old_logprobs == "recompute",
         reference=kl.beta > 0, reference_offload=kl.reference_offload,
         target=config.workload.target_prompts_per_hour, measured_lengths=asked.distribution == "file",

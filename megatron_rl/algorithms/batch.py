@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -80,6 +80,13 @@ def build_policy_batch(groups: Sequence[Group], rewards: Sequence[np.ndarray], c
     for index, batch in enumerate(batches):
         batch.extras["update_index"] = index
     return batches, _statistics(usable, len(groups), config)
+
+
+def in_epochs(batches: Sequence[PolicyBatch], epochs: int) -> list[PolicyBatch]:
+    """The mini-batches in the order of the updates: all of them in each epoch, in the same order. `update_index` counts
+    on over the epochs; what is fixed during the updates (old and reference log-probs) is shared."""
+    return [replace(batch, extras={**batch.extras, "update_index": epoch * len(batches) + index})
+            for epoch in range(epochs) for index, batch in enumerate(batches)]
 
 
 @dataclass(frozen=True)

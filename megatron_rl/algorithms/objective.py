@@ -21,7 +21,7 @@ def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torc
     L is the clipped loss (`losses`), KL an estimate against the reference (`kl`), H the entropy, and w the importance
     weight from the sampling engine (mu) to pi_old (`corrections`). The configuration chooses pi_old:
 
-    | `algorithm.old_logprobs` | updates per batch | mode | pi_old | w |
+    | `algorithm.old_logprobs` | optimizer steps per batch | mode | pi_old | w |
     |---|---|---|---|---|
     | none | 1 | on-policy | pi itself: the ratio is 1 and has a gradient | min(sg(pi)/mu, cap) |
     | none | > 1 | bypass | mu: the ratio is also the correction | 1 |
@@ -59,7 +59,7 @@ def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torc
     if old_logprobs_T is not None:
         old_logprobs_T = in_loss(old_logprobs_T)
         correction_T = truncated_importance_weight(old_logprobs_T, behaviour_logprobs_T, config.importance_cap)
-    elif config.updates_per_batch == 1:
+    elif config.optimizer_steps == 1:
         old_logprobs_T = logprobs_T.detach()
         correction_T = truncated_importance_weight(old_logprobs_T, behaviour_logprobs_T, config.importance_cap)
     else:
@@ -67,7 +67,7 @@ def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torc
         correction_T = torch.ones_like(logprobs_T)
     # The policy at the start of the update, if known. On later mini-batches pi has already changed.
     engine_twin_T = old_logprobs_T if config.old_logprobs == "recompute" else logprobs_T
-    bypass = config.old_logprobs == "none" and config.updates_per_batch > 1
+    bypass = config.old_logprobs == "none" and config.optimizer_steps > 1
 
     clipped = clipped_loss(logprobs_T, old_logprobs_T, advantages_T, clip_low=config.clip_low,
                            clip_high=config.clip_high, dual_clip=config.dual_clip)

@@ -52,10 +52,10 @@ class LearningRate:
 
 
 def learning_rate(config: ResolvedConfig) -> LearningRate:
-    """The schedule of a run, in optimizer steps: `run.steps` rollout batches of `updates_per_batch` steps each."""
+    """The schedule of a run, in optimizer steps: `run.steps` rollout batches with their optimizer steps."""
     section = config.trainer.optimizer
     return LearningRate(section.schedule, section.lr, section.min_lr, section.warmup_steps,
-                        config.run.steps * config.algorithm.updates_per_batch)
+                        config.run.steps * config.algorithm.optimizer_steps)
 
 
 @dataclass(frozen=True)

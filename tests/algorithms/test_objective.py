@@ -46,7 +46,7 @@ def by_hand(config: Algorithm, values: dict[str, torch.Tensor | None]) -> tuple[
         if config.old_logprobs == "recompute":
             old = values["old_logprobs_T"][t].item()
             correction = min(math.exp(old - mu), config.importance_cap)
-        elif config.updates_per_batch == 1:
+        elif config.updates_per_batch == 1 and config.epochs == 1:
             old, correction = pi, min(math.exp(pi - mu), config.importance_cap)
         else:
             old, correction = mu, 1.0
@@ -69,6 +69,7 @@ def by_hand(config: Algorithm, values: dict[str, torch.Tensor | None]) -> tuple[
 MODES = {
     "on-policy": {},
     "bypass": {"updates_per_batch": 2},
+    "bypass, epochs": {"epochs": 2},
     "decoupled": {"updates_per_batch": 2, "old_logprobs": "recompute"},
     "decoupled, one update": {"old_logprobs": "recompute"},
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from launch.config.schema import Algorithm
 from megatron_rl.algorithms.advantages import group_advantages
-from megatron_rl.algorithms.batch import NothingToLearn, build_policy_batch
+from megatron_rl.algorithms.batch import NothingToLearn, build_policy_batch, in_epochs
 from megatron_rl.data.batch import Group, Prompt, Trajectory
 
 LIMIT = 6
@@ -195,3 +197,14 @@ def test_arrays_of_different_lengths_are_no_trajectory():
     ids = np.arange(3, dtype=np.int32)
     with pytest.raises(ValueError, match="a trajectory of 3 tokens with 3 sampled, 2 logprobs, 3 weight_versions"):
         Trajectory.one_turn(ids, np.zeros(2, np.float32), ids, "stop")
+
+
+def test_epochs_repeat_the_mini_batches_with_what_was_fixed_before():
+    batches, _ = build_policy_batch(GROUPS, REWARDS, algorithm(updates_per_batch=2), LIMIT)
+    fixed = [replace(batch, old_logprobs_N=batch.behaviour_logprobs_N + 1) for batch in batches]
+    repeated = in_epochs(fixed, 3)
+    assert [batch.extras["update_index"] for batch in repeated] == [0, 1, 2, 3, 4, 5]
+    for index, batch in enumerate(repeated):
+        assert batch.old_logprobs_N is fixed[index % 2].old_logprobs_N
+        assert batch.tokens_N is fixed[index % 2].tokens_N
+    assert [batch.extras["update_index"] for batch in batches] == [0, 1], "the originals are as they were"

@@ -91,6 +91,8 @@ CASES = [
                                                          "data.chat_template = none"], ["data.chat_template=auto"]),
     (["weight_sync.disk.compare=true"], ["disk.compare = true", "weight_sync.disk.every = 0"],
      ["weight_sync.disk.every=10"]),
+    (["trainer.optimizer.warmup_steps=300", "algorithm.epochs=3"],
+     ["warmup_steps = 300 covers all 300 optimizer steps of the run"], ["trainer.optimizer.warmup_steps=299"]),
     (["algorithm.kl.reference_offload=true"], ["reference_offload = true", "algorithm.kl.beta = 0"],
      ["algorithm.kl.beta=0.01"]),
 ]

@@ -22,6 +22,7 @@ from launch.planner.time.step import (
 )
 from launch.planner.workload.lengths import Counted, LogNormal
 from tests.planner.engines import LLAMA_8B, MOE
+from tests.planner.problems import best, builtin, problem, workload
 
 C = RlCoefficients()
 PLAIN = C.changed({"train_efficiency": 1.0, "update_s": 0.0, "logprob_factor": 1.0, "rollout_efficiency": 1.0,
@@ -157,3 +158,10 @@ def test_null_fields_are_tolerated(points):
             for value in (None, "not_stated"):
                 for row in validation.predict(replace(point, data={**point.data, name: value}), C):
                     assert row.predicted is None or row.predicted > 0
+
+
+def test_epochs_repeat_the_updates_and_not_the_passes():
+    once, thrice = (best(problem(builtin("llama3-8b"), nodes=2, work=workload(logprob_pass=True, epochs=epochs)),
+                         "colocated").training for epochs in (1, 3))
+    assert thrice.layout == once.layout
+    assert thrice.train_s == pytest.approx(3 * once.train_s) and thrice.logprob_s == pytest.approx(once.logprob_s)

@@ -161,7 +161,7 @@ def _train(fitting: _Fitting) -> _Fit:
     eta, fixed = f"{RL}.train_efficiency", f"{RL}.update_s"
 
     def terms(found: Candidate) -> tuple[float, float]:
-        updates = found.problem.workload.updates
+        updates = found.problem.workload.updates * found.problem.workload.epochs
         return (found.training.train_s - updates * fitting.value(fixed)) * fitting.value(eta), updates
 
     return _slope_and_fixed(fitting, "train", eta, fixed, terms, "A second run with more or fewer prompts per step")

@@ -83,6 +83,8 @@ def write_givens(book: Book, found: Candidate, source: Source) -> None:
                        ("prompt_tokens", "tokens"), ("prompt_copies", "copies per completion"),
                        ("max_prompt_tokens", "tokens")):
         given(workload, name, f"workload.{name}", unit, "workload")
+    if workload.epochs > 1:
+        given(workload, "epochs", "workload.epochs", "passes", "workload")
     for name, unit in (("cap", "tokens"), ("mean", "tokens"), ("second_moment", "tokens^2")):
         given(workload.lengths, name, f"workload.response_{name}", unit, "workload")
     book.describe(workload.lengths, *(f"workload.response_{name}" for name in ("mean", "second_moment", "cap")))

@@ -71,19 +71,21 @@ class TrainingOption:
         workload = self.problem.workload
         return rl_step.imbalance(workload.lengths, workload.prompt_tokens, self.work.sequences, self.layout.dp)
 
-    @line("s", "updates x (pre-training time x imbalance / eta + t_update)")
+    @line("s", "epochs x updates x (pre-training time x imbalance / eta + t_update)")
     @part
     def train_s(self) -> float:
         """Seconds of all optimizer steps of a GRPO step."""
         problem = self.problem
-        return rl_step.train_seconds(self.time.total_s, problem.workload.updates, self.imbalance,
-                                     bool(problem.shape.experts), problem.coefficients.rl)
+        return problem.workload.epochs * rl_step.train_seconds(
+            self.time.total_s, problem.workload.updates, self.imbalance, bool(problem.shape.experts),
+            problem.coefficients.rl)
 
     @line("s", "train x forward / training x factor")
     @part
     def pass_s(self) -> float:
         """Seconds of a log-prob pass over all completions of a GRPO step."""
-        return rl_step.pass_seconds(self.train_s, self.time.total_s, self.forward.total_s, self.problem.coefficients.rl)
+        return rl_step.pass_seconds(self.train_s / self.problem.workload.epochs, self.time.total_s,
+                                    self.forward.total_s, self.problem.coefficients.rl)
 
     @line("s", "one pass", written=nonzero)
     @part

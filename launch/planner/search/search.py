@@ -234,7 +234,7 @@ class Search:
         tokens = workload.sequences // workload.updates * workload.mean_tokens * (1 - 1e-6) - 1
         flops = (4 if lora else 6) * (matrix_parameters(shape) - (shape.vocab * shape.hidden if lora else 0)) * tokens
         seconds = flops / (units * problem.unit_gpus * rate) / (c.rl.train_efficiency * experts)
-        return max(0.0, workload.updates * seconds)
+        return max(0.0, workload.epochs * workload.updates * seconds)
 
     def _timed(self, units: int) -> list[_Timed]:
         """Training layouts that fit on exactly these units, the fastest first."""

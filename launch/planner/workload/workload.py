@@ -17,7 +17,7 @@ class Workload:
     group: int
     """G: completions per prompt."""
     updates: int
-    """Optimizer steps per GRPO step."""
+    """Mini-batches of a GRPO step: optimizer steps of one epoch."""
     prompt_tokens: float
     """Mean tokens of a prompt."""
     max_prompt_tokens: int
@@ -29,6 +29,8 @@ class Workload:
     reference_offload: bool
     target: float | None
     """Target in prompts per hour."""
+    epochs: int = 1
+    """Passes of the optimizer over the completions."""
     prompt_copies: float = 1.0
     """Packed copies of a prompt per completion: 1, or 1 / G if the completions share one."""
     measured_lengths: bool = False
