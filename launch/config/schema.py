@@ -180,8 +180,10 @@ class Algorithm(Section):
     """Mini-batches of a rollout batch, each an optimizer step on an equal share of its groups."""
     epochs: PositiveInt = 1
     """Passes over a rollout batch. Old log-probs are those before the first update."""
-    advantage: Literal["grpo", "grpo_no_std", "rloo"] = "grpo"
-    """`grpo`: (R - mean)/(std + eps). `grpo_no_std`: R - mean (Dr.GRPO). `rloo`: leave-one-out baseline."""
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = "grpo"
+    """`grpo`: (R - mean)/(std + eps). `grpo_no_std`: R - mean (Dr.GRPO). `rloo`: leave-one-out baseline.
+    `reinforce_pp`: R, whitened over the tokens of the rollout batch. `reinforce_pp_baseline`: R - mean, whitened in the
+    same way."""
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
     """`token_mean`: over the tokens of the global batch (DAPO). `sequence_mean`: mean of sequence means (GRPO).
     `sequence_sum`: mean of sequence sums. `constant`: sequence sums over `rollout.max_new_tokens` (Dr.GRPO)."""

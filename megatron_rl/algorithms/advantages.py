@@ -1,4 +1,4 @@
-"""Group-relative advantages of the trajectories of one prompt instance. NumPy, on the driver.
+"""Advantages of the trajectories of a rollout batch. NumPy, on the driver.
 
 A *group* is the set of trajectories drawn for one prompt instance. Group sizes may differ (aborted or filtered
 samples). A group is one object from the engine onwards, so no trajectory can end up in another group, whatever the
@@ -13,9 +13,12 @@ from typing import Literal
 import numpy as np
 
 AdvantageKind = Literal["grpo", "grpo_no_std", "rloo"]
+"""The kinds that need only the group."""
 
 STD_EPSILON = 1e-6
 """Added to the group's standard deviation. This value and the n - 1 in the variance follow verl."""
+WHITENING_EPSILON = 1e-8
+"""Added to the variance of a whitened batch, as in verl."""
 
 
 def group_advantages(rewards: Sequence[np.ndarray], kind: AdvantageKind) -> list[np.ndarray]:
@@ -35,6 +38,37 @@ def group_advantages(rewards: Sequence[np.ndarray], kind: AdvantageKind) -> list
         ValueError: a group is empty, or a reward is not finite.
     """
     return [_advantages(_checked(rewards_G), kind) for rewards_G in rewards]
+
+
+def whitened_advantages(rewards: Sequence[np.ndarray], tokens: Sequence[np.ndarray], *,
+                        baseline: bool) -> list[np.ndarray]:
+    """Compute the advantages of REINFORCE++ (arXiv:2501.03262), whitened over all tokens of the rollout batch:
+
+        A_i = (R_i - mean) / sqrt(variance + 1e-8)
+
+    with mean and variance (n - 1) over the tokens, each with the reward of its trajectory, so that a long trajectory
+    counts more. Whitening needs the whole batch, so it comes before any split over mini-batches and ranks. Rewards come
+    at the end and are not discounted; a KL term belongs to the loss (`algorithm.kl`), not to the reward.
+
+    Args:
+        tokens: number of tokens in the loss, per trajectory, int [n] per group.
+        baseline: use R_i - mean of the group in place of R_i (REINFORCE++-baseline).
+    Returns:
+        float32 [n] per group, all 0 if the whole batch has one value. Computed in float64.
+    Raises:
+        ValueError: as `group_advantages`.
+    """
+    values = [_checked(rewards_G) for rewards_G in rewards]
+    if baseline:
+        values = [np.zeros_like(rewards_G) if is_flat(rewards_G) else rewards_G - rewards_G.mean()
+                  for rewards_G in values]
+    values_B, tokens_B = np.concatenate(values), np.concatenate(tokens).astype(np.float64)
+    count = tokens_B.sum()
+    if count < 2 or is_flat(values_B[tokens_B > 0]):
+        return [np.zeros(len(values_G), dtype=np.float32) for values_G in values]
+    mean = (tokens_B * values_B).sum() / count
+    variance = (tokens_B * (values_B - mean) ** 2).sum() / (count - 1)
+    return [((values_G - mean) / np.sqrt(variance + WHITENING_EPSILON)).astype(np.float32) for values_G in values]
 
 
 def is_flat(rewards_G: np.ndarray) -> bool:

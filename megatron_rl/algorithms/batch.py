@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from launch.config.schema import Algorithm
-from megatron_rl.algorithms.advantages import group_advantages, group_metrics
+from megatron_rl.algorithms.advantages import group_advantages, group_metrics, whitened_advantages
 from megatron_rl.algorithms.aggregation import loss_weights
 from megatron_rl.data.batch import Group, PolicyBatch, Trajectory
 
@@ -55,7 +55,7 @@ def build_policy_batch(groups: Sequence[Group], rewards: Sequence[np.ndarray], c
     length limit from the loss, but their reward stays in the baseline: without it the other answers would look worse
     than they are. A trajectory that an engine aborted (`abort`) is in neither. A group with fewer than two finished
     trajectories has no baseline and is dropped. Loss weights are normalised over the sampled tokens of each mini-batch,
-    because each mini-batch is one optimizer step.
+    because each mini-batch is one optimizer step. Whitened advantages see the tokens of all mini-batches.
 
     Args:
         groups: groups of any size.
@@ -74,7 +74,7 @@ def build_policy_batch(groups: Sequence[Group], rewards: Sequence[np.ndarray], c
     if not usable:
         raise NothingToLearn(f"the engines aborted so many trajectories that none of the {len(groups)} groups has two "
                              "left to compare (see their logs)")
-    advantages = group_advantages([answers.rewards_G for answers in usable], config.advantage)
+    advantages = _advantages(usable, config)
     shares = np.array_split(np.arange(len(usable)), min(config.updates_per_batch, len(usable)))
     batches = [_mini_batch([(usable[u], advantages[u]) for u in share], config, max_new_tokens) for share in shares]
     for index, batch in enumerate(batches):
@@ -108,6 +108,14 @@ def _finished(place: int, group: Group, rewards_G: np.ndarray) -> _Answers | Non
         return None
     return _Answers(place, group.prompt.token_ids, tuple(group.trajectories[i] for i in finished),
                     np.asarray(rewards_G, dtype=np.float64)[finished])
+
+
+def _advantages(usable: Sequence[_Answers], config: Algorithm) -> list[np.ndarray]:
+    rewards, kind = [answers.rewards_G for answers in usable], config.advantage
+    if kind == "reinforce_pp" or kind == "reinforce_pp_baseline":
+        tokens = [np.array([each.length * _kept(each, config) for each in answers.trajectories]) for answers in usable]
+        return whitened_advantages(rewards, tokens, baseline=kind == "reinforce_pp_baseline")
+    return group_advantages(rewards, kind)
 
 
 def _mini_batch(share: Sequence[tuple[_Answers, np.ndarray]], config: Algorithm, max_new_tokens: int) -> PolicyBatch:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.advantages import STD_EPSILON, group_advantages, group_metrics
+from megatron_rl.algorithms.advantages import STD_EPSILON, group_advantages, group_metrics, whitened_advantages
 
 KINDS = ("grpo", "grpo_no_std", "rloo")
 
@@ -71,3 +71,31 @@ def test_metrics_of_groups():
 def test_rewards_that_are_no_numbers_are_refused(bad):
     with pytest.raises(ValueError):
         group_advantages([bad], "grpo")
+
+
+WHITENED = [np.array([1.0, 0.0, 0.25]), np.array([0.0, 0.0]), np.array([1.0])]
+TOKENS = [np.array([3, 10, 1]), np.array([4, 2]), np.array([0])]
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+def test_whitening_is_over_the_tokens_of_all_groups(baseline):
+    """As if the list of all tokens' returns were written out; the last trajectory has no token in the loss."""
+    values = [rewards_G - rewards_G.mean() if baseline else rewards_G for rewards_G in WHITENED]
+    written_out = np.repeat(np.concatenate(values), np.concatenate(TOKENS))
+    assert len(written_out) == 20
+    found = whitened_advantages(WHITENED, TOKENS, baseline=baseline)
+    for values_G, found_G in zip(values, found, strict=True):
+        np.testing.assert_allclose(found_G, (values_G - written_out.mean()) / written_out.std(ddof=1), rtol=1e-6)
+    tokens_N = np.repeat(np.concatenate(found), np.concatenate(TOKENS)).astype(np.float64)
+    assert tokens_N.mean() == pytest.approx(0, abs=1e-7) and tokens_N.std(ddof=1) == pytest.approx(1, rel=1e-6)
+    assert all(found_G.dtype == np.float32 for found_G in found)
+
+
+@pytest.mark.parametrize("rewards, tokens", [
+    ([np.array([1.0, 1.0]), np.array([1.0])], [np.array([3, 4]), np.array([5])]),
+    ([np.array([1.0, 0.0])], [np.array([0, 0])]),
+    ([np.array([1.0, 0.0])], [np.array([5, 0])]),
+])
+def test_a_batch_of_one_value_has_no_whitened_advantage(rewards, tokens):
+    for found_G in whitened_advantages(rewards, tokens, baseline=False):
+        assert (found_G == 0).all()

@@ -208,3 +208,17 @@ def test_epochs_repeat_the_mini_batches_with_what_was_fixed_before():
         assert batch.old_logprobs_N is fixed[index % 2].old_logprobs_N
         assert batch.tokens_N is fixed[index % 2].tokens_N
     assert [batch.extras["update_index"] for batch in batches] == [0, 1], "the originals are as they were"
+
+
+@pytest.mark.parametrize("truncated", ["keep", "mask"])
+@pytest.mark.parametrize("advantage", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_whitening_sees_all_mini_batches_and_what_is_in_the_loss(advantage, truncated):
+    config = algorithm(advantage=advantage, updates_per_batch=2, truncated=truncated)
+    batches, _ = build_policy_batch(TOOLS, REWARDS, config, LIMIT)
+    assert len(batches) == 2
+    in_loss_N = np.concatenate([batch.loss_weights_N for batch in batches]) != 0
+    advantages_N = np.concatenate([batch.advantages_N for batch in batches])[in_loss_N].astype(np.float64)
+    assert len(advantages_N) == (10 if truncated == "keep" else 8)
+    assert advantages_N.mean() == pytest.approx(0, abs=1e-6) and advantages_N.std(ddof=1) == pytest.approx(1, rel=1e-6)
+    assert abs(batches[0].advantages_N[batches[0].sampled_N].mean()) > 0.05, "not one mini-batch alone"
+    assert advantages_N[0] > 0, "the first trajectory is above the mean"
