@@ -128,7 +128,7 @@ The careful recipe reaches the target with {missing}:
     megatron-rl plan sweep {CONFIG} {' '.join(CAREFUL)} nodes=32..64 --target 10000/h
 
 The lean recipe needs one optimizer step per batch and truncated importance weights (`algorithm.importance_cap`): see
-[old-logprobs.md](old-logprobs.md).
+[corrections.md](corrections.md).
 """
 
 

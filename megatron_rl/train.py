@@ -117,7 +117,8 @@ async def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monito
     config, step = state.config, state.step + 1
     batch = await job.batch(step)
     rewards = [np.array([score.total for score in group], dtype=np.float64) for group in batch.scores]
-    batches, statistics = build_policy_batch(batch.groups, rewards, config.algorithm, config.rollout.max_new_tokens)
+    batches, statistics = build_policy_batch(batch.groups, rewards, config.algorithm, config.rollout.max_new_tokens,
+                                             version=step - 1)
     waited = await settle_disk(job, clock, monitor)
     with clock.span("log-prob"):
         batches = [await with_fixed_logprobs(job, each) for each in batches]

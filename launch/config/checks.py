@@ -38,6 +38,9 @@ def check(loaded: ResolvedLoaded, architecture: Architecture, device: Literal["c
     checker.lengths()
     checker.share_prompts()
     checker.batch()
+    checker.loss()
+    checker.old_policy()
+    checker.rejection()
     checker.optimizer()
     checker.engine()
     checker.staging()
@@ -214,6 +217,51 @@ class _Checker:
                      f"{al.prompts_per_step} prompts: some would be idle (a group stays on one engine)",
                      "rollout.replicas", "algorithm.prompts_per_step",
                      fix=f"use rollout.replicas <= {al.prompts_per_step}")
+
+    def loss(self) -> None:
+        al = self.config.algorithm
+        if al.loss == "gspo" and al.aggregation != "sequence_mean":
+            self.add(f"algorithm.loss = gspo with algorithm.aggregation = {al.aggregation}: its ratio belongs to a "
+                     "sequence, and its loss is the mean of sequence means", "algorithm.loss", "algorithm.aggregation",
+                     fix="use algorithm.aggregation = sequence_mean")
+        if al.loss == "cispo" and al.dual_clip is not None:
+            self.add(f"algorithm.dual_clip = {al.dual_clip:g} has no effect with algorithm.loss = cispo",
+                     "algorithm.dual_clip", "algorithm.loss", fix="use algorithm.dual_clip = null")
+
+    def old_policy(self) -> None:
+        """What compares the engine with the trainer's old policy needs one that is not the engine's own."""
+        al = self.config.algorithm
+        if al.importance_weight == "sequence" and al.importance_cap is None:
+            self.add("algorithm.importance_weight = sequence, and with algorithm.importance_cap = null there is no "
+                     "weight", "algorithm.importance_weight", "algorithm.importance_cap",
+                     fix="set algorithm.importance_cap, or importance_weight: none")
+        if al.old_logprobs != "none" or al.optimizer_steps == 1:
+            return
+        for key, asked in (("importance_weight", al.importance_weight == "sequence"),
+                           ("rejection.rule", al.rejection.rule in ("icepop", "sequence", "geometric"))):
+            if asked:
+                value = self.loaded.value(f"algorithm.{key}")
+                self.add(f"algorithm.{key} = {value} compares old log-probs with the engine's, and with "
+                         f"algorithm.old_logprobs = none the engine's are the old ones of {al.optimizer_steps} "
+                         "optimizer steps per batch (updates_per_batch x epochs)", f"algorithm.{key}",
+                         "algorithm.old_logprobs", fix="use algorithm.old_logprobs = recompute or interpolate")
+
+    def rejection(self) -> None:
+        rejection, key = self.config.algorithm.rejection, "algorithm.rejection"
+        for name, bound in (("low", rejection.low), ("high", rejection.high)):
+            if bound is not None and (rejection.rule == "none" or (rejection.rule, name) == ("off_policy", "low")):
+                self.add(f"{key}.{name} = {bound:g} has no effect with {key}.rule = {rejection.rule}", f"{key}.{name}",
+                         f"{key}.rule", fix=f"remove {name}" + (", or choose a rule" if rejection.rule == "none" else
+                                                                ""))
+        if rejection.rule == "off_policy":
+            if rejection.high is None:
+                self.add(f"{key}.rule = off_policy needs its bound", f"{key}.rule",
+                         fix=f"set {key}.high, nats per token: look at drift/abs_mean of a run first")
+        elif rejection.rule != "none":
+            low, high = rejection.bounds
+            if low >= high:
+                self.add(f"{key}.low = {low:g} is not below {key}.high = {high:g}", f"{key}.low", f"{key}.high",
+                         fix=f"use {key}.low < {high:g}")
 
     def optimizer(self) -> None:
         o = self.config.trainer.optimizer

@@ -171,6 +171,24 @@ class KL(Section):
     """Keep the reference model in host memory between passes."""
 
 
+class Rejection(Section):
+    rule: Literal["none", "icepop", "sequence", "geometric", "off_policy"] = "none"
+    """Which tokens leave the policy loss (docs/corrections.md). `icepop`: tokens whose ratio trainer / behaviour is
+    outside the bounds. `sequence`: sequences by their product of ratios. `geometric`: sequences by their geometric
+    mean. `off_policy`: sequences with a negative advantage that the policy has left (DeepSeek-V3.2)."""
+    low: float | None = Field(default=None, gt=0, lt=1)
+    """Lower bound of the ratio; null: icepop 0.5, sequence 1/3, geometric 0.999."""
+    high: PositiveFloat | None = None
+    """Upper bound of the ratio; null: icepop 5, sequence 3, geometric 1.001. `off_policy`: the bound of the mean of
+    log(behaviour / current), in nats, which has no default."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lower and the upper bound of the ratio. Not for `none` and `off_policy`."""
+        low, high = {"icepop": (0.5, 5.0), "sequence": (1 / 3, 3.0), "geometric": (0.999, 1.001)}[self.rule]
+        return (low if self.low is None else self.low, high if self.high is None else self.high)
+
+
 class Algorithm(Section):
     group_size: int = Field(ge=2)
     """Completions per prompt (G)."""
@@ -187,19 +205,27 @@ class Algorithm(Section):
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
     """`token_mean`: over the tokens of the global batch (DAPO). `sequence_mean`: mean of sequence means (GRPO).
     `sequence_sum`: mean of sequence sums. `constant`: sequence sums over `rollout.max_new_tokens` (Dr.GRPO)."""
+    loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """`ppo`: clipped ratio of each token. `gspo`: clipped ratio of the sequence, with `aggregation: sequence_mean`.
+    `cispo`: clipped ratio as a weight of log p, so that clipped tokens keep their gradient."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]. `cispo` has no lower bound."""
     clip_high: PositiveFloat = 0.2
     """Upper clip range; DAPO's clip-higher uses 0.28."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Bound on the loss for negative advantages, in multiples of |A|; null: off."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
-    old_logprobs: Literal["none", "recompute"] = "none"
-    """`recompute`: a trainer pass computes the old log-probs. `none`: with several updates per batch, the engine's are
-    used (docs/old-logprobs.md)."""
+    old_logprobs: Literal["none", "recompute", "interpolate"] = "none"
+    """`recompute`: a trainer pass computes the old log-probs. `none`: not needed with one update per batch; with
+    several, the engine's are used. `interpolate`: between the engine's and the current ones, by age (A-3PO,
+    docs/corrections.md)."""
+    importance_weight: Literal["none", "token", "sequence"] = "token"
+    """Weight of the policy loss from behaviour to trainer policy: of each token, or of its whole sequence."""
     importance_cap: float | None = Field(default=2.0, gt=0)
-    """Cap on a token's importance weight from behaviour to trainer policy; null: off."""
+    """Cap on the importance weight; null: no weight."""
+    rejection: Rejection = Rejection()
+    """Tokens and sequences left out of the policy loss because they are off-policy."""
     kl: KL = KL()
     """KL term against the reference model."""
     max_staleness: Literal["auto"] | NonNegativeInt = 0

@@ -168,6 +168,7 @@ def workload_of(loaded: LoadedConfig) -> Workload:
         updates=config.algorithm.updates_per_batch, epochs=config.algorithm.epochs, prompt_tokens=prompt,
         max_prompt_tokens=longest_prompt,
         lengths=_lengths(loaded), logprob_pass=config.algorithm.old_logprobs == "recompute",
+        interpolated=config.algorithm.old_logprobs == "interpolate",
         reference=kl.beta > 0, reference_offload=kl.reference_offload,
         target=config.workload.target_prompts_per_hour, measured_lengths=asked.distribution == "file",
         assumed_sigma=asked.sigma if asked.distribution == "lognormal" else None,

@@ -48,7 +48,7 @@ class BatchStatistics:
 
 
 def build_policy_batch(groups: Sequence[Group], rewards: Sequence[np.ndarray], config: Algorithm,
-                       max_new_tokens: int) -> tuple[list[PolicyBatch], BatchStatistics]:
+                       max_new_tokens: int, version: int) -> tuple[list[PolicyBatch], BatchStatistics]:
     """Split one rollout batch into `updates_per_batch` mini-batches of whole groups, in the given order.
 
     Advantages come from all finished trajectories of a group. `truncated: mask` excludes trajectories that hit the
@@ -61,12 +61,14 @@ def build_policy_batch(groups: Sequence[Group], rewards: Sequence[np.ndarray], c
         groups: groups of any size.
         rewards: `rewards[g][i]` is the reward of `groups[g].trajectories[i]`, ignored if that one was aborted.
         max_new_tokens: the length limit (`aggregation: constant` divides by it).
+        version: the version of the trainer's weights, from which the ages of tokens count.
     Returns:
         The mini-batches and the statistics of the whole batch. Sizes differ by at most one group. There are fewer than
         `updates_per_batch` mini-batches if fewer groups were kept. `extras` holds `group_B` (the group's place in
         `groups`), `reward_B`, `kept_B` and `update_index` (from 0).
     Raises:
-        ValueError: there are fewer groups than updates, or the rewards do not match the groups.
+        ValueError: there are fewer groups than updates, the rewards do not match the groups, or a token was sampled by
+            a version after `version`.
         NothingToLearn: no group was kept.
     """
     _check(groups, rewards, config)
@@ -76,7 +78,8 @@ def build_policy_batch(groups: Sequence[Group], rewards: Sequence[np.ndarray], c
                              "left to compare (see their logs)")
     advantages = _advantages(usable, config)
     shares = np.array_split(np.arange(len(usable)), min(config.updates_per_batch, len(usable)))
-    batches = [_mini_batch([(usable[u], advantages[u]) for u in share], config, max_new_tokens) for share in shares]
+    batches = [_mini_batch([(usable[u], advantages[u]) for u in share], config, max_new_tokens, version)
+               for share in shares]
     for index, batch in enumerate(batches):
         batch.extras["update_index"] = index
     return batches, _statistics(usable, len(groups), config)
@@ -118,7 +121,8 @@ def _advantages(usable: Sequence[_Answers], config: Algorithm) -> list[np.ndarra
     return group_advantages(rewards, kind)
 
 
-def _mini_batch(share: Sequence[tuple[_Answers, np.ndarray]], config: Algorithm, max_new_tokens: int) -> PolicyBatch:
+def _mini_batch(share: Sequence[tuple[_Answers, np.ndarray]], config: Algorithm, max_new_tokens: int,
+                version: int) -> PolicyBatch:
     prompts = [answers.prompt_P for answers, _ in share for _ in answers.trajectories]
     trajectories = [trajectory for answers, _ in share for trajectory in answers.trajectories]
     prompt_lengths_B = np.array([len(prompt_P) for prompt_P in prompts], dtype=np.int32)
@@ -141,9 +145,19 @@ def _mini_batch(share: Sequence[tuple[_Answers, np.ndarray]], config: Algorithm,
         loss_weights_N=on_sampled(np.repeat(weights_B, lengths_B)),
         advantages_N=on_sampled(np.repeat(advantages_B, lengths_B)),
         behaviour_logprobs_N=on_sampled(_interleave(no_prompts, [each.logprobs for each in trajectories], np.float32)),
+        ages_N=_ages(_interleave(no_prompts, [each.weight_versions for each in trajectories], np.int32), sampled_N,
+                     version),
         extras={"group_B": np.array(places_B, dtype=np.int32), "reward_B": rewards_B.astype(np.float32),
                 "kept_B": kept_B},
     )
+
+
+def _ages(versions_N: np.ndarray, sampled_N: np.ndarray, version: int) -> np.ndarray:
+    ages_N = np.where(sampled_N, version - versions_N, 0).astype(np.int32)
+    if ages_N.min(initial=0) < 0:
+        raise ValueError(f"a token was sampled by version {versions_N[sampled_N].max()}, and the trainer has version "
+                         f"{version}")
+    return ages_N
 
 
 def _interleave(prompts: list[np.ndarray], trajectories: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -95,6 +95,9 @@ class PolicyBatch:
     """float32, 0 for tokens that were not sampled."""
     behaviour_logprobs_N: np.ndarray
     """float32, 0 for tokens that were not sampled."""
+    ages_N: np.ndarray
+    """int32: number of versions by which the trainer's weights at the start of the step are ahead of those that sampled
+    the token. 0: the same weights. 0 for tokens that were not sampled."""
     old_logprobs_N: np.ndarray | None = None
     """float32 proximal log-probs, or None (see `algorithm.old_logprobs`)."""
     reference_logprobs_N: np.ndarray | None = None

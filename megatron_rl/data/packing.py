@@ -46,6 +46,13 @@ class Predictions:
     """float32 or None, as in the batch."""
     reference_logprobs_P: torch.Tensor | None
     """float32 or None, as in the batch."""
+    ages_P: torch.Tensor
+    """int64, as in the batch."""
+    positions_P: torch.Tensor
+    """int64, position of the predicted token in its trajectory, from 0."""
+    sequence_P: torch.Tensor
+    """int64, number of the sequence in the micro-batch, equal on all ranks of context parallelism; 0 if nothing is
+    predicted."""
     index_P: torch.Tensor
     """int64, index of the predicted token on the batch's N axis, or -1 if nothing is predicted."""
 
@@ -66,6 +73,8 @@ class MicroBatch:
     """int64, position in the sequence."""
     predictions: Predictions
     documents: Documents
+    sequences: int
+    """Number of sequences, at least 1."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch with its tensors on another device."""
@@ -109,16 +118,21 @@ def pack(batch: PolicyBatch, units: tuple[Unit, ...], *, multiple: int = 1, leng
         index_T = np.full(len(packed_T), -1, np.int64)
         index_T[rows_P] = index_P
         rows_P, index_P = np.arange(len(packed_T)), index_T
+    elif not len(rows_P):
+        rows_P, index_P = np.array([0]), np.array([-1])
     return MicroBatch(
         tokens_T=torch.from_numpy(np.where(token_T >= 0, batch.tokens_N[token_T], 0).astype(np.int64)),
         positions_T=torch.from_numpy(place_T + np.repeat(documents.prefix_lengths_D, lengths_D // cp)),
-        predictions=_predictions(batch, rows_P, index_P), documents=documents)
+        predictions=_predictions(batch, sequences, rows_P, index_P), documents=documents,
+        sequences=max(1, len(sequences.numbers_S)))
 
 
 @dataclass(frozen=True)
 class _Sequences:
     """S sequences in packing order. int64. A place is an index into the micro-batch before CP splits it."""
 
+    numbers_S: np.ndarray
+    """Place of the sequence in the batch."""
     offsets_S: np.ndarray
     """Index of the first token on the batch's N axis."""
     prompts_S: np.ndarray
@@ -146,7 +160,7 @@ def _lay_out(batch: PolicyBatch, units: tuple[Unit, ...], multiple: int) -> _Seq
     padded_S = -(-inputs_S // multiple) * multiple
     starts_S = np.cumsum(padded_S) - padded_S
     return _Sequences(
-        offsets_S=batch.offsets_B1[sequence_S], prompts_S=prompts_S,
+        numbers_S=sequence_S, offsets_S=batch.offsets_B1[sequence_S], prompts_S=prompts_S,
         trajectories_S=np.asarray(batch.lengths_B, np.int64)[sequence_S] - prompts_S, skipped_S=skipped_S,
         inputs_S=inputs_S, padded_S=padded_S, starts_S=starts_S,
         trunks_S=np.repeat(starts_S[whole_S], np.array([len(unit) for unit in units], np.int64)))
@@ -187,12 +201,15 @@ def _prediction_places(sequences: _Sequences, sampled_N: np.ndarray) -> tuple[np
     return np.where(ordinal_P == 0, first_P, later_P)[sampled_P], index_P[sampled_P]
 
 
-def _predictions(batch: PolicyBatch, rows_P: np.ndarray, index_P: np.ndarray) -> Predictions:
-    if not len(rows_P):
-        rows_P, index_P = np.array([0]), np.array([-1])
+def _predictions(batch: PolicyBatch, sequences: _Sequences, rows_P: np.ndarray, index_P: np.ndarray) -> Predictions:
+    offsets_B, real_P = batch.offsets_B1[:-1], index_P >= 0
+    number_P = np.where(real_P, np.searchsorted(offsets_B, index_P, side="right") - 1, 0)
+    position_P = index_P - offsets_B[number_P] - np.asarray(batch.prompt_lengths_B, np.int64)[number_P]
+    place_B = np.zeros(len(offsets_B), np.int64)
+    place_B[sequences.numbers_S] = np.arange(len(sequences.numbers_S))
 
     def values(values_N: np.ndarray, dtype: type = np.float32) -> torch.Tensor:
-        return torch.from_numpy(np.where(index_P >= 0, values_N[index_P], 0).astype(dtype))
+        return torch.from_numpy(np.where(real_P, values_N[index_P], 0).astype(dtype))
 
     def given(values_N: np.ndarray | None) -> torch.Tensor | None:
         return None if values_N is None else values(values_N)
@@ -201,7 +218,9 @@ def _predictions(batch: PolicyBatch, rows_P: np.ndarray, index_P: np.ndarray) ->
         rows_P=torch.from_numpy(rows_P), labels_P=values(batch.tokens_N, np.int64),
         weights_P=values(batch.loss_weights_N), advantages_P=values(batch.advantages_N),
         behaviour_logprobs_P=values(batch.behaviour_logprobs_N), old_logprobs_P=given(batch.old_logprobs_N),
-        reference_logprobs_P=given(batch.reference_logprobs_N), index_P=torch.from_numpy(index_P))
+        reference_logprobs_P=given(batch.reference_logprobs_N), ages_P=values(batch.ages_N, np.int64),
+        positions_P=torch.from_numpy(np.where(real_P, position_P, 0)),
+        sequence_P=torch.from_numpy(np.where(real_P, place_B[number_P], 0)), index_P=torch.from_numpy(index_P))
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -80,7 +80,7 @@ def _components(scores: Sequence[Score]) -> dict[str, float]:
 
 def _updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     merged = {}
-    for name in updates[0]:
+    for name in dict.fromkeys(name for update in updates for name in update):
         values = [update[name] for update in updates if name in update]
         merged[name] = (sum(values) if name in COUNTS else max(values) if name.endswith("_max")
                         else values[-1] if name == "train/lr" else sum(values) / len(values))

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from launch.plan.plan import Plan
+from megatron_rl.algorithms.sequences import Sequences
 from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.data.packing import MicroBatch, Predictions, pack
 from megatron_rl.data.schedule import InputTokens, Schedule, make_schedule
@@ -33,7 +34,8 @@ class Objective(Protocol):
 
     def __call__(self, *, logprobs_T: torch.Tensor, entropy_T: torch.Tensor, advantages_T: torch.Tensor,
                  weights_T: torch.Tensor, behaviour_logprobs_T: torch.Tensor, old_logprobs_T: torch.Tensor | None,
-                 reference_logprobs_T: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+                 reference_logprobs_T: torch.Tensor | None, ages_T: torch.Tensor, positions_T: torch.Tensor,
+                 sequences: Sequences) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss (a plain sum over these tokens, with weights) and sums for metrics, all scalars."""
 
 
@@ -63,12 +65,15 @@ def run_step(chunks: list, plan: Plan, batch: PolicyBatch, objective: Objective,
     """
     sums: list[dict[str, torch.Tensor]] = []
 
-    def loss_of(logits_PV: torch.Tensor, predictions: Predictions) -> torch.Tensor:
+    def loss_of(logits_PV: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        predictions = micro.predictions
         logprobs_P, entropy_P = _logprobs(logits_PV, predictions, plan, temperature)
         loss, parts = objective(
             logprobs_T=logprobs_P, entropy_T=entropy_P, advantages_T=predictions.advantages_P,
             weights_T=predictions.weights_P, behaviour_logprobs_T=predictions.behaviour_logprobs_P,
-            old_logprobs_T=predictions.old_logprobs_P, reference_logprobs_T=predictions.reference_logprobs_P)
+            old_logprobs_T=predictions.old_logprobs_P, reference_logprobs_T=predictions.reference_logprobs_P,
+            ages_T=predictions.ages_P, positions_T=predictions.positions_P,
+            sequences=Sequences(predictions.sequence_P, micro.sequences, _add_over_context_parallel))
         sums.append({name: value.detach() for name, value in {"train/loss": loss, **parts}.items()})
         return loss
 
@@ -87,7 +92,8 @@ def run_logprobs(chunks: list, plan: Plan, batch: PolicyBatch, temperature: floa
     """
     values_N = torch.zeros(len(batch.tokens_N), device=device_of_rank())
 
-    def record(logits_PV: torch.Tensor, predictions: Predictions) -> torch.Tensor:
+    def record(logits_PV: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        predictions = micro.predictions
         logprobs_P, _ = _logprobs(logits_PV, predictions, plan, temperature)
         if parallel_state.get_tensor_model_parallel_rank() == 0:
             real_P = predictions.index_P >= 0
@@ -101,7 +107,7 @@ def run_logprobs(chunks: list, plan: Plan, batch: PolicyBatch, temperature: floa
 
 
 def _run(chunks: list, plan: Plan, batch: PolicyBatch, schedule: Schedule,
-         loss_of: Callable[[torch.Tensor, Predictions], torch.Tensor], forward_only: bool) -> None:
+         loss_of: Callable[[torch.Tensor, MicroBatch], torch.Tensor], forward_only: bool) -> None:
     """Run this rank's micro-batches of the schedule through the pipeline once."""
     training = plan.training
     config = get_model_config(chunks[0])
@@ -121,7 +127,7 @@ def _run(chunks: list, plan: Plan, batch: PolicyBatch, schedule: Schedule,
         micro, params = packed(next(indices))
         select_output_rows(chunk, micro.predictions.rows_P)
         output = chunk(micro.tokens_T[None], micro.positions_T[None], None, packed_seq_params=params)
-        return output, lambda logits_1PV: (loss_of(logits_1PV.squeeze(0), micro.predictions), _no_tokens(), {})
+        return output, lambda logits_1PV: (loss_of(logits_1PV.squeeze(0), micro), _no_tokens(), {})
 
     get_forward_backward_func()(
         forward_step_func=forward, data_iterator=[iter(range(len(mine))) for _ in chunks], model=chunks,
@@ -160,6 +166,13 @@ def _logprobs(logits_PV: torch.Tensor, predictions: Predictions, plan: Plan,
                                    temperature=temperature, group=parallel_state.get_tensor_model_parallel_group())
 
 
+def _add_over_context_parallel(sums_KS: torch.Tensor) -> torch.Tensor:
+    """Context parallelism splits a sequence, and the other ranks of its group have the same micro-batch."""
+    if parallel_state.get_context_parallel_world_size() > 1:
+        dist.all_reduce(sums_KS, group=parallel_state.get_context_parallel_group())
+    return sums_KS
+
+
 def _no_tokens() -> torch.Tensor:
     """The schedule's token count. It is unused, because `sum_model_grads` does not divide."""
     return torch.zeros((), dtype=torch.int, device=device_of_rank())
@@ -187,8 +200,10 @@ def _combine(rows: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
 
 def _names(objective: Objective, batch: PolicyBatch) -> list[str]:
     zero = torch.zeros(1, device=device_of_rank())
+    first = zero.long()
     _, parts = objective(
         logprobs_T=zero, entropy_T=zero, advantages_T=zero, weights_T=zero, behaviour_logprobs_T=zero,
         old_logprobs_T=None if batch.old_logprobs_N is None else zero,
-        reference_logprobs_T=None if batch.reference_logprobs_N is None else zero)
+        reference_logprobs_T=None if batch.reference_logprobs_N is None else zero, ages_T=first, positions_T=first,
+        sequences=Sequences(first, 1))
     return ["train/loss", *parts]

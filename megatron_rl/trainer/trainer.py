@@ -20,6 +20,7 @@ import torch
 
 from launch.config.resolved import ResolvedConfig
 from launch.plan.plan import Plan
+from megatron_rl.algorithms.mismatch import means
 from megatron_rl.algorithms.objective import token_objective
 from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
@@ -31,7 +32,7 @@ from megatron_rl.trainer import cpu, rng
 from megatron_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rl.trainer.initial_weights import draw_layout
 from megatron_rl.trainer.model import DTYPES, build_model
-from megatron_rl.trainer.optimizer import PolicyOptimizer, StepResult, learning_rate
+from megatron_rl.trainer.optimizer import PolicyOptimizer, learning_rate
 from megatron_rl.trainer.parallel import device_of_rank
 from megatron_rl.trainer.reference import ReferenceModel
 from megatron_rl.trainer.step import run_logprobs, run_step, schedule_of
@@ -81,8 +82,8 @@ class MegatronTrainer:
 
         Returns:
             Metrics by the names in `megatron_rl.monitor.metrics`, equal on every rank. Without old log-probs,
-            `mismatch/*` exists only for the first update of a rollout batch (`extras["update_index"]` 0 or absent),
-            because the weights then still are those that the engine sampled with.
+            `mismatch/*` and `drift/*` exist only for the first update of a rollout batch (`extras["update_index"]` 0 or
+            absent), because the weights then still are those of the step's start.
 
         Raises:
             UserError: a sequence exceeds the token budget, or gradients were not finite three times in a row.
@@ -92,11 +93,14 @@ class MegatronTrainer:
         sums = run_step(self.optimizer.chunks, self.plan, batch, self._objective, self.config.rollout.temperature,
                         schedule)
         result = self.optimizer.step()
+        metrics = means(sums)
         if batch.old_logprobs_N is None and batch.extras.get("update_index", 0) > 0:
-            sums = {name: value for name, value in sums.items()
-                    if not name.startswith("mismatch/") or name == "mismatch/capped"}
-        return _metrics(sums, result) | {"train/sequences": float(len(batch.lengths_B)),
-                                         "train/microbatches": float(len(schedule[0]))}
+            metrics = {name: value for name, value in metrics.items()
+                       if not name.startswith(("mismatch/", "drift/"))}
+        metrics["train/clip_fraction"] = metrics["train/clip_fraction_high"] + metrics["train/clip_fraction_low"]
+        return metrics | {"train/grad_norm": result.grad_norm, "train/lr": result.learning_rate,
+                          "train/skipped": float(not result.applied), "train/sequences": float(len(batch.lengths_B)),
+                          "train/microbatches": float(len(schedule[0]))}
 
     def logprobs(self, batch: PolicyBatch, model: Literal["policy", "reference"] = "policy") -> np.ndarray:
         """Log-probs of the sampled tokens at the sampling temperature: float32 [N] on every rank, 0 for others."""
@@ -186,16 +190,3 @@ class MegatronTrainer:
         sizes = {f"trainer.{name}": str(size) for name, size in self._sizes().items()}
         return {"plan": self.plan.fingerprint(), "model.path": config.model.path, "model.init": config.model.init,
                 "run.seed": str(config.run.seed), "run.steps": str(config.run.steps), **optimizer, **sizes}
-
-
-_OF_THE_BATCH = ("train/loss", "train/tokens")
-"""Sums that are not means over tokens."""
-
-
-def _metrics(sums: dict[str, float], result: StepResult) -> dict[str, float]:
-    tokens = max(1.0, sums["train/tokens"])
-    metrics = {name: value if name in _OF_THE_BATCH or name.endswith("_max") else value / tokens
-               for name, value in sums.items()}
-    metrics["train/clip_fraction"] = metrics["train/clip_fraction_high"] + metrics["train/clip_fraction_low"]
-    return metrics | {"train/grad_norm": result.grad_norm, "train/lr": result.learning_rate,
-                      "train/skipped": float(not result.applied)}

@@ -9,8 +9,10 @@ import torch
 
 from launch.config.schema import Algorithm
 from megatron_rl.algorithms.objective import token_objective
+from megatron_rl.algorithms.sequences import Sequences
 
 T = 64
+ONE = Sequences(torch.zeros(T, dtype=torch.int64), 1)
 
 
 def algorithm(**changes) -> Algorithm:
@@ -26,7 +28,8 @@ def tokens(seed: int = 0, spread: float = 0.6) -> dict[str, torch.Tensor]:
     weights_T = torch.full((T,), 1 / 40)
     weights_T[::3] = 0.0
     return near | {"entropy_T": torch.rand(T, generator=generator), "weights_T": weights_T,
-                   "advantages_T": torch.randn(T, generator=generator)}
+                   "advantages_T": torch.randn(T, generator=generator), "ages_T": torch.zeros(T, dtype=torch.int64),
+                   "positions_T": torch.arange(T), "sequences": ONE}
 
 
 def run(config: Algorithm, values: dict[str, torch.Tensor | None]):
@@ -109,7 +112,7 @@ def test_old_is_not_behaviour():
     values["old_logprobs_T"] = values["logprobs_T"].clone()
     _, _, _, sums = run(algorithm(old_logprobs="recompute", updates_per_batch=2), values)
     assert sums["train/ratio_mean"].item() == sums["train/tokens"].item()
-    assert sums["mismatch/capped"].item() > 0 and sums["mismatch/kl"].item() > 1.0
+    assert sums["correction/capped"].item() > 0 and sums["mismatch/kl"].item() > 1.0
 
 
 def _mismatch_by_hand(trainer_T: torch.Tensor, values: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -135,11 +138,28 @@ def test_mismatch_is_between_policies_of_equal_weights(mode):
     assert (drifted["mismatch/kl"].item() == sums["mismatch/kl"].item()) == known
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_mismatch_is_told_of_tokens_of_the_trainers_own_weights(mode):
+    """Tokens of older weights are in the drift, and change nothing in the mismatch."""
+    config, values = algorithm(**MODES[mode]), tokens() | {"reference_logprobs_T": None}
+    known = config.old_logprobs == "recompute"
+    twin_T = values["old_logprobs_T" if known else "logprobs_T"]
+    if not known:
+        values["old_logprobs_T"] = None
+    values["ages_T"] = torch.arange(T) % 4
+    sums = run(config, values)[3]
+    fresh = values | {"weights_T": torch.where(values["ages_T"] == 0, values["weights_T"], 0.0)}
+    for name, expected in _mismatch_by_hand(twin_T, fresh).items():
+        assert sums[name].item() == pytest.approx(expected, rel=1e-5), name
+    old = values | {"weights_T": torch.where(values["ages_T"] > 0, values["weights_T"], 0.0)}
+    assert sums["drift/kl"].item() == pytest.approx(_mismatch_by_hand(twin_T, old)["mismatch/kl"], rel=1e-5)
+
+
 def test_nothing_is_capped_where_nothing_is_corrected():
     values = tokens() | {"old_logprobs_T": None, "reference_logprobs_T": None}
     bypass = run(algorithm(updates_per_batch=2, importance_cap=1.0), values)[3]
-    assert bypass["mismatch/capped"].item() == 0.0
-    assert run(algorithm(importance_cap=1.0), values)[3]["mismatch/capped"].item() > 0.0
+    assert "correction/capped" not in bypass
+    assert run(algorithm(importance_cap=1.0), values)[3]["correction/capped"].item() > 0.0
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -148,10 +168,12 @@ def test_masked_tokens_do_not_matter_whatever_stands_there(mode):
     values = tokens()
     if config.old_logprobs == "none":
         values["old_logprobs_T"] = None
-    dirty = {name: None if value is None else value.clone() for name, value in values.items()}
+    dirty = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
     junk = torch.tensor([float("nan"), float("inf"), float("-inf"), 1e30])
     for name, value in dirty.items():
-        if name != "weights_T" and value is not None:
+        if name in ("ages_T", "positions_T"):
+            value[::3] = 10**6
+        elif name not in ("weights_T", "sequences") and value is not None:
             value[::3] = junk.repeat(T)[:len(value[::3])]
     clean_run, dirty_run = run(config, values), run(config, dirty)
     torch.testing.assert_close(dirty_run[0], clean_run[0], rtol=0, atol=0)
@@ -171,7 +193,8 @@ def test_long_sequences_with_extreme_ratios_stay_finite(mode):
               "old_logprobs_T": -ramp_T - 90 if config.old_logprobs == "recompute" else None,
               "reference_logprobs_T": -ramp_T - 90, "entropy_T": torch.ones(length),
               "advantages_T": torch.tensor([0.0, 1.0, -1.0, 0.0]).repeat(length // 4),
-              "weights_T": torch.full((length,), 1 / length)}
+              "weights_T": torch.full((length,), 1 / length), "ages_T": torch.arange(length) // 4000,
+              "positions_T": torch.arange(length), "sequences": ONE}
     loss, gradient_T, _, sums = run(config, values)
     assert math.isfinite(loss.item()) and torch.isfinite(gradient_T).all()
     assert all(math.isfinite(value.item()) for value in sums.values())
@@ -181,7 +204,8 @@ def test_sums_and_loss_add_up_over_micro_batches():
     config, values = algorithm(kl={"beta": 0.1}, clip_high=0.28), tokens() | {"old_logprobs_T": None}
     loss, gradient_T, _, sums = run(config, values)
     cuts = [slice(0, 3), slice(3, 3), slice(3, 50), slice(50, T)]
-    parts = [run(config, {name: None if value is None else value[cut] for name, value in values.items()})
+    parts = [run(config, {name: value[cut] if isinstance(value, torch.Tensor) else value
+                          for name, value in values.items()})
              for cut in cuts]
     torch.testing.assert_close(sum(part[0] for part in parts), loss)
     torch.testing.assert_close(torch.cat([part[1] for part in parts]), gradient_T)
@@ -198,10 +222,11 @@ def test_nothing_in_the_loss_is_a_zero_gradient():
 
 
 def test_bfloat16_inputs_are_computed_in_float32():
-    values = {name: value.bfloat16() for name, value in tokens().items()} | {"old_logprobs_T": None,
-                                                                              "reference_logprobs_T": None}
+    exact = {"ages_T", "positions_T", "sequences"}
+    values = {name: value if name in exact else value.bfloat16() for name, value in tokens().items()} | {
+        "old_logprobs_T": None, "reference_logprobs_T": None}
     loss, _, _, sums = run(algorithm(), values)
-    exact, *_ = run(algorithm(), {name: None if v is None else v.float() for name, v in values.items()})
+    exact, *_ = run(algorithm(), {name: v if name in exact or v is None else v.float() for name, v in values.items()})
     assert loss.dtype == torch.float32 and sums["mismatch/kl"].dtype == torch.float32
     torch.testing.assert_close(loss, exact)
 

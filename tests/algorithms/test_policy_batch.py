@@ -12,19 +12,24 @@ from megatron_rl.algorithms.advantages import group_advantages
 from megatron_rl.algorithms.batch import NothingToLearn, build_policy_batch, in_epochs
 from megatron_rl.data.batch import Group, Prompt, Trajectory
 
-LIMIT = 6
+LIMIT, VERSION = 6, 1
 
 
 def algorithm(**changes) -> Algorithm:
     return Algorithm.model_validate({"group_size": 2, "prompts_per_step": 2, "advantage": "grpo_no_std", **changes})
 
 
-def trajectory(tokens: list[int], finish_reason: str = "stop", tool: tuple[int, ...] = ()) -> Trajectory:
+def build(groups, rewards, config: Algorithm, version: int = VERSION):
+    return build_policy_batch(groups, rewards, config, LIMIT, version)
+
+
+def trajectory(tokens: list[int], finish_reason: str = "stop", tool: tuple[int, ...] = (),
+               version: int = VERSION) -> Trajectory:
     """`tool`: the places that a tool wrote; there is no number at them that could be used."""
     ids, sampled = np.array(tokens, dtype=np.int32), np.ones(len(tokens), dtype=bool)
     sampled[list(tool)] = False
     logprobs = np.where(sampled, -0.1 * ids, np.nan).astype(np.float32)
-    return Trajectory(ids, sampled, logprobs, np.where(sampled, 1, 999).astype(np.int32), finish_reason)
+    return Trajectory(ids, sampled, logprobs, np.where(sampled, version, 999).astype(np.int32), finish_reason)
 
 
 def group(index: int, prompt: list[int], *trajectories: Trajectory) -> Group:
@@ -37,7 +42,7 @@ REWARDS = [np.array([1.0, 0.0]), np.array([2.0, 0.0, 1.0])]
 
 
 def test_layout_of_one_batch():
-    (batch,), statistics = build_policy_batch(GROUPS, REWARDS, algorithm(), LIMIT)
+    (batch,), statistics = build(GROUPS, REWARDS, algorithm())
     assert batch.tokens_N.tolist() == [90, 91, 1, 2, 3, 90, 91, 4, 92, 5, 6, 92, 7, 8, 9, 10, 11, 92, 12]
     assert batch.lengths_B.tolist() == [5, 3, 3, 6, 2] and batch.prompt_lengths_B.tolist() == [2, 2, 1, 1, 1]
     assert batch.offsets_B1[-1] == len(batch.tokens_N)
@@ -48,6 +53,7 @@ def test_layout_of_one_batch():
     np.testing.assert_allclose(batch.behaviour_logprobs_N, np.where(on_response, -0.1 * batch.tokens_N, 0), rtol=1e-6)
     np.testing.assert_allclose(
         batch.advantages_N, [0, 0, .5, .5, .5, 0, 0, -.5, 0, 1, 1, 0, -1, -1, -1, -1, -1, 0, 0], atol=1e-7)
+    assert batch.ages_N.dtype == np.int32 and not batch.ages_N.any()
     for name in ("loss_weights_N", "advantages_N", "behaviour_logprobs_N"):
         assert getattr(batch, name).dtype == np.float32
     assert batch.extras["group_B"].tolist() == [0, 0, 1, 1, 1]
@@ -59,7 +65,7 @@ def test_layout_of_one_batch():
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
 def test_truncated_answers_leave_the_loss_but_not_the_baseline(aggregation):
     config = algorithm(truncated="mask", aggregation=aggregation)
-    (batch,), statistics = build_policy_batch(GROUPS, REWARDS, config, LIMIT)
+    (batch,), statistics = build(GROUPS, REWARDS, config)
     truncated = slice(8, 11)
     assert (batch.loss_weights_N[truncated] == 0).all()
     # The baseline of the second group is (2 + 0 + 1) / 3 = 1 with the truncated answer, 0.5 without it.
@@ -72,19 +78,19 @@ def test_truncated_answers_leave_the_loss_but_not_the_baseline(aggregation):
 
 def test_everything_truncated_and_masked_gives_no_weight():
     groups = [group(0, [1], trajectory([1, 2], "length"), trajectory([3], "length"))]
-    (batch,), statistics = build_policy_batch(groups, [np.array([1.0, 0.0])], algorithm(truncated="mask"), LIMIT)
+    (batch,), statistics = build(groups, [np.array([1.0, 0.0])], algorithm(truncated="mask"))
     assert (batch.loss_weights_N == 0).all() and statistics.masked == 1.0
 
 
 def test_mini_batches_are_whole_groups_each_with_its_own_normaliser():
     groups = GROUPS + [group(11, [93], trajectory([13]), trajectory([14, 15]))]
     rewards = [*REWARDS, np.array([1.0, 1.0])]
-    batches, statistics = build_policy_batch(groups, rewards, algorithm(updates_per_batch=2), LIMIT)
+    batches, statistics = build(groups, rewards, algorithm(updates_per_batch=2))
     assert [batch.extras["group_B"].tolist() for batch in batches] == [[0, 0, 1, 1, 1], [2, 2]]
     assert [batch.extras["update_index"] for batch in batches] == [0, 1]
     assert [batch.loss_weights_N.sum() for batch in batches] == [pytest.approx(1.0), pytest.approx(1.0)]
     assert statistics.groups["group/zero_variance"] == pytest.approx(1 / 3)
-    (whole,), _ = build_policy_batch(groups, rewards, algorithm(), LIMIT)
+    (whole,), _ = build(groups, rewards, algorithm())
     np.testing.assert_array_equal(np.concatenate([batch.advantages_N for batch in batches]), whole.advantages_N)
     np.testing.assert_array_equal(np.concatenate([batch.tokens_N for batch in batches]), whole.tokens_N)
 
@@ -107,8 +113,8 @@ def test_order_of_arrival_does_not_change_a_trajectories_advantage(kind):
         inside = [rng.permutation(sizes[g]) for g in order]
         arrived = [Group(groups[g].prompt, tuple(groups[g].trajectories[i] for i in p))
                    for g, p in zip(order, inside, strict=True)]
-        batches, _ = build_policy_batch(arrived, [rewards[g][p] for g, p in zip(order, inside, strict=True)],
-                                        algorithm(advantage=kind, updates_per_batch=2), LIMIT)
+        batches, _ = build(arrived, [rewards[g][p] for g, p in zip(order, inside, strict=True)],
+                                        algorithm(advantage=kind, updates_per_batch=2))
         found = {int(token): value for batch in batches
                  for token, value in zip(batch.tokens_N, batch.advantages_N, strict=True) if token < 100}
         assert found == pytest.approx(truth, rel=1e-5, abs=1e-6)
@@ -117,7 +123,7 @@ def test_order_of_arrival_does_not_change_a_trajectories_advantage(kind):
 @pytest.mark.parametrize("nothing", [trajectory([]), trajectory([50, 51], tool=(0, 1))], ids=["empty", "tools only"])
 def test_a_trajectory_without_a_sampled_token_is_no_part_of_the_loss(nothing):
     groups = [group(0, [1, 2], nothing, trajectory([3, 4]))]
-    (batch,), _ = build_policy_batch(groups, [np.array([0.0, 1.0])], algorithm(aggregation="sequence_mean"), LIMIT)
+    (batch,), _ = build(groups, [np.array([0.0, 1.0])], algorithm(aggregation="sequence_mean"))
     assert batch.lengths_B.tolist() == [2 + len(nothing.token_ids), 4]
     np.testing.assert_allclose(batch.loss_weights_N, [*[0] * len(nothing.token_ids), 0, 0, 0, 0, .5, .5])
 
@@ -128,8 +134,8 @@ def test_an_aborted_trajectory_is_in_neither_loss_nor_baseline(advantage):
     aborted = group(9, [92], trajectory([5, 6], "length"), trajectory([40, 41, 42], "abort"),
                     trajectory([7, 8, 9, 10, 11]), trajectory([], "abort"), trajectory([12]))
     rewards = [REWARDS[0], np.array([2.0, 1e9, 0.0, np.nan, 1.0])]
-    (batch,), statistics = build_policy_batch([GROUPS[0], aborted], rewards, algorithm(advantage=advantage), LIMIT)
-    (expected,), same = build_policy_batch(GROUPS, REWARDS, algorithm(advantage=advantage), LIMIT)
+    (batch,), statistics = build([GROUPS[0], aborted], rewards, algorithm(advantage=advantage))
+    (expected,), same = build(GROUPS, REWARDS, algorithm(advantage=advantage))
     for name in ("tokens_N", "lengths_B", "prompt_lengths_B", "loss_weights_N", "advantages_N",
                  "behaviour_logprobs_N"):
         np.testing.assert_array_equal(getattr(batch, name), getattr(expected, name))
@@ -140,11 +146,11 @@ def test_a_group_with_fewer_than_two_finished_trajectories_is_dropped_and_counte
     cut = group(3, [1], trajectory([1], "abort"), trajectory([2]))
     lost = group(5, [1], trajectory([], "abort"), trajectory([2], "abort"))
     groups, rewards = [cut, *GROUPS, lost], [np.array([0.0, 1.0]), *REWARDS, np.array([0.0, 0.0])]
-    batches, statistics = build_policy_batch(groups, rewards, algorithm(updates_per_batch=4), LIMIT)
+    batches, statistics = build(groups, rewards, algorithm(updates_per_batch=4))
     assert [batch.extras["group_B"].tolist() for batch in batches] == [[1, 1], [2, 2, 2]], "places in the whole batch"
     assert statistics.dropped == 0.5 and statistics.metrics()["group/dropped"] == 0.5
     with pytest.raises(NothingToLearn, match="none of the 2 groups has two left"):
-        build_policy_batch([cut, lost], [rewards[0], rewards[-1]], algorithm(), LIMIT)
+        build([cut, lost], [rewards[0], rewards[-1]], algorithm())
 
 
 @pytest.mark.parametrize("groups, rewards, changes, message", [
@@ -154,7 +160,7 @@ def test_a_group_with_fewer_than_two_finished_trajectories_is_dropped_and_counte
 ])
 def test_what_does_not_fit_is_refused(groups, rewards, changes, message):
     with pytest.raises(ValueError, match=message):
-        build_policy_batch(groups, rewards, algorithm(**changes), LIMIT)
+        build(groups, rewards, algorithm(**changes))
 
 
 TOOLS = [group(4, [90, 91], trajectory([1, 2, 50, 51, 3], tool=(2, 3)), trajectory([4])),
@@ -164,11 +170,11 @@ TOOLS = [group(4, [90, 91], trajectory([1, 2, 50, 51, 3], tool=(2, 3)), trajecto
 
 
 def test_what_a_tool_wrote_is_context_and_nothing_else():
-    (batch,), statistics = build_policy_batch(TOOLS, REWARDS, algorithm(), LIMIT)
+    (batch,), statistics = build(TOOLS, REWARDS, algorithm())
     assert batch.tokens_N.tolist() == [90, 91, 1, 2, 50, 51, 3, 90, 91, 4, 92, 52, 5, 6, 92, 7, 8, 53, 9, 54, 92, 12]
     assert batch.lengths_B.tolist() == [7, 3, 4, 6, 2]
     np.testing.assert_array_equal(batch.sampled_N, batch.tokens_N < 50)
-    for values_N in (batch.loss_weights_N, batch.advantages_N, batch.behaviour_logprobs_N):
+    for values_N in (batch.loss_weights_N, batch.advantages_N, batch.behaviour_logprobs_N, batch.ages_N):
         assert (values_N[~batch.sampled_N] == 0).all()
     np.testing.assert_allclose(batch.behaviour_logprobs_N[batch.sampled_N], -0.1 * batch.tokens_N[batch.sampled_N],
                                rtol=1e-6)
@@ -180,7 +186,7 @@ def test_what_a_tool_wrote_is_context_and_nothing_else():
 def test_normalisers_count_what_was_sampled(aggregation, truncated):
     """The loss of the batch is the paper's formula over the sampled tokens alone, whatever a tool wrote."""
     config = algorithm(aggregation=aggregation, truncated=truncated)
-    (batch,), _ = build_policy_batch(TOOLS, REWARDS, config, LIMIT)
+    (batch,), _ = build(TOOLS, REWARDS, config)
     losses = {int(token): float(token) ** 2 for token in batch.tokens_N}
     sampled = [[1, 2, 3], [4], [5, 6], [7, 8, 9], [12]]
     kept = [[losses[token] for token in tokens] for tokens in sampled if truncated == "keep" or tokens != [5, 6]]
@@ -199,22 +205,21 @@ def test_arrays_of_different_lengths_are_no_trajectory():
         Trajectory.one_turn(ids, np.zeros(2, np.float32), ids, "stop")
 
 
-def test_epochs_repeat_the_mini_batches_with_what_was_fixed_before():
-    batches, _ = build_policy_batch(GROUPS, REWARDS, algorithm(updates_per_batch=2), LIMIT)
-    fixed = [replace(batch, old_logprobs_N=batch.behaviour_logprobs_N + 1) for batch in batches]
-    repeated = in_epochs(fixed, 3)
-    assert [batch.extras["update_index"] for batch in repeated] == [0, 1, 2, 3, 4, 5]
-    for index, batch in enumerate(repeated):
-        assert batch.old_logprobs_N is fixed[index % 2].old_logprobs_N
-        assert batch.tokens_N is fixed[index % 2].tokens_N
-    assert [batch.extras["update_index"] for batch in batches] == [0, 1], "the originals are as they were"
+def test_ages_count_from_the_trainers_version():
+    old = Trajectory(np.arange(4, dtype=np.int32), np.array([True, True, False, True]), np.zeros(4, np.float32),
+                     np.array([5, 6, 999, 8], dtype=np.int32), "stop")
+    groups = [group(0, [90], old, trajectory([1], version=8))]
+    (batch,), _ = build(groups, [np.array([1.0, 0.0])], algorithm(), version=8)
+    assert batch.ages_N.tolist() == [0, 3, 2, 0, 0, 0, 0]
+    with pytest.raises(ValueError, match="sampled by version 8, and the trainer has version 7"):
+        build(groups, [np.array([1.0, 0.0])], algorithm(), version=7)
 
 
 @pytest.mark.parametrize("truncated", ["keep", "mask"])
 @pytest.mark.parametrize("advantage", ["reinforce_pp", "reinforce_pp_baseline"])
 def test_whitening_sees_all_mini_batches_and_what_is_in_the_loss(advantage, truncated):
     config = algorithm(advantage=advantage, updates_per_batch=2, truncated=truncated)
-    batches, _ = build_policy_batch(TOOLS, REWARDS, config, LIMIT)
+    batches, _ = build(TOOLS, REWARDS, config)
     assert len(batches) == 2
     in_loss_N = np.concatenate([batch.loss_weights_N for batch in batches]) != 0
     advantages_N = np.concatenate([batch.advantages_N for batch in batches])[in_loss_N].astype(np.float64)
@@ -222,3 +227,14 @@ def test_whitening_sees_all_mini_batches_and_what_is_in_the_loss(advantage, trun
     assert advantages_N.mean() == pytest.approx(0, abs=1e-6) and advantages_N.std(ddof=1) == pytest.approx(1, rel=1e-6)
     assert abs(batches[0].advantages_N[batches[0].sampled_N].mean()) > 0.05, "not one mini-batch alone"
     assert advantages_N[0] > 0, "the first trajectory is above the mean"
+
+
+def test_epochs_repeat_the_mini_batches_with_what_was_fixed_before():
+    batches, _ = build(GROUPS, REWARDS, algorithm(updates_per_batch=2))
+    fixed = [replace(batch, old_logprobs_N=batch.behaviour_logprobs_N + 1) for batch in batches]
+    repeated = in_epochs(fixed, 3)
+    assert [batch.extras["update_index"] for batch in repeated] == [0, 1, 2, 3, 4, 5]
+    for index, batch in enumerate(repeated):
+        assert batch.old_logprobs_N is fixed[index % 2].old_logprobs_N
+        assert batch.tokens_N is fixed[index % 2].tokens_N
+    assert [batch.extras["update_index"] for batch in batches] == [0, 1], "the originals are as they were"

@@ -31,9 +31,9 @@ def test_what_tools_wrote_counts_as_work_and_not_as_the_policys() -> None:
                              _trajectory([1, 0, 1, 1, 1], [7, -1, 7, 7, 7], "length")))]
     scores = [[Score(1.0, {"a": 1.0, "b": 0.0}), Score(0.0, {"a": 0.0, "b": 1.0}, "error")]]
     algorithm = Algorithm.model_validate({"group_size": 2, "prompts_per_step": 1})
-    _, statistics = build_policy_batch(groups, [np.array([1.0, 0.0])], algorithm, 8)
+    _, statistics = build_policy_batch(groups, [np.array([1.0, 0.0])], algorithm, 8, version=STEP - 1)
     updates = [{"train/tokens": 5.0, "train/ratio_max": 1.5, "train/lr": 0.2, "train/loss": 1.0, "mismatch/kl": 0.25},
-               {"train/tokens": 2.0, "train/ratio_max": 1.25, "train/lr": 0.1, "train/loss": 2.0}]
+               {"train/tokens": 2.0, "train/ratio_max": 1.25, "train/lr": 0.1, "train/loss": 2.0, "drift/kl": 0.5}]
     metrics = of_step(STEP, groups, scores, statistics, updates, SYNC, TIMES)
     assert all(lookup(name) for name in metrics)
     expected = {
@@ -42,5 +42,6 @@ def test_what_tools_wrote_counts_as_work_and_not_as_the_policys() -> None:
         "throughput/samples_per_s": 2 / 4, "throughput/tokens_per_s": (7 + 4 + 2 * 5) / 4,
         "throughput/rollout_tokens_per_s": 7 / 2, "reward/errors": 0.5, "reward/component/a": 0.5,
         "reward/component/b": 0.5, "weights/version": STEP, "sync/gb_per_s": 2.0, "sync/verify_seconds": 0.75,
-        "train/tokens": 7, "train/ratio_max": 1.5, "train/lr": 0.1, "train/loss": 1.5, "mismatch/kl": 0.25}
+        "train/tokens": 7, "train/ratio_max": 1.5, "train/lr": 0.1, "train/loss": 1.5, "mismatch/kl": 0.25,
+        "drift/kl": 0.5}
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)

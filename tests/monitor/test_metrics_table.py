@@ -2,7 +2,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
+from launch.config.schema import Algorithm
 from launch.run.metrics import SPLIT
+from megatron_rl.algorithms.mismatch import means
+from megatron_rl.algorithms.objective import token_objective
+from megatron_rl.algorithms.sequences import Sequences
 from megatron_rl.monitor import metrics
 from megatron_rl.monitor.metrics import check_names, lookup
 
@@ -29,13 +35,30 @@ def test_report_draws_only_names_of_the_table():
         assert lookup(name) is not None, name
 
 
+def _rows_of_the_objective() -> set[str]:
+    """Rows of what the trainer's objective tells about tokens of every age and position; every name must have one."""
+    generator, rows = torch.Generator().manual_seed(0), set()
+    ages_T = torch.arange(20) % 5
+    for rejection in ({"rule": "icepop"}, {"rule": "sequence"}):
+        config = Algorithm.model_validate({"group_size": 2, "prompts_per_step": 2, "rejection": rejection})
+        _, sums = token_objective(
+            config, logprobs_T=torch.randn(20, generator=generator), entropy_T=None, advantages_T=torch.ones(20),
+            weights_T=torch.ones(20), behaviour_logprobs_T=torch.randn(20, generator=generator), old_logprobs_T=None,
+            reference_logprobs_T=None, ages_T=ages_T, positions_T=torch.arange(20) // 5 * 6000,
+            sequences=Sequences(ages_T, 5))
+        found = {name: lookup(name) for name in means({name: value.item() for name, value in sums.items()})}
+        assert not [name for name, row in found.items() if row is None]
+        rows |= {row.name for row in found.values()}
+    return rows
+
+
 def test_table_holds_nothing_that_nobody_logs():
     package = Path(metrics.__file__).parents[1]
     sources = [path.read_text(encoding="utf-8") for path in package.rglob("*.py") if path.parent.name != "monitor"]
     logged = {metric.name for metric in metrics.ALL
               if any(f'"{metric.name.split("<")[0]}' in text for text in sources)}
     added_by_the_writer = {"step", "timestamp"}
-    assert {metric.name for metric in metrics.ALL} - logged <= added_by_the_writer
+    assert {metric.name for metric in metrics.ALL} - logged - _rows_of_the_objective() <= added_by_the_writer
 
 
 def test_unknown_name_warns_once(caplog):

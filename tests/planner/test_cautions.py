@@ -109,7 +109,8 @@ def test_versions_on_disk_that_come_faster_than_they_can_be_written():
 
 def test_old_logprobs_of_the_engine_are_told_over_all_updates():
     told = {}
-    for name, changes in (("one", {}), ("epochs", {"epochs": 2}), ("pass", {"epochs": 2, "logprob_pass": True})):
+    for name, changes in (("one", {}), ("epochs", {"epochs": 2}), ("pass", {"epochs": 2, "logprob_pass": True}),
+                          ("interpolated", {"epochs": 2, "interpolated": True})):
         told[name] = _messages(best(problem(builtin("llama3-8b"), nodes=2, work=workload(**changes)))).get("W009")
     assert told["epochs"].startswith("2 updates per batch without a log-prob pass")
-    assert told["one"] is None and told["pass"] is None
+    assert told["one"] is None and told["pass"] is None and told["interpolated"] is None

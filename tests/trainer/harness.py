@@ -74,7 +74,8 @@ def _batch(tokens_N: np.ndarray, lengths_B: np.ndarray, prompt_B: np.ndarray,
         tokens_N=tokens_N, lengths_B=lengths_B, prompt_lengths_B=prompt_B, sampled_N=completion_N,
         loss_weights_N=(completion_N * rng.uniform(0.5, 1.5, n) / max(1, completion_N.sum())).astype(np.float32),
         advantages_N=rng.normal(size=n).astype(np.float32),
-        behaviour_logprobs_N=(completion_N * -rng.uniform(1, 6, n)).astype(np.float32))
+        behaviour_logprobs_N=(completion_N * -rng.uniform(1, 6, n)).astype(np.float32),
+        ages_N=np.zeros(n, np.int32))
 
 
 ENTROPY_BONUS = 0.1

@@ -25,7 +25,7 @@ def _numbered(batch: PolicyBatch) -> PolicyBatch:
     """Every value tells its place on the N axis."""
     place_N = np.arange(len(batch.tokens_N), dtype=np.float32)
     return replace(batch, loss_weights_N=place_N + 0.25, advantages_N=place_N + 0.5, behaviour_logprobs_N=-place_N,
-                   old_logprobs_N=-place_N - 0.5)
+                   old_logprobs_N=-place_N - 0.5, ages_N=place_N.astype(np.int32))
 
 
 def _inputs(batch: PolicyBatch, sequence: int) -> int:
@@ -41,6 +41,7 @@ def _whole(micro: MicroBatch, batch: PolicyBatch, predictions: dict[int, int]) -
     found = {int(index): int(row) for index, row in zip(p.index_P, p.rows_P, strict=True) if index >= 0}
     assert found == predictions
     assert len(p.index_P) == max(1, len(found)), "nothing is predicted twice"
+    numbers: dict[int, int] = {}
     for i, place in enumerate(p.index_P.tolist()):
         if place < 0:
             assert p.weights_P[i] == 0 and p.labels_P[i] == 0 and p.advantages_P[i] == 0
@@ -48,6 +49,12 @@ def _whole(micro: MicroBatch, batch: PolicyBatch, predictions: dict[int, int]) -
             assert p.labels_P[i] == batch.tokens_N[place]
             assert p.weights_P[i] == place + 0.25 and p.advantages_P[i] == place + 0.5
             assert p.behaviour_logprobs_P[i] == -place and p.old_logprobs_P[i] == -place - 0.5
+            sequence = int(np.searchsorted(batch.offsets_B1, place, side="right")) - 1
+            assert p.ages_P[i] == place
+            assert p.positions_P[i] == place - batch.offsets_B1[sequence] - batch.prompt_lengths_B[sequence]
+            assert 0 <= p.sequence_P[i] < micro.sequences
+            assert numbers.setdefault(int(p.sequence_P[i]), sequence) == sequence
+    assert len(set(numbers.values())) == len(numbers), "a sequence has one number"
     assert p.reference_logprobs_P is None
 
 
@@ -146,6 +153,10 @@ def test_cp_ranks_share_every_document_in_mirrored_chunks(lengths: list[int], cp
                 if i >= 0}
         assert all(places[row] == row_of[index] for index, row in mine.items())
         _whole(share, batch, mine)
+        number_of = dict(zip(micro.predictions.index_P.tolist(), micro.predictions.sequence_P.tolist(), strict=True))
+        for index, number in zip(share.predictions.index_P.tolist(), share.predictions.sequence_P.tolist(),
+                                 strict=True):
+            assert index < 0 or number == number_of[index], "a sequence has the same number on all ranks"
         predicted += mine
     assert sorted(predicted) == sorted(index for index in row_of if index >= 0)
 
@@ -159,6 +170,7 @@ def test_without_sequences_there_is_one_document_of_padding_and_one_prediction_o
     micro = pack(make_batch([5, 3], 7), (), multiple=4)
     assert micro.documents.lengths_D.tolist() == [4]
     assert micro.predictions.weights_P.tolist() == [0.0] and micro.predictions.index_P.tolist() == [-1]
+    assert micro.sequences == 1 and micro.predictions.sequence_P.tolist() == [0]
 
 
 def test_one_prediction_a_row_where_logits_are_made_for_all_rows() -> None:
@@ -166,7 +178,8 @@ def test_one_prediction_a_row_where_logits_are_made_for_all_rows() -> None:
     chosen, every = (pack(batch, ((0,), (1,)), multiple=4, predict_everywhere=x) for x in (False, True))
     assert every.predictions.rows_P.tolist() == list(range(len(every.tokens_T)))
     rows = chosen.predictions.rows_P
-    for name in ("index_P", "labels_P", "weights_P", "advantages_P", "behaviour_logprobs_P", "old_logprobs_P"):
+    for name in ("index_P", "labels_P", "weights_P", "advantages_P", "behaviour_logprobs_P", "old_logprobs_P",
+                 "ages_P", "positions_P", "sequence_P"):
         assert torch.equal(getattr(every.predictions, name)[rows], getattr(chosen.predictions, name))
     others = np.setdiff1d(np.arange(len(every.tokens_T)), rows)
     assert not every.predictions.weights_P[others].any() and (every.predictions.index_P[others] == -1).all()

@@ -85,9 +85,9 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
         name = "nodes" if len(problem.cluster.nodes) > 1 else "GPUs"
         yield "W008", f"{idle} {name if idle > 1 else name[:-1]} left over: no layout makes the step shorter with them"
     steps = workload.updates * workload.epochs
-    if not workload.logprob_pass and steps > 1:
+    if not workload.logprob_pass and not workload.interpolated and steps > 1:
         yield "W009", (f"{steps} updates per batch without a log-prob pass: the engine's log-probs are "
-                       "used as the old ones (docs/old-logprobs.md)")
+                       "used as the old ones (docs/corrections.md)")
     if found.sync_s > 0.05 * found.step_s:
         yield "W010", f"the weight sync is {found.sync_s / found.step_s:.0%} of the step ({found.sync_s:.2f} s)"
     if not workload.measured_lengths:

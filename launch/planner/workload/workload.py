@@ -31,6 +31,8 @@ class Workload:
     """Target in prompts per hour."""
     epochs: int = 1
     """Passes of the optimizer over the completions."""
+    interpolated: bool = False
+    """Old log-probs are interpolated, which costs nothing."""
     prompt_copies: float = 1.0
     """Packed copies of a prompt per completion: 1, or 1 / G if the completions share one."""
     measured_lengths: bool = False
