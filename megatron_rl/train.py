@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from launch import envvars
+from launch.config.checks import cautions
 from launch.errors import UserError
 from launch.run.attempts import Attempt
 from launch.run.components import Failure, await_silently_lost, first_failure
@@ -80,6 +81,8 @@ async def train(attempt: Attempt, clock: StepClock) -> Outcome:
         monitor = Monitor(config, attempt.folder, first_step=state.step + 1)
         for line in state.changes:
             monitor.note("CHANGED", line)
+        for code, line in cautions(config):
+            monitor.note(code, line)
         job.open_stream(state.draw, carried.read(checkpoint / carried.FILE) if checkpoint else [])
         await job.sync(state.step)
         job.forget_versions_after(state.step)

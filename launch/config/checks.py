@@ -11,6 +11,7 @@ from typing import Literal
 
 from launch.config.auto import can_share_prompts
 from launch.config.load import LoadedConfig, ResolvedLoaded
+from launch.config.schema import RunConfig
 from launch.errors import Problems, divisors, one_of
 from launch.model.architecture import Architecture
 from launch.model.padding import VLLM_VOCAB_MULTIPLE, round_up, sequence_multiple
@@ -49,6 +50,18 @@ def check(loaded: ResolvedLoaded, architecture: Architecture, device: Literal["c
     if device == "gpu" and gpus is not None:
         checker.gpu_count(gpus)
     checker.problems.raise_if_any()
+
+
+def cautions(config: RunConfig) -> list[tuple[str, str]]:
+    """What a run may do, and its user should know from the start: codes and messages."""
+    algorithm = config.algorithm
+    stale = algorithm.max_staleness
+    if isinstance(stale, int) and stale >= 2 and algorithm.old_logprobs == "none" and algorithm.optimizer_steps == 1:
+        return [("NO_CLIP", f"algorithm.max_staleness = {stale} with algorithm.old_logprobs = none and one optimizer "
+                            "step per batch: the ratio is 1, so that no clip acts on stale tokens, and only "
+                            "algorithm.importance_cap bounds them; use algorithm.old_logprobs=interpolate or recompute "
+                            "(docs/corrections.md)")]
+    return []
 
 
 def check_runnable(loaded: LoadedConfig, here: bool, on: Literal["local", "slurm"] = "local") -> None:

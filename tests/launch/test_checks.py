@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.config.checks import check
+from launch.config.checks import cautions, check
 from launch.config.load import load_config
 from launch.errors import UserError
 from launch.model.hf_config import from_hf_dict
@@ -129,6 +129,18 @@ def test_rule(run_yaml, tiny_architecture, cli, words, fragments, remedy):
 
 def test_the_untouched_config_passes(run_yaml, tiny_architecture):
     check(load_config(run_yaml), tiny_architecture, "cpu")
+
+
+@pytest.mark.parametrize("words, warned", [
+    (["algorithm.max_staleness=2"], True), (["algorithm.max_staleness=1"], False), ([], False),
+    (["algorithm.max_staleness=2", "algorithm.old_logprobs=recompute"], False),
+    (["algorithm.max_staleness=2", "algorithm.old_logprobs=interpolate"], False),
+    (["algorithm.max_staleness=2", "algorithm.epochs=2"], False),
+])
+def test_a_run_without_a_clip_on_stale_tokens_is_warned(run_yaml, words, warned):
+    found = cautions(load_config(run_yaml, words).config)
+    assert [code for code, _ in found] == ["NO_CLIP"] * warned
+    assert not warned or "algorithm.max_staleness = 2 with algorithm.old_logprobs = none" in found[0][1]
 
 
 def test_all_problems_at_once(run_yaml, cli):
