@@ -1,5 +1,5 @@
 """Real jobs of the tiny configuration: Ray, Megatron at TP2, vLLM, rewards, weight sync, checkpoints; one at TP2 x PP2
-with an engine at TP2. (A job at PP2: tests/slurm/test_real_job.py.)"""
+with an engine at TP2. (A job at PP2: tests/slurm/test_real_job.py. Stop, kill and resume: test_async_job.py.)"""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from safetensors.torch import load_file
 from launch import envvars
 from launch.planner.calibrate.calibrate import calibrate
 from launch.planner.prepare import prepare
-from launch.run.stop import STOP_FILE
 from megatron_rl.layouts.disk_check import recorded_digests
-from megatron_rl.layouts.step_folder import complete_checkpoints
-from tests.job.runner import CONFIG, Launched, evaluation, launch, listening_addresses, stop
+from tests.job.runner import CONFIG, Launched, evaluation, launch
 from tests.tiny_models import make_tiny
 
 STEPS = 24
 DETERMINISTIC = (f"run.steps={STEPS}", "trainer.pp=1", "rollout.deterministic=true", "checkpoint.every=4",
                  "eval.every=8", "weight_sync.disk.every=4", "weight_sync.disk.compare=true",
                  "trainer.optimizer.schedule=linear", "trainer.optimizer.warmup_steps=2")
-TIMES = ("time/", "idle/", "throughput/", "timestamp", "memory/", "sync/")
 
 
 @pytest.fixture(scope="module")
@@ -135,40 +132,6 @@ def test_calibrated_with_the_run_the_plan_of_its_configuration_is_what_it_measur
     assert phases == pytest.approx({
         "rollout": median(row["time/rollout"] + row["time/reward"] for row in rows),
         "train": median(row["time/train"] for row in rows), "sync": median(row["time/sync"] for row in rows)}, rel=1e-3)
-
-
-def test_stop_and_resume_equal_the_uninterrupted_run_bit_for_bit(whole, runs):
-    (runs / "broken").mkdir()
-    (runs / "broken" / "weights").touch()           # in the place of a folder: no version can be written
-    first = launch(runs, "broken", *DETERMINISTIC)
-    first.at_step(2)
-    (first.attempt.folder / STOP_FILE).touch()      # at once: a step takes less time than a command to start
-    stop(first)
-    assert first.end() == 0, first.text()
-    assert first.outcome().status == "stopped"
-    done = first.outcome().step
-    assert 2 <= done < STEPS, "the stop came too late to test a resume"
-    assert [folder.name for folder in complete_checkpoints(first.attempt.checkpoints)][-1] == f"step-{done:06d}"
-
-    second = launch(runs, "broken", *DETERMINISTIC, attempt=2)
-    second.at_step(1)
-    assert listening_addresses(second.attempt.mark) <= {"127.0.0.1", "::ffff:127.0.0.1"}
-    assert second.end() == 0, second.text()
-    joined = first.rows() + second.rows()
-    assert [row["step"] for row in joined] == list(range(1, STEPS + 1))
-    for ours, reference in zip(joined, whole.rows(), strict=True):
-        for name in reference.keys() - {name for name in reference if name.startswith(TIMES)}:
-            assert ours[name] == reference[name], f"step {reference['step']}, {name}"
-    assert _warned(second, "DISK") and "could not prepare the weights" in _warned(second, "DISK")[0]
-    evaluated = [(job.number, path.name) for job in (first, second)
-                 for path in job.attempt.folder.glob("eval-*.jsonl")]
-    assert sorted(evaluated) == [(1 if step <= done else 2, f"eval-{step:06d}.jsonl") for step in (8, 16, 24)]
-    assert evaluation(second, STEPS) == evaluation(whole, STEPS)
-
-
-def _warned(job: Launched, code: str) -> list[str]:
-    lines = (job.attempt.folder / "warnings.jsonl").read_text(encoding="utf-8").splitlines()
-    return [warning["message"] for warning in map(json.loads, lines) if warning["code"] == code]
 
 
 def test_a_family_that_vllm_runs_through_transformers_trains(runs):

@@ -1,0 +1,99 @@
+"""A real job whose engine generates one batch ahead of training, with new weights at the border (docs/async.md).
+Stopped, killed and resumed, it equals an uninterrupted one bit for bit. (A resume of a synchronous job:
+tests/slurm/test_real_job.py.)"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from launch.exit_codes import ExitCode
+from megatron_rl.data import carried
+from megatron_rl.layouts.step_folder import complete_checkpoints
+from tests.job.runner import Launched, evaluation, launch, listening_addresses, stop
+
+CONFIG = "configs/tiny/grpo_async.yaml"
+STEPS, STOPPED, SAVED, KILLED = 12, 4, 7, 9
+"""The first attempt is stopped in step 4. The second writes the checkpoint of step 7 and is killed in step 9."""
+GROUPS, SAMPLES = 16, 16
+WORDS = (f"run.steps={STEPS}", "trainer.tp=1", "trainer.pp=1", "rollout.max_new_tokens=6", "trainer.token_budget=1024",
+         f"checkpoint.every={SAVED}", "checkpoint.export=never", f"eval.every={STEPS}", "weight_sync.disk.every=4",
+         "run.hang_min_s=600", "reward.timeout_s=300", "reward.functions.0.function=tests.job.graders:held",
+         "rollout.deterministic=true", "rollout.swap=border", "trainer.optimizer.schedule=linear",
+         "trainer.optimizer.warmup_steps=2")
+TIMES = ("time/", "idle/", "throughput/", "timestamp", "memory/", "sync/")
+
+
+def _launch(runs: Path, name: str, *, attempt: int = 1) -> Launched:
+    return launch(runs, name, *WORDS, f"reward.functions.0.args={{gate: {runs}/gate}}", attempt=attempt, config=CONFIG)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Launched:
+    """The uninterrupted run."""
+    job = _launch(tmp_path_factory.mktemp("whole"), "whole")
+    assert job.end() == 0, job.text()
+    return job
+
+
+def test_a_batch_is_one_version_old_from_the_second_step_on(whole):
+    rows = whole.rows()
+    assert [row["staleness/max"] for row in rows] == [0, *[1] * (STEPS - 1)]
+    assert all(row["staleness/mean"] == row["staleness/max"] for row in rows), "a border mixes no versions"
+    assert max(row["time/rollout_hidden"] for row in rows) > 0
+    for row in rows:
+        parts = sum(row[f"time/{part}"] for part in ("rollout", "reward", "logprob", "train", "sync", "other"))
+        assert parts == pytest.approx(row["time/step"], rel=1e-6)
+
+
+def test_stopped_and_killed_it_equals_the_uninterrupted_run_bit_for_bit(whole, tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "weights").touch()       # in the place of a folder: no version can be written
+    gate = tmp_path / "gate"
+    gate.write_text(str((STOPPED - 1) * GROUPS * SAMPLES))      # in step 4 no score comes until the gate opens
+    first = _launch(tmp_path, "broken")
+    first.at_step(STOPPED - 1)
+    stop(first)
+    gate.unlink()
+    assert first.end() == 0, first.text()
+    assert (first.outcome().status, first.outcome().step) == ("stopped", STOPPED)
+    _check_carried(first, STOPPED)
+
+    gate.write_text(str((KILLED - 1 - STOPPED) * GROUPS * SAMPLES))
+    second = _launch(tmp_path, "broken", attempt=2)
+    second.at_step(KILLED - 1 - STOPPED)
+    assert listening_addresses(second.attempt.mark) <= {"127.0.0.1", "::ffff:127.0.0.1"}
+    os.kill(second.component("driver").process.pid, signal.SIGKILL)
+    assert second.end() == ExitCode.CRASH, second.text()
+    _check_carried(second, SAVED)
+
+    gate.unlink()
+    third = _launch(tmp_path, "broken", attempt=3)
+    assert third.end() == 0, third.text()
+    joined = [*first.rows(), *second.rows()[:SAVED - STOPPED], *third.rows()]
+    assert [row["step"] for row in joined] == list(range(1, STEPS + 1))
+    for ours, reference in zip(joined, whole.rows(), strict=True):
+        for name in (name for name in reference if not name.startswith(TIMES)):
+            assert ours[name] == reference[name], f"step {reference['step']}, {name}"
+    assert "could not prepare the weights" in _warnings(third, "DISK")[0]
+    assert evaluation(third, STEPS) == evaluation(whole, STEPS)
+
+
+def _check_carried(job: Launched, step: int) -> None:
+    """The newest checkpoint is that of `step`, with the whole next batch, which the version before generated."""
+    saved = complete_checkpoints(job.attempt.checkpoints)[-1]
+    assert saved.name == f"step-{step:06d}"
+    following = [group for group in carried.read(saved / carried.FILE) if group.step == step + 1]
+    assert {group.place for group in following} == set(range(GROUPS))
+    versions = {int(version) for group in following for trajectory in group.trajectories
+                for version in trajectory.weight_versions}
+    assert versions == {step - 1}
+
+
+def _warnings(job: Launched, code: str) -> list[str]:
+    lines = (job.attempt.folder / "warnings.jsonl").read_text(encoding="utf-8").splitlines()
+    return [warning["message"] for warning in map(json.loads, lines) if warning["code"] == code]
