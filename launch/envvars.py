@@ -21,6 +21,8 @@ Device = Literal["cpu", "gpu"]
 ROLES: tuple[Role, ...] = ("driver", "trainer", "rollout", "reward")
 NODE = "MEGATRON_RL_NODE"
 """Name of the node that the process runs on."""
+COMPONENT = "MEGATRON_RL_COMPONENT"
+"""Name of the component that the process is, or that started it."""
 SIMULATED_GPUS = "MEGATRON_RL_SIMULATED_GPUS"
 """File with a simulated machine's answers to the preflight, see `launch.health.simulated`."""
 INTERFACE = "MEGATRON_RL_INTERFACE"

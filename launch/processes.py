@@ -188,12 +188,13 @@ def still_running(processes: Iterable[psutil.Process], timeout_s: float) -> list
             os.close(descriptor)
 
 
-def marked(job: str, node: str | None = None) -> list[psutil.Process]:
+def marked(job: str, node: str | None = None, component: str | None = None) -> list[psutil.Process]:
     """Every live process of a job, found by the mark in its initial environment. This includes processes that have left
     their parent's tree or session, as Ray's and vLLM's daemons do, but not this process and its ancestors.
 
     Args:
         node: only processes of this node of the job. Simulated nodes share a host, and each ends only its own.
+        component: only a component's processes with this name, and those that they started.
     """
     skip = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     found = []
@@ -203,6 +204,7 @@ def marked(job: str, node: str | None = None) -> list[psutil.Process]:
         try:
             variables = process.environ()
             if (variables.get(envvars.JOB_MARK) == job and node in (None, variables.get(envvars.NODE))
+                    and component in (None, variables.get(envvars.COMPONENT))
                     and process.status() != psutil.STATUS_ZOMBIE):
                 found.append(process)
         except psutil.Error:  # the process has ended, or belongs to another user

@@ -12,6 +12,7 @@
             progress.json metrics.jsonl samples.jsonl warnings.jsonl    its progress
             trace.json                                                  timeline (ui.perfetto.dev)
             components/<node>/ logs/ stacks/ errors/                    one file per process
+            dismissed/                                                  engines that the run continued without
             stop outcome.json plan-vs-measured.json                     its end
 """
 

@@ -3,6 +3,9 @@
 Each process writes `components/<node>/<name>.json` when it starts and `errors/<name>.json` when it fails. The launcher
 reads these files and does not ask Ray, so that it also works when Ray is down. A pid is valid only on its own node: in
 a job on several nodes, each supervisor judges its own processes and reports losses in `nodes/<node>/lost.json`.
+
+The driver may continue without a rollout engine. It then moves the record of that process to `dismissed/`: from there
+on, neither its death nor its errors end the attempt or explain its end.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import json
 import os
 import time
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import psutil
 from pydantic import TypeAdapter
@@ -22,6 +26,8 @@ from launch.run.attempts import Attempt
 
 NO_NODE = "-"
 """Folder of components started outside a job."""
+DISMISSED = "dismissed"
+"""Folder of the processes that the driver continued without."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,8 @@ class ErrorRecord:
     """Last line of the traceback."""
     traceback: str
     user_error: bool = False
+    pid: int = 0
+    """The process that failed."""
 
 
 def register(attempt: Attempt, name: str, node: str) -> ComponentRecord:
@@ -103,16 +111,52 @@ def register_children(attempt: Attempt, record: ComponentRecord) -> ComponentRec
 
 def _write(attempt: Attempt, record: ComponentRecord) -> None:
     """Write the component's file. Each node has its own folder, so that a supervisor reads only its own."""
-    path = attempt.folder / "components" / (record.node or NO_NODE) / f"{record.name}.json"
+    path = _path(attempt, record)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(record)))
 
 
-def record_error(attempt: Attempt, name: str, summary: str, traceback: str, *, user_error: bool = False) -> None:
-    """Record the error of a component that fails. Only its first error counts."""
+def _path(attempt: Attempt, record: ComponentRecord) -> Path:
+    return attempt.folder / "components" / (record.node or NO_NODE) / f"{record.name}.json"
+
+
+def record_error(attempt: Attempt, name: str, summary: str, traceback: str, *, user_error: bool = False,
+                 pid: int | None = None) -> None:
+    """Record the error of a component that fails. Only its first error counts.
+
+    Args:
+        pid: the process that failed, if it is not this one.
+    """
     path = attempt.folder / "errors" / f"{name}.json"
-    if not seen(path):
-        write_atomically(path, json.dumps(asdict(ErrorRecord(name, time.time(), summary, traceback, user_error))))
+    if not seen(path) or not any(error.name == name for error in errors(attempt)):
+        error = ErrorRecord(name, time.time(), summary, traceback, user_error, pid or os.getpid())
+        write_atomically(path, json.dumps(asdict(error)))
+
+
+def dismiss(attempt: Attempt, name: str) -> None:
+    """Record that the driver continues without the current process of a component, if there is one."""
+    folder = attempt.folder / DISMISSED
+    folder.mkdir(exist_ok=True)
+    for record in components(attempt):
+        if record.name == name:
+            os.replace(_path(attempt, record), folder / _process(name, record.process.pid))
+
+
+def dismissed(attempt: Attempt) -> list[ComponentRecord]:
+    """All dismissed processes."""
+    folder = attempt.folder / DISMISSED
+    found = [read_shared(folder / name, _RECORD.validate_json) for name in names_in(folder, ".json")]
+    return [record for record in found if record is not None]
+
+
+def was_dismissed(attempt: Attempt, name: str, pid: int | None) -> bool:
+    """Whether the driver continued without this process."""
+    return seen(attempt.folder / DISMISSED / _process(name, pid))
+
+
+def _process(name: str, pid: int | None) -> str:
+    """The file name of a dismissed process."""
+    return f"{name}-{pid}.json"
 
 
 def components(attempt: Attempt, node: str | None = None) -> list[ComponentRecord]:
@@ -140,6 +184,7 @@ class NodeComponents:
                                         if entry.name.endswith(".json") and not entry.name.startswith(".")})
         except FileNotFoundError:
             return []
+        self._known = {name: known for name, known in self._known.items() if name in inodes}
         for name, inode in inodes.items():
             if self._known.get(name, (None,))[0] != inode:
                 record = read_shared(self._folder / name, _RECORD.validate_json)
@@ -159,10 +204,11 @@ def dead(attempt: Attempt, node: str) -> list[ComponentRecord]:
 
 
 def errors(attempt: Attempt) -> list[ErrorRecord]:
-    """All recorded errors, oldest first."""
-    folder = attempt.folder / "errors"
-    found = [read_shared(folder / name) for name in names_in(folder, ".json")]
-    return sorted((ErrorRecord(**values) for values in found if values), key=lambda error: error.time)
+    """All recorded errors, oldest first, without those of dismissed processes."""
+    folder, gone = attempt.folder / "errors", names_in(attempt.folder / DISMISSED, ".json")
+    found = [ErrorRecord(**values) for name in names_in(folder, ".json") if (values := read_shared(folder / name))]
+    return sorted((error for error in found if _process(error.name, error.pid) not in gone),
+                  key=lambda error: error.time)
 
 
 @dataclass(frozen=True)
@@ -174,21 +220,26 @@ class Failure:
     message: str
     user_error: bool = False
     """Whether the user can fix it: configuration, model, data or reward."""
+    pid: int | None = None
+    """The process of a component."""
 
 
 def report_lost(attempt: Attempt, node: str, failure: Failure) -> None:
-    """Report that a process on `node` has died. Called by the node's supervisor. Only its first report counts."""
+    """Report that a process on `node` has died. Called by the node's supervisor. Only its first report counts, unless
+    the driver has dismissed that process."""
     path = attempt.folder / "nodes" / node / "lost.json"
-    if not seen(path):
+    told = read_shared(path)
+    if told is None or was_dismissed(attempt, told["component"], told.get("pid")):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps({**asdict(failure), "time": time.time()}), durable=True)
 
 
 def lost(attempt: Attempt) -> list[Failure]:
-    """Losses reported by the supervisors of all nodes. Components that died silently come first, because errors of
-    other components may only be caused by a closed connection; then the oldest."""
-    folder = attempt.folder / "nodes"
-    reports = [report for report in (read_shared(folder / node / "lost.json") for node in names_in(folder)) if report]
+    """Losses reported by the supervisors of all nodes, without dismissed processes. Components that died silently come
+    first, because errors of other components may only be caused by a closed connection; then the oldest."""
+    folder, gone = attempt.folder / "nodes", names_in(attempt.folder / DISMISSED, ".json")
+    reports = [report for report in (read_shared(folder / node / "lost.json") for node in names_in(folder))
+               if report and _process(report["component"], report.get("pid")) not in gone]
     talked = _talked(attempt)
     return [Failure(**{name: value for name, value in report.items() if name != "time"})
             for report in sorted(reports, key=lambda report: (report["component"] in talked, report["time"]))]
@@ -239,5 +290,7 @@ def silent_death(record: ComponentRecord) -> Failure:
     who = f"{record.name} (pid {record.process.pid}, node {record.node})"
     if record.process.alive():
         gone = next(each.pid for each in record.needs if not each.alive())
-        return Failure(record.name, record.log, f"{who} lost its process {gone}: killed, or out of memory")
-    return Failure(record.name, record.log, f"{who} died without an error of its own: killed, or out of memory")
+        why = f"lost its process {gone}"
+    else:
+        why = "died without an error of its own"
+    return Failure(record.name, record.log, f"{who} {why}: killed, or out of memory", pid=record.process.pid)

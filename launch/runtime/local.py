@@ -29,8 +29,9 @@ from launch.runtime.ray_node import ADDRESS_VARIABLE, RaySession, ray_environmen
 from launch.runtime.watch import View
 
 LOOK_EVERY_S = 0.25
-DRIVER_GRACE_S = 5.0
-"""How long the driver may take to notice a dead component itself, in seconds: it knows more about the cause."""
+DRIVER_GRACE_S = 10.0
+"""How long the driver may take to notice a dead component itself, in seconds: it knows more about the cause, and it may
+continue without an engine."""
 
 
 def run_local(prepared: Prepared, *, quiet: bool = False) -> tuple[Attempt, Outcome]:
@@ -88,7 +89,7 @@ class LocalJob:
 
     def _run(self, display: Display) -> Outcome:
         ray, driver = self._start()
-        view, mourning = View(self.attempt.folder, display), None
+        view, mourning = View(self.attempt.folder, display), 0.0
         while driver.wait(LOOK_EVERY_S) is None:
             view.update()
             if self.interrupts > 1:
@@ -101,7 +102,7 @@ class LocalJob:
                 return endings.during_start_up(self.attempt)
             if progress is None or progress.is_in("end"):
                 continue
-            mourning = mourning or next(iter(components.dead(self.attempt, LOCAL_NODE)), None) and time.monotonic()
+            mourning = (mourning or time.monotonic()) if components.dead(self.attempt, LOCAL_NODE) else 0.0
             if mourning and time.monotonic() - mourning > DRIVER_GRACE_S:
                 # A driver that has reported its error may take long to exit, while its actors are already dead.
                 return endings.failed(self.attempt, components.first_failure(self.attempt, LOCAL_NODE))

@@ -171,10 +171,11 @@ class Supervisor:
         ours = [record for record in self.components.look() if record.name != "driver"]
         if {f"{record.name}.json" for record in ours} & set(names_in(self.attempt.folder / "errors", ".json")):
             names = {record.name for record in ours}
-            error = next(error for error in components.errors(self.attempt) if error.name in names)
-            return Failure(error.name, str(self.attempt.logs / f"{error.name}.log"),
-                           error.summary if error.user_error else f"{error.name} failed first: {error.summary}",
-                           error.user_error)
+            for error in components.errors(self.attempt):
+                if error.name in names:
+                    return Failure(error.name, str(self.attempt.logs / f"{error.name}.log"),
+                                   error.summary if error.user_error else f"{error.name} failed first: {error.summary}",
+                                   error.user_error, error.pid)
         for record in ours:
             if not record.alive():
                 return components.silent_death(record)

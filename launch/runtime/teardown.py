@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from launch import processes, shared_memory
 from launch.run.attempts import Attempt
-from launch.run.components import components
+from launch.run.components import components, dismissed
 from launch.run.find import attempts_of
 
 
@@ -32,10 +32,19 @@ def remove_leftovers(attempt: Attempt, node: str | None = None) -> list[str]:
     return shared_memory.remove(path for each in earlier for path in _recorded(each, node))
 
 
+def end_earlier(attempt: Attempt, node: str, name: str) -> None:
+    """End what is left of the earlier processes of a component and of the processes that they started. Called by the
+    component itself when it starts."""
+    if earlier := [record for record in dismissed(attempt) if record.name == name]:
+        processes.end_processes(processes.marked(attempt.mark, node, name), grace_s=0.0)
+        shared_memory.remove(path for record in earlier for path in record.segments)
+
+
 def _recorded(attempt: Attempt, node: str | None) -> set[str]:
     """Segments that the components recorded when they were ready: a process that is already dead (Ray ends actors) no
     longer shows them. A damaged file must not prevent an attempt from ending or starting."""
     try:
-        return {path for record in components(attempt, node) for path in record.segments}
+        records = [*components(attempt, node), *(each for each in dismissed(attempt) if node in (None, each.node))]
+        return {path for record in records for path in record.segments}
     except (OSError, ValueError, TypeError, KeyError):
         return set()

@@ -25,8 +25,9 @@ from launch.run.stop import stop_requested
 from launch.runtime import endings, hang
 
 LOOK_EVERY_S = 0.5
-DRIVER_GRACE_S = 5.0
-"""How long the driver may take to report the cause of a death, in seconds: it knows more than the supervisor."""
+DRIVER_GRACE_S = 10.0
+"""How long the driver may take to report the cause of a death, in seconds: it knows more than the supervisor, and may
+continue without an engine."""
 STACKS_S = 90.0
 """Deadline for every node to see the request for stacks and to take them, in seconds."""
 MANY_SILENT_S = 600.0
@@ -70,7 +71,7 @@ class Watch:
             progress = progress_file.read_progress(self.attempt.folder)
             if stop_requested(self.attempt.folder) and (progress is None or progress.is_in("start")):
                 return endings.during_start_up(self.attempt)
-            mourning = mourning or (time.monotonic() if self._lost else None)
+            mourning = (mourning or time.monotonic()) if self._lost else None
             if mourning is not None and time.monotonic() - mourning > DRIVER_GRACE_S:
                 return self._with_cause(endings.failed(self.attempt, self._lost[0]))
             late = [] if mourning is not None or progress is None else self._overdue(progress)

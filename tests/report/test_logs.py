@@ -15,7 +15,7 @@ from launch.report.diagnose import logs
 from launch.report.diagnose.log_lines import LogFile, read, time_of
 from launch.report.diagnose.logs import Filter, Follower
 from launch.report.diagnose.logs_first_error import first_error, text_of
-from launch.run.components import Failure, report_lost
+from launch.run.components import Failure, dismiss, report_lost
 from tests.report.attempts import NOW, Made, stamp
 
 TIMEOUT = ("[rank{rank}]:[E{stamp} ProcessGroupNCCL.cpp:607] [Rank {rank}] Watchdog caught collective operation "
@@ -151,6 +151,19 @@ class TestFirstError:
     def test_recorded_errors_carry_their_exact_time(self, made):
         made.error("rollout-0", NOW + 8.5, "RuntimeError: engine broke")
         assert first_error(made.folder).first.component == "rollout-0"
+
+    def test_an_engine_that_the_run_continued_without_explains_nothing(self, made):
+        trace = "Traceback (most recent call last):\n  File \"e.py\", line 1, in f\n"
+        old = f"{stamp(NOW - 90)} rollout-0 ERROR x\n{trace}RuntimeError: the first\n"
+        made.log("rollout-0", old, "n1").error("rollout-0", NOW - 90, "RuntimeError: the first")
+        assert first_error(made.folder).first.summary == "RuntimeError: the first"
+        record = json.loads((made.folder / "errors" / "rollout-0.json").read_text())
+        (made.folder / "errors" / "rollout-0.json").write_text(json.dumps({**record, "pid": 1}))
+        dismiss(made.attempt, "rollout-0")
+        assert first_error(made.folder).first.component == "trainer-1"
+        again = f"{stamp(NOW + 1)} rollout-0 ERROR x\n{trace}RuntimeError: the second\n"
+        made.log("rollout-0", old + again, "n1", started=NOW)
+        assert first_error(made.folder).first.summary == "RuntimeError: the second"
 
     def test_an_error_both_recorded_and_logged_counts_once(self, made):
         made.error("trainer-1", NOW + 10, "ValueError: a packed row of 9000 tokens", CAUSE)

@@ -64,6 +64,13 @@ class TestStations:
         assert "1:00:00 h until the time limit" in text and "continue from the checkpoint" in text
         assert "step 30, 12:00 min old, 6 steps ago" in text and "step 36: reward 0.250, 80.00 s a step" in text
 
+    def test_engines_that_are_out_are_told(self, made):
+        (made.folder / "placement.json").write_text(json.dumps({"nodes": NODES, "rollout": [{}] * 4}))
+        made.progress(3, "train").metrics({"step": 2, "engines/serving": 4.0})
+        assert status(made).warnings == ()
+        made.metrics({"step": 2, "engines/serving": 4.0}, {"step": 3, "engines/serving": 3.0})
+        assert "warning      3 of 4 engines serve: warnings.jsonl says why" in status_text(status(made))
+
     def test_stopping_says_why(self, made):
         made.checked(*NODES).placed(NODES).ray(*NODES).progress(37, "train")
         (made.folder / "stop-reason.json").write_text('{"reason": "time-limit"}')

@@ -15,7 +15,7 @@ from launch.errors import UserError
 from launch.report.diagnose import log_lines
 from launch.report.diagnose.log_lines import LogFile, LogLine
 from launch.run.attempts import Attempt
-from launch.run.components import components
+from launch.run.components import components, dismissed
 from launch.run.find import find_run, read_json
 from launch.run.metrics import Tail
 
@@ -56,8 +56,10 @@ def sources(attempt: Path, *, ray_too: bool = False) -> list[LogFile]:
     Args:
         ray_too: include Ray's own logs, which are kept for failed attempts (many, and mostly noise).
     """
-    records = {record.name: record for record in components(Attempt(attempt))}
     found = []
+    # The log of an engine that was started again begins with its first process.
+    processes = [*dismissed(Attempt(attempt)), *components(Attempt(attempt))]
+    records = {each.name: each for each in sorted(processes, key=lambda each: each.process.started, reverse=True)}
     for path in sorted(attempt.glob("logs/*.log")):
         record = records.get(path.stem)
         node, started = (record.node, record.process.started) if record else ("", None)

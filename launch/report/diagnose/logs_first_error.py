@@ -15,7 +15,7 @@ from launch.report.diagnose.log_lines import LogFile, LogLine
 from launch.report.diagnose.logs import Filter, sources
 from launch.report.lines import WIDTH, field
 from launch.run.attempts import Attempt
-from launch.run.components import components, errors
+from launch.run.components import components, dismissed, errors, was_dismissed
 from launch.run.find import read_json
 from launch.run.outcome import read_outcome
 
@@ -100,8 +100,11 @@ def first_error(attempt: Path, wanted: Filter | None = None) -> FirstError:
 
 
 def failures(attempt: Path) -> list[LoggedError]:
-    """Every recorded or logged error. An error that a component recorded is not counted again from its log."""
+    """Every recorded or logged error. An error that a component recorded is not counted again from its log. Errors
+    of engines that the run continued without do not count."""
     records = {record.name: record for record in components(Attempt(attempt))}
+    began = {name: records[name].process.started if name in records else float("inf")
+             for name in {record.name for record in dismissed(Attempt(attempt))}}
     found = []
     for error in errors(Attempt(attempt)):
         node = records[error.name].node if error.name in records else ""
@@ -112,14 +115,15 @@ def failures(attempt: Path) -> list[LoggedError]:
     for path in sorted(attempt.glob("nodes/*/lost.json")):
         lost, node = read_json(path), path.parent.name
         name = str(lost.get("component") or "supervisor")
-        if not any(each.component == name for each in found):
+        if not (any(each.component == name for each in found)
+                or was_dismissed(Attempt(attempt), name, lost.get("pid"))):
             message = str(lost.get("message") or "lost").strip()
             at = float(lost.get("time") or path.stat().st_mtime)
             found.append(LoggedError(at, name, node, message.splitlines()[0], message, str(lost.get("log") or path)))
     recorded = {(each.component, _key(each.summary)) for each in found}
     for source in sources(attempt):
         for each in in_log(source, log_lines.read(source)):
-            if (each.component, _key(each.summary)) not in recorded:
+            if (each.component, _key(each.summary)) not in recorded and each.time >= began.get(each.component, 0.0):
                 recorded.add((each.component, _key(each.summary)))
                 found.append(each)
     return found

@@ -159,7 +159,8 @@ def read_status(found: Found, now: float, record: JobRecord | None = None, *, br
         needed_s=None if ended or steps is None else _needed(rows, steps - done),
         since_progress_s=None if ended or progress is None else max(0.0, now - progress.at),
         metrics=rows[-1] if rows else {}, outcome=outcome.model_dump(mode="json") if outcome else None,
-        decision="" if brief else _decision(run_folder, folder), warnings=_warnings(rows))
+        decision="" if brief else _decision(run_folder, folder),
+        warnings=_warnings(rows, len(placement.get("rollout") or ())))
 
 
 def newest_checkpoint(run_folder: Path, now: float) -> NewestCheckpoint | None:
@@ -286,9 +287,14 @@ def _decision(run_folder: Path, folder: Path) -> str:
     return ""
 
 
-def _warnings(rows: list[Row]) -> tuple[str, ...]:
-    names = sorted(name for name, value in rows[-1].items() if math.isnan(value)) if rows else []
-    return (f"not a number in the last step: {', '.join(names[:3])}",) if names else ()
+def _warnings(rows: list[Row], engines: int) -> tuple[str, ...]:
+    """Warnings of the last step. `engines` is the number of engines of the placement."""
+    last = rows[-1] if rows else {}
+    found = [f"not a number in the last step: {', '.join(names[:3])}"
+             for names in [sorted(name for name, value in last.items() if math.isnan(value))] if names]
+    if (serving := last.get("engines/serving", engines)) < engines:
+        found.append(f"{serving:.0f} of {engines} engines serve: warnings.jsonl says why")
+    return tuple(found)
 
 
 def lock_is_held(lock: Path) -> bool:
