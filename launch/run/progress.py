@@ -71,19 +71,21 @@ def read_progress(folder: Path) -> Progress | None:
 
 INSIDE_FIRST = 1.5
 """The launcher waits this much longer than the job's own deadlines, whose messages name the missing process."""
+SILENT_IN_SYNC = 3.0
+"""A member that is silent in a sync is left out after 2.5 deadlines: 1.5 for its phase and 1 for leaving the lanes."""
 
 
 def allowed_s(span: Span, config: ResolvedConfig) -> float:
     """Seconds that a span may take without a sign of life: `run.hang_factor` times its usual duration, at least
     `run.hang_min_s`. If no duration is known (start-up, the first span of its name), 1.5 times `run.deadline_s`. A sync
-    may always take twice its own deadline, `weight_sync.timeout_s`. The end of a job has no limit here, because its own
-    deadlines bound it."""
+    may always take three times its own deadline, `weight_sync.timeout_s`. The end of a job has no limit here, because
+    its own deadlines bound it."""
     if span.name == "end":
         return math.inf
     run = config.run
     limit = (INSIDE_FIRST * run.deadline_s if span.expected_s is None
              else max(run.hang_factor * span.expected_s, run.hang_min_s))
-    return max(limit, 2 * config.weight_sync.timeout_s) if span.name == "sync" else limit
+    return max(limit, SILENT_IN_SYNC * config.weight_sync.timeout_s) if span.name == "sync" else limit
 
 
 def overdue(progress: Progress, config: ResolvedConfig, now: float) -> list[Span]:

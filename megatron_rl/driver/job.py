@@ -240,5 +240,4 @@ class Job:
             canonical_tensors(self.plan.architecture), backend="gloo" if self.plan.device == "cpu" else "nccl",
             bucket_bytes=way.bucket_bytes, timeout_s=self.config.weight_sync.timeout_s,
             aliases=TIED if self.plan.architecture.tied else None, route=way.route, seats=way.seats,
-            address=placement.addresses[placement.nodes[0]],
-            go_on=False)    # any dead process ends the attempt, so healing the others first would gain nothing
+            address=placement.addresses[placement.nodes[0]])

@@ -68,10 +68,10 @@ class EngineWeights:
         """Return once a committed version is live.
 
         Raises:
-            NotServing: none is live after the timeout of two syncs: one that fails and one that heals.
+            NotServing: none is live after four deadlines: a sync that a silent member delays, and the one without it.
         """
         try:
-            async with asyncio.timeout(2 * self._timeout_s):
+            async with asyncio.timeout(4 * self._timeout_s):
                 await self._serving.wait()
         except TimeoutError:
             self.check_serving()

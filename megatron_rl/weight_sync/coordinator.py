@@ -1,8 +1,9 @@
 """The driver's side of a sync: it proves the manifest, opens the lanes, and runs PREPARE, TRANSFER, VERIFY, COMMIT.
 
 It knows trainer ranks and engines only as handles with awaitable methods, so it works with Ray actors and with plain
-objects. There is one RPC per member and phase, and no call per tensor. A member that dies is left out: the epoch is
-aborted, the others get a new route and new lanes, and the transfer starts again.
+objects. There is one RPC per member and phase, and no call per tensor. An engine that dies is left out: the epoch is
+aborted, the others get a new route and new lanes, and the transfer starts again. The death of a training rank ends the
+sync.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -73,20 +74,18 @@ class SyncCoordinator:
         seats: see `build_manifest`.
         address: this process's address in the job, where members listen for aborts. None: there is no abort line, so
             the neighbours of a failed member notice the failure at once and the others at their deadline.
-        go_on: whether a sync in which members die is restarted without them. False: it ends at once and names them, for
-            an owner that cannot continue without them.
     """
 
     def __init__(self, trainers: Sequence[TrainerHandle], engines: Sequence[EngineHandle],
                  endpoints: Sequence[Endpoint], canonical: Sequence[CanonicalTensor], *, backend: Backend,
                  bucket_bytes: int, timeout_s: float, aliases: Mapping[str, str] | None = None, route: Kind = "direct",
-                 seats: Seats | None = None, address: str | None = None, go_on: bool = True) -> None:
+                 seats: Seats | None = None, address: str | None = None) -> None:
         self._trainers = dict(enumerate(trainers))
         self._engines = dict(enumerate(engines))
         self._endpoints, self._canonical = endpoints, canonical
         self._backend, self._bucket_bytes, self._timeout_s = backend, bucket_bytes, timeout_s
         self._opening_s = 1.5 * OPENING * timeout_s
-        self._aliases, self._route, self._seats, self._go_on = aliases, route, seats, go_on
+        self._aliases, self._route, self._seats = aliases, route, seats
         self._line = AbortLine(address) if address else None
         self._sources: list[Source] = []
         self._destinations: dict[int, list[Destination]] = {}
@@ -106,7 +105,7 @@ class SyncCoordinator:
 
         Raises:
             SyncError, CoverageError, UserError: nothing was sent, and all have left their lanes. The message names the
-                members that died; the next `setup` leaves them out.
+                members that died; the next `setup` leaves such engines out.
         """
         async with self._lock:
             deadline = time.monotonic() + self._timeout_s
@@ -130,7 +129,6 @@ class SyncCoordinator:
 
     async def admit(self, replica: int, engine: EngineHandle) -> None:
         """Replace a lost engine by one that was restarted. It serves once the next sync, over new lanes, has committed.
-        No run calls this yet, because a run ends with the death of any process (`go_on=False`); only tests do.
 
         Raises:
             SyncError: the engine does not answer, or its workers cannot describe their layouts.
@@ -142,12 +140,21 @@ class SyncCoordinator:
             self._engines[replica] = engine
             self._destinations[replica] = described
 
-    async def sync(self, version: int) -> SyncReport:
-        """Bring every engine to the trainer's weights and commit them as `version`. Members that die meanwhile are left
-        out of this and all later syncs, and the report names them (with `go_on`; otherwise the error names them).
+    async def leave(self, replicas: Collection[int]) -> None:
+        """Leave engines out of all later syncs, which use new lanes. Engines that are already out do not matter."""
+        async with self._lock:
+            if self._engines.keys() & set(replicas):
+                await self._close_lanes()
+                self._engines = {replica: each for replica, each in self._engines.items() if replica not in replicas}
+
+    async def sync(self, version: int, again: Callable[[], None] = lambda: None) -> SyncReport:
+        """Bring every engine to the trainer's weights and commit them as `version`. Engines that die meanwhile are left
+        out of this and all later syncs, and the report names them. `again` is called before the transfer starts again
+        without them.
 
         Raises:
-            SyncError: nothing was committed. The engines are DISCARDED and serve nothing until another `sync` succeeds.
+            SyncError: nothing was committed: the transfer failed although all engines live, or a training rank or the
+                last engine died. The engines are DISCARDED and serve nothing until another `sync` succeeds.
         """
         async with self._lock:
             if self.manifest is None:
@@ -163,13 +170,14 @@ class SyncCoordinator:
                 except Exception as error:
                     died = await self._discard(self._epoch, str(error))
                     lost += died
-                    if not died or not self._engines or not self._go_on:
+                    if not died or not self._engines or set(map(trainer_name, self._trainers)) & set(died):
                         if lost:
                             raise SyncError(f"{', '.join(lost)} died during the sync of version {version}: {error}"
                                             ) from error
                         raise
                     log.warning("weight sync: epoch %d aborted, %s died; the others start again", self._epoch,
                                 ", ".join(died))
+                    again()
 
     def close(self) -> None:
         """End the run: members leave their lanes."""
@@ -180,10 +188,9 @@ class SyncCoordinator:
         if not self._engines:
             raise SyncError("no engine is left")
         destinations = [each for replica in self._engines for each in self._destinations[replica]]
-        gone = {source.coordinates.rank for source in self._sources} - self._trainers.keys()
         try:
             manifest = build_manifest(self._sources, destinations, self._bucket_bytes, self._aliases,
-                                      route=self._route, seats=self._seats, gone=gone)
+                                      route=self._route, seats=self._seats)
         except ValueError as error:
             raise SyncError(str(error)) from error
         prove_coverage(manifest, self._sources, destinations)
@@ -268,7 +275,7 @@ class SyncCoordinator:
 
     async def _discard(self, epoch: int, reason: str) -> list[str]:
         """Make every member leave its lanes. Engines that were written in place count as a mixture. Members that do not
-        answer are lost, and their names are returned."""
+        answer are lost, and their names are returned; such engines are left out from now on."""
         patience = self._timeout_s
         if not self._open:          # a member that is opening lanes returns soon after the abort, or at its deadline
             patience = self._opening_s if self._line is None else patience + CONNECT_S
@@ -279,7 +286,6 @@ class SyncCoordinator:
         calls |= self._on_engines(lambda engine: engine.sync_discard(epoch, reason))
         found = await outcomes(calls, time.monotonic() + patience)
         lost = [name for name, outcome in found.items() if isinstance(outcome, Exception)]
-        self._trainers = {rank: t for rank, t in self._trainers.items() if trainer_name(rank) not in lost}
         self._engines = {replica: e for replica, e in self._engines.items() if engine_name(replica) not in lost}
         return lost
 

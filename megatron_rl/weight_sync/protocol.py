@@ -6,8 +6,8 @@
     COMMIT    the version advances, the prefix cache is dropped, serving resumes
 
 Each sync has an epoch number. Buckets carry it, so that late ones are rejected. Writes are in place: a failed epoch
-leaves an engine DISCARDED, and only a full sync restores it, because the trainer no longer holds the old version. If a
-member died, the others get a new route without it, and the transfer starts again under another epoch.
+leaves an engine DISCARDED, and only a full sync restores it, because the trainer no longer holds the old version. If an
+engine died, the others get a new route without it, and the transfer starts again under another epoch.
 
 With `weight_sync.staging: shadow`, workers write into a second copy, whose digests VERIFY compares, and the engine
 serves its old version until COMMIT. Only then does it stop, copy the shadow to the live weights, and digest the live
@@ -190,7 +190,7 @@ class SyncReport:
     """prepare, transfer, verify, commit, total; the slowest member's pack, send, receive, digest; and `pause`, the
     longest time that an engine served nothing."""
     lost: tuple[str, ...] = ()
-    """Members that died during this sync. The others continued without them."""
+    """Engines that died during this sync. The others continued without them."""
     arrivals: dict[tuple[str, str], float] = field(default_factory=dict)
     """(sender, receiver) of each hop, by name -> seconds until its last bucket had arrived."""
     requantised: int = 0

@@ -1,6 +1,5 @@
-"""Deaths in the middle of a sync with real vLLM engines: a source replica, an engine that passes buckets on, and one
-that only receives. The survivors serve the version that they claim, by Hugging Face's answers; an engine that is
-started again is healed."""
+"""Deaths in the middle of a sync with real vLLM engines: one that passes buckets on, and one that only receives. The
+survivor serves the version that it claims, by Hugging Face's answers; an engine that is started again is healed."""
 
 from __future__ import annotations
 
@@ -69,9 +68,9 @@ async def assert_gone(engine: RolloutEngine) -> None:
 
 
 @pytest.mark.slow
-def test_a_source_a_forwarder_and_a_receiver_die_in_the_middle(tmp_path):
+def test_a_forwarder_and_a_receiver_die_in_the_middle(tmp_path):
     folders = two_checkpoints(tmp_path)
-    config = run_config(folders[0], trainer={"dp": 2}, replicas=2)
+    config = run_config(folders[0], replicas=2)
     models = [hf_model(folder) for folder in folders]
 
     async def sync_over(death, coordinator: SyncCoordinator, source, version: int):
@@ -91,15 +90,8 @@ def test_a_source_a_forwarder_and_a_receiver_die_in_the_middle(tmp_path):
         coordinator = coordinator_of(sources, [first.weights, second.weights], folders[0], patient(60),
                                      bucket_bytes=30_000, route="chain")
         await coordinator.setup()
-        await coordinator.sync(0)
-        for source in sources:
-            await source.call("load", str(folders[1]))
-
-        await sources[1].call("strike", "die", 2)
-        assert (await coordinator.sync(1)).lost == ("trainer rank 1",)
-        for engine in (first, second):
-            await assert_serves(engine, models[1], 1)
-
+        await sources[0].call("load", str(folders[1]))
+        await coordinator.sync(1)
         assert [len(stream.receivers_from((0, 0))) for stream in coordinator.manifest.streams] == [1], "it passes on"
         await sources[0].call("load", str(folders[0]))
         report = await sync_over(lambda: kill(first), coordinator, sources[0], 2)

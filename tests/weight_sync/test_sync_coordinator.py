@@ -89,10 +89,10 @@ class _Engine:
         await self._phase("discard")
 
 
-def _world(timeout_s: float = 5.0, *, set_up: bool = True, go_on: bool = True):
+def _world(timeout_s: float = 5.0, *, set_up: bool = True):
     trainer, engines = _Trainer(), [_Engine(0), _Engine(1)]
     coordinator = SyncCoordinator([trainer], engines, [Endpoint("127.0.0.1", 1)], [CanonicalTensor("w", (4,))],
-                                  backend="gloo", bucket_bytes=16, timeout_s=timeout_s, go_on=go_on)
+                                  backend="gloo", bucket_bytes=16, timeout_s=timeout_s)
     if set_up:
         asyncio.run(coordinator.setup())
     return trainer, engines, coordinator
@@ -236,29 +236,46 @@ def test_a_member_that_answers_nothing_any_more_is_left_out_and_the_others_commi
         raise ConnectionError("gone")
 
     engines[1].sync_discard = gone
-    report = asyncio.run(coordinator.sync(0))
-    assert (report.version, report.epoch, report.lost) == (0, 2, ("engine 1",))
+    again: list[int] = []
+    report = asyncio.run(coordinator.sync(0, lambda: again.append(1)))
+    assert (report.version, report.epoch, report.lost, again) == (0, 2, ("engine 1",), [1])
     assert engines[0].phases == ["prepare", "receive", "discard", "prepare", "receive", "commit"]
     assert "commit" not in engines[1].phases
 
-    again = _Engine(1)
-    asyncio.run(coordinator.admit(1, again))
-    assert again.phases == []
-    assert asyncio.run(coordinator.sync(1)).lost == () and again.phases == ["prepare", "receive", "commit"]
+    back = _Engine(1)
+    asyncio.run(coordinator.admit(1, back))
+    assert back.phases == []
+    assert asyncio.run(coordinator.sync(1)).lost == () and back.phases == ["prepare", "receive", "commit"]
 
 
-def test_an_owner_that_cannot_go_on_without_the_dead_is_told_at_once():
-    """The others are not healed first."""
-    trainer, engines, coordinator = _world(timeout_s=0.2, go_on=False)
+def test_the_death_of_a_training_rank_ends_the_sync_at_once():
+    """The run cannot continue without it, so the engines are not synced again."""
+    trainer, engines, coordinator = _world(timeout_s=0.2)
 
     async def gone(epoch, *reason):
         raise ConnectionError("gone")
 
-    engines[1].sync_receive = engines[1].sync_discard = gone
-    with pytest.raises(SyncError, match="(?s)^engine 1 died during the sync of version 4: .*engine 1: gone"):
+    trainer.sync_send = trainer.sync_discard = engines[1].sync_discard = gone
+    with pytest.raises(SyncError, match="(?s)^trainer rank 0, engine 1 died during the sync of version 4: .*gone"):
         asyncio.run(coordinator.sync(4))
     assert engines[0].phases == ["prepare", "receive", "discard"]
     assert len(trainer.opened) == 1 and coordinator.version is None
+
+
+def test_an_engine_that_failed_between_two_syncs_is_not_asked_any_more():
+    trainer, engines, coordinator = _world()
+    asyncio.run(coordinator.sync(0))
+    asyncio.run(coordinator.leave({1}))
+    again = []
+    report = asyncio.run(coordinator.sync(1, lambda: again.append(1)))
+    assert (report.epoch, report.lost, again) == (2, (), []) and len(trainer.opened) == 2
+    assert len(engines[0].phases) == 6 and len(engines[1].phases) == 3
+    asyncio.run(coordinator.leave({1}))         # it is out already, and the lanes stay
+    asyncio.run(coordinator.sync(2))
+    assert len(trainer.opened) == 2
+    asyncio.run(coordinator.admit(1, back := _Engine(1)))
+    asyncio.run(coordinator.sync(3))
+    assert back.phases == ["prepare", "receive", "commit"] and len(trainer.opened) == 3
 
 
 def test_without_an_engine_there_is_nothing_to_set_up():
