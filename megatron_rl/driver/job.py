@@ -57,8 +57,9 @@ class Job:
         self.attempt, self.config, self.plan = attempt, attempt.config(), attempt.plan()
         self._trainers, self._engines, self._rewards = actors.trainers, actors.engines, actors.rewards
         self._clock = clock
-        self._scheduler = RolloutScheduler(self._engines, max_num_seqs=self.config.rollout.max_num_seqs,
-                                           deterministic=self.config.rollout.deterministic)
+        self._scheduler = RolloutScheduler(
+            self._engines, max_num_seqs=self.config.rollout.max_num_seqs, vocabulary=self.plan.architecture.vocab,
+            deterministic=self.config.rollout.deterministic)
         self._stream: RolloutStream | None = None
         self._coordinator = self._make_coordinator(attempt)
         self._writers = dict(enumerate(self._trainers))
@@ -171,7 +172,7 @@ class Job:
         if self._stream is not None and self.config.rollout.swap == "border":
             with self._clock.span("rollout", "border"):
                 await self._watched(self._stream.drained(self._clock.alive))
-        self._scheduler.hold()
+        self._scheduler.hold(version)
         with self._clock.span("sync", f"version {version}"):
             report = await self._coordinator.sync(version)
         self._scheduler.committed(version)

@@ -2,6 +2,9 @@
 
 Engines are handles with awaitable methods (`generate`, `generate_group`), so the scheduler works with Ray actors and
 with plain objects. Groups are returned in the order of their prompts, never in the order of arrival.
+
+An engine that fails leaves the routing, and its unfinished groups are asked again of the others. A group is returned
+only when it is complete and checked, so each is returned exactly once.
 """
 
 from __future__ import annotations
@@ -9,13 +12,21 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from launch.errors import UserError
 from megatron_rl.data.batch import Group, Prompt
+from megatron_rl.rollout.answers import check_group
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.weight_sync.protocol import NotServing
+
+Answer = TypeVar("Answer")
+
+
+class EngineLeft(Exception):
+    """The engine left the routing before it answered."""
 
 
 class EngineClient(Protocol):
@@ -30,11 +41,14 @@ class EngineClient(Protocol):
 class _Lane:
     """The scheduler's record of one engine."""
 
+    replica: int
     client: EngineClient
     version: int | None = None
     outstanding_tokens: int = 0
     outstanding_sequences: int = 0
     served: dict[str, int] = field(default_factory=lambda: {"groups": 0, "tokens": 0})
+    calls: set[asyncio.Future] = field(default_factory=set)
+    """What it was asked and has not answered."""
 
     def enter(self, group: _Waiting) -> None:
         self.outstanding_tokens += group.tokens
@@ -67,40 +81,66 @@ class RolloutScheduler:
     Args:
         engines: one client per replica.
         max_num_seqs: number of sequences that an engine decodes at once (`rollout.max_num_seqs`).
-        deterministic: use fixed routing.
+        vocabulary: number of token ids. An engine that returns others has failed.
+        deterministic: use fixed routing. The results depend on it, so no group is asked of another engine.
     """
 
-    def __init__(self, engines: Sequence[EngineClient], *, max_num_seqs: int, deterministic: bool) -> None:
-        self._lanes = [_Lane(engine) for engine in engines]
-        self._max_num_seqs = max_num_seqs
+    def __init__(self, engines: Sequence[EngineClient], *, max_num_seqs: int, vocabulary: int,
+                 deterministic: bool) -> None:
+        self._lanes = {replica: _Lane(replica, engine) for replica, engine in enumerate(engines)}
+        self._max_num_seqs, self._vocabulary = max_num_seqs, vocabulary
         self.deterministic = deterministic
+        self.on_failure: Callable[[int, Exception], object] = self.leave
+        """Called with a replica that failed. It must let the replica leave."""
+        self._nobody: Exception | None = None
+        """Why there is no engine left for further groups."""
         self._committed: int | None = None
+        self._versions = range(0)
+        """The versions that engines may have sampled from: all committed ones, and the one that is being committed."""
         self._held = False
         self._waiting: list[_Waiting] = []
         self._arrivals = itertools.count()
         self._turn = asyncio.Lock()
 
-    def hold(self) -> None:
-        """Send no further group until `committed`. Groups that the engines already have are not affected."""
+    def hold(self, version: int) -> None:
+        """Send no further group until `version` is committed. Groups that the engines already have are not affected."""
         self._held = True
+        self._allow(version)
 
     def committed(self, version: int, replicas: Sequence[int] | None = None) -> None:
         """Record that `replicas` (default: all) committed `version`. Only engines that hold it receive requests."""
         self._committed, self._held = version, False
-        for replica in range(len(self._lanes)) if replicas is None else replicas:
+        self._allow(version)
+        for replica in self._lanes if replicas is None else replicas:
             self._lanes[replica].version = version
         self._hand_out()
 
-    def served(self) -> list[dict[str, int]]:
-        """For each engine, the numbers of groups and sampled tokens that it has returned so far."""
-        return [dict(lane.served) for lane in self._lanes]
+    def leave(self, replica: int, cause: Exception) -> bool:
+        """Send nothing more to an engine, and ask others for its unfinished groups. Returns False if that is not
+        possible: no other engine serves, or routing is `deterministic`. All groups then fail with `cause`."""
+        lane = self._lanes.pop(replica)
+        if not self.spares(replica):
+            self._nobody = cause
+        for call in lane.calls:
+            call.cancel()
+        self._hand_out()
+        return self._nobody is None
+
+    def spares(self, replica: int) -> bool:
+        """Whether the run can continue without this engine: others hold the committed version, if there is one yet."""
+        return not self.deterministic and any(lane.version == self._committed for lane in self._lanes.values()
+                                              if lane.replica != replica)
+
+    def enter(self, replica: int, engine: EngineClient) -> None:
+        """Route groups to a replaced engine, from the next `committed` on."""
+        self._lanes[replica] = _Lane(replica, engine)
+
+    def served(self) -> dict[int, dict[str, int]]:
+        """For each engine in the routing, the numbers of groups and sampled tokens that it has returned so far."""
+        return {replica: dict(lane.served) for replica, lane in sorted(self._lanes.items())}
 
     async def rollout(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
-        """Generate the groups of `prompts`, in their order. An engine's error cancels the rest and is raised.
-
-        Raises:
-            NotServing: no engine holds the committed version.
-        """
+        """Generate the groups of `prompts`, in their order. Raises like `group`, and cancels the rest."""
         if self.deterministic:
             async with self._turn:
                 return await self._in_shares(self._eligible(), prompts, sampling, step)
@@ -113,30 +153,75 @@ class RolloutScheduler:
         return [groups[i] for i in range(len(prompts))]
 
     async def group(self, prompt: Prompt, sampling: Sampling, step: int) -> Group:
-        """Generate the group of one prompt of batch `step`, once an engine has room for it.
+        """Generate the group of one prompt of batch `step`, once an engine has room for it. If that engine fails,
+        another one starts the group again.
 
         Raises:
+            UserError: the prompt cannot be generated from.
             NotServing: no engine holds the committed version.
+            Exception: what made the last engine leave.
         """
+        turn = step, -len(prompt.token_ids), next(self._arrivals)
         tokens = len(prompt.token_ids) + sampling.n * sampling.max_new_tokens
-        waiting = _Waiting((step, -len(prompt.token_ids), next(self._arrivals)), sampling.n, tokens,
-                           asyncio.get_running_loop().create_future())
-        heapq.heappush(self._waiting, waiting)
-        self._hand_out()
-        try:
-            lane = await waiting.lane
-            group = _checked(await lane.client.generate_group(prompt, sampling), prompt, sampling)
-            _count(lane, group)
-            return group
-        finally:
-            if waiting.lane.done() and not waiting.lane.cancelled() and waiting.lane.exception() is None:
-                waiting.lane.result().leave(waiting)
-                self._hand_out()
+        while True:
+            waiting = _Waiting(turn, sampling.n, tokens, asyncio.get_running_loop().create_future())
+            heapq.heappush(self._waiting, waiting)
+            self._hand_out()
+            try:
+                lane = await waiting.lane
+                group = await self._answer(lane, lambda engine: engine.generate_group(prompt, sampling),
+                                           lambda group: self._check(group, prompt, sampling))
+                _count(lane, group)
+                return group
+            except EngineLeft:
+                continue
+            finally:
+                if waiting.lane.done() and not waiting.lane.cancelled() and waiting.lane.exception() is None:
+                    waiting.lane.result().leave(waiting)
+                    self._hand_out()
+
+    async def _answer(self, lane: _Lane, ask: Callable[[EngineClient], Awaitable[Answer]],
+                      check: Callable[[Answer], None]) -> Answer:
+        """Ask an engine, await its answer and check it.
+
+        Raises:
+            UserError: the engine raised it.
+            EngineLeft: the engine failed, and others can be asked.
+            Exception: the engine failed, and no other can be asked.
+        """
+        if self._lanes.get(lane.replica) is lane:
+            call = asyncio.ensure_future(ask(lane.client))
+            lane.calls.add(call)
+            try:
+                await asyncio.wait([call])
+            finally:
+                lane.calls.discard(call)
+                call.cancel()
+            try:
+                if not call.cancelled():
+                    check(answer := call.result())
+                    return answer
+            except UserError:
+                raise
+            except Exception as error:
+                # A request may reach an engine just after it stopped serving for a sync. That is no failure.
+                stopped = self._held and isinstance(error, NotServing)
+                if not stopped and self._lanes.get(lane.replica) is lane:
+                    self.on_failure(lane.replica, error)
+        if self._nobody is not None:
+            raise self._nobody
+        raise EngineLeft(f"engine {lane.replica} left the routing")
+
+    def _check(self, group: Group, prompt: Prompt, sampling: Sampling) -> None:
+        check_group(group, prompt, sampling.n, self._vocabulary, self._versions)
 
     def _eligible(self) -> list[_Lane]:
-        lanes = [lane for lane in self._lanes if self._committed is not None and lane.version == self._committed]
+        if self._nobody is not None:
+            raise self._nobody
+        lanes = [lane for _, lane in sorted(self._lanes.items())
+                 if lane.version is not None and lane.version == self._committed]
         if not lanes:
-            held = ", ".join(f"engine {i}: {lane.version}" for i, lane in enumerate(self._lanes))
+            held = ", ".join(f"engine {lane.replica}: {lane.version}" for lane in self._lanes.values())
             raise NotServing(f"no engine holds the committed version {self._committed} ({held})")
         return lanes
 
@@ -146,9 +231,14 @@ class RolloutScheduler:
         groups: dict[int, Group] = {}
 
         async def serve(lane: _Lane, indices: range) -> None:
-            answers = await lane.client.generate([prompts[i] for i in indices], sampling, step)
+            def check(answers: list[Group]) -> None:
+                for i, group in zip(indices, answers, strict=True):
+                    self._check(group, prompts[i], sampling)
+
+            mine = [prompts[i] for i in indices]
+            answers = await self._answer(lane, lambda engine: engine.generate(mine, sampling, step), check)
             for i, group in zip(indices, answers, strict=True):
-                groups[i] = _checked(group, prompts[i], sampling)
+                groups[i] = group
                 _count(lane, group)
 
         shares = [(lane, range(first, len(prompts), len(lanes))) for first, lane in enumerate(lanes)]
@@ -164,7 +254,7 @@ class RolloutScheduler:
                 continue
             try:
                 lane = self._least_loaded(self._eligible(), first.sequences)
-            except NotServing as error:
+            except Exception as error:
                 heapq.heappop(self._waiting).lane.set_exception(error)
                 continue
             if lane is None:
@@ -180,12 +270,8 @@ class RolloutScheduler:
                 or lane.outstanding_sequences + sequences <= self._max_num_seqs]
         return min(free, key=lambda lane: lane.outstanding_tokens, default=None)
 
-
-def _checked(group: Group, prompt: Prompt, sampling: Sampling) -> Group:
-    if group.prompt.index != prompt.index or len(group.trajectories) != sampling.n:
-        raise RuntimeError(f"asked for {sampling.n} trajectories of prompt {prompt.index}, got "
-                           f"{len(group.trajectories)} of prompt {group.prompt.index}")
-    return group
+    def _allow(self, version: int) -> None:
+        self._versions = range(self._versions.start if self._versions else version, version + 1)
 
 
 def _count(lane: _Lane, group: Group) -> None:

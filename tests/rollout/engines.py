@@ -50,6 +50,10 @@ def local_placement(made: Plan) -> Placement:
         master_port=1)
 
 
+VOCABULARY = 1000
+"""More token ids than any model of these tests has."""
+
+
 def make_prompts(count: int, length: int = 9) -> list[Prompt]:
     """`count` different prompts of printable bytes."""
     rng = np.random.default_rng(count * 1000 + length)

@@ -18,6 +18,7 @@ from megatron_rl.rollout.scheduler import RolloutScheduler
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from tests.patience import patient
 from tests.rollout.engines import (
+    VOCABULARY,
     engine_environment,
     hf_greedy,
     hf_model,
@@ -93,7 +94,7 @@ def pair(folder):
 def _rollout(pair, sampling, *, deterministic, backwards=False, step=0, max_num_seqs=64):
     runner, engines = pair
     scheduler = RolloutScheduler(engines[::-1] if backwards else engines, max_num_seqs=max_num_seqs,
-                                 deterministic=deterministic)
+                                 vocabulary=VOCABULARY, deterministic=deterministic)
     scheduler.committed(0)
     return scheduler, runner.run(scheduler.rollout(PROMPTS, sampling, step))
 
@@ -112,7 +113,7 @@ def test_groups_are_spread_by_load_and_come_back_by_prompt(pair, folder):
         assert group.trajectories[0].token_ids.tolist() == expected
     assert {group.engine for group in groups} == {0, 1}
     served = [sum(group.engine == engine for group in groups) for engine in (0, 1)]
-    assert [each["groups"] for each in scheduler.served()] == served
+    assert [each["groups"] for each in scheduler.served().values()] == served
 
 
 def test_engines_draw_on_their_own(pair):

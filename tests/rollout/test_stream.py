@@ -18,7 +18,7 @@ from megatron_rl.rewards.sample import Score
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.scheduler import RolloutScheduler
 from megatron_rl.rollout.stream import RolloutStream
-from tests.rollout.engines import make_prompts
+from tests.rollout.engines import VOCABULARY, make_prompts
 
 SAMPLING = Sampling(n=2, temperature=1.0, max_new_tokens=8)
 ROWS, PER_STEP, STEPS = 10, 4, 7
@@ -87,7 +87,8 @@ class _Run:
         """Resume from the checkpoint, train up to a step and write a checkpoint there."""
         sampler = BatchSampler(PromptSampler(ROWS, 0), PER_STEP)
         sampler.load_state_dict(self.sampler)
-        scheduler = RolloutScheduler([world, world], max_num_seqs=6, deterministic=self.deterministic)
+        scheduler = RolloutScheduler([world, world], max_num_seqs=6, vocabulary=VOCABULARY,
+                                     deterministic=self.deterministic)
         stream = RolloutStream(lambda: [PROMPTS[row] for row in sampler.draw()], scheduler, world, SAMPLING,
                                max_staleness=self.max_staleness, last=STEPS)
         if self.rollouts:
@@ -108,7 +109,7 @@ class _Run:
             await world.clock.later()               # the update
             if self.deterministic:
                 await stream.drained()
-            scheduler.hold()
+            scheduler.hold(step)
             await world.clock.later()               # the sync
             world.version = self.step = step
             sampler.trained()
@@ -145,7 +146,7 @@ def test_every_group_is_trained_once_in_its_batch_whatever_the_timing_and_the_re
 def test_generation_runs_ahead_by_the_bound_and_no_further():
     async def ahead(bound: int) -> list[int]:
         world, drawn = _World(0), []
-        scheduler = RolloutScheduler([world], max_num_seqs=64, deterministic=False)
+        scheduler = RolloutScheduler([world], max_num_seqs=64, vocabulary=VOCABULARY, deterministic=False)
         stream = RolloutStream(lambda: drawn.append(0) or PROMPTS[:2], scheduler, world, SAMPLING,
                                max_staleness=bound, last=5)
         scheduler.committed(0)
@@ -186,7 +187,7 @@ def test_a_failure_in_a_later_batch_is_raised_at_once():
 
     async def run() -> None:
         world = Broken(0)
-        scheduler = RolloutScheduler([world], max_num_seqs=64, deterministic=False)
+        scheduler = RolloutScheduler([world], max_num_seqs=64, vocabulary=VOCABULARY, deterministic=False)
         batches = iter([PROMPTS[:4], PROMPTS[4:8]])
         stream = RolloutStream(lambda: next(batches), scheduler, world, SAMPLING,
                                max_staleness=1, last=2)
@@ -203,21 +204,22 @@ def test_a_failure_in_a_later_batch_is_raised_at_once():
 def test_a_token_older_than_the_bound_is_refused():
     class Stale(_World):
         async def generate_group(self, prompt, sampling, seed=None):
-            self.version = -1
+            self.version = 0
             return await super().generate_group(prompt, sampling)
 
     async def run() -> None:
         world = Stale(0)
-        scheduler = RolloutScheduler([world], max_num_seqs=64, deterministic=False)
+        scheduler = RolloutScheduler([world], max_num_seqs=64, vocabulary=VOCABULARY, deterministic=False)
         stream = RolloutStream(lambda: PROMPTS[:2], scheduler, world, SAMPLING, max_staleness=0, last=2)
-        scheduler.committed(0)
-        stream.committed(0)
+        for version in (0, 1):
+            scheduler.committed(version)
+        stream.committed(1)
         try:
-            await stream.batch(1)
+            await stream.batch(2)
         finally:
             await stream.close()
 
-    with pytest.raises(RuntimeError, match="sampled at versions -1 to -1, with algorithm.max_staleness = 0"):
+    with pytest.raises(RuntimeError, match="sampled at versions 0 to 0, with algorithm.max_staleness = 0"):
         asyncio.run(run())
 
 
