@@ -83,7 +83,8 @@ async def train(attempt: Attempt, clock: StepClock) -> Outcome:
             monitor.note("CHANGED", line)
         for code, line in cautions(config):
             monitor.note(code, line)
-        job.open_stream(state.draw, carried.read(checkpoint / carried.FILE) if checkpoint else [])
+        job.open_stream(state.draw, carried.read(checkpoint / carried.FILE) if checkpoint else [],
+                        monitor.note)
         await job.sync(state.step)
         job.forget_versions_after(state.step)
         if state.step == 0 and state.saved < 0 and config.eval.at_start:
@@ -134,7 +135,8 @@ async def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monito
     if due(step, config.weight_sync.disk.every) and not stop_requested(job.attempt.folder):
         job.begin_to_disk(step)
     monitor.samples(step, batch.groups, rewards)
-    return step_metrics.of_step(step, batch.groups, batch.scores, statistics, updates, report, times)
+    metrics = step_metrics.of_step(step, batch.groups, batch.scores, statistics, updates, report, times)
+    return metrics | job.engine_metrics()
 
 
 async def settle_disk(job: Job, clock: StepClock, monitor: Monitor, phase: str = "disk") -> dict[str, float]:

@@ -13,8 +13,9 @@ import numpy as np
 
 from launch.run import faults
 from launch.run.components import component, register_children
+from launch.runtime.teardown import end_earlier
 from megatron_rl.data.batch import Group, PolicyBatch, Prompt
-from megatron_rl.driver.component import begin, guarded, settle
+from megatron_rl.driver.component import begin, guarded, logged, settle
 from megatron_rl.layouts.step_folder import Exported, Part
 
 if TYPE_CHECKING:
@@ -96,18 +97,18 @@ class TrainerActor:
                                    self.trainer.parameters(), address=self.placement.addresses[placement.node])
         return self.sender.sync_describe()
 
-    @guarded
+    @logged
     def sync_open(self, part: SyncPart) -> Held:
         held = self.sender.sync_open(part)
         settle()
         return held
 
-    @guarded
+    @logged
     def sync_send(self, epoch: int) -> TransferReport:
         faults.strike(self.name, "sync", epoch)
         return self.sender.sync_send(epoch)
 
-    @guarded
+    @logged
     def sync_discard(self, epoch: int, reason: str) -> None:
         self.sender.sync_discard(epoch, reason)
 
@@ -120,7 +121,9 @@ class RolloutActor:
 
         self.name = f"rollout-{replica}"
         placement = Attempt(Path(attempt_folder)).placement()
-        self.attempt = begin(attempt_folder, self.name, placement.rollout[replica].node)
+        node = placement.rollout[replica].node
+        end_earlier(Attempt(Path(attempt_folder)), node, self.name)
+        self.attempt = begin(attempt_folder, self.name, node)
         self._parts = (self.attempt.config(), self.attempt.plan(), placement, replica,
                        self.attempt.logs / f"{self.name}.log")
         self.engine: RolloutEngine
@@ -143,6 +146,7 @@ class RolloutActor:
         return await self.engine.generate_group(prompt, sampling, seed)
 
     async def status(self) -> dict[str, Any]:
+        """Not guarded: the driver asks again and again, and decides what an error means."""
         return self.engine.status()
 
     @guarded
@@ -155,23 +159,24 @@ class RolloutActor:
     async def sync_describe(self, canonical: Sequence[CanonicalTensor]) -> list[Destination]:
         return await self.engine.weights.sync_describe(canonical)
 
-    @guarded
+    @logged
     async def sync_open(self, part: SyncPart) -> list[Held]:
         return await self.engine.weights.sync_open(part)
 
-    @guarded
+    @logged
     async def sync_prepare(self, epoch: int) -> None:
         await self.engine.weights.sync_prepare(epoch)
 
-    @guarded
+    @logged
     async def sync_receive(self, epoch: int) -> list[TransferReport]:
+        faults.strike(self.name, "receive", epoch)
         return await self.engine.weights.sync_receive(epoch)
 
-    @guarded
+    @logged
     async def sync_commit(self, epoch: int, version: int) -> float:
         return await self.engine.weights.sync_commit(epoch, version)
 
-    @guarded
+    @logged
     async def sync_discard(self, epoch: int, reason: str) -> None:
         await self.engine.weights.sync_discard(epoch, reason)
 

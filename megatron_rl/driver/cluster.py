@@ -25,6 +25,8 @@ from megatron_rl.weight_sync.calls import NoAnswer, outcomes
 Answer = TypeVar("Answer")
 
 NAMESPACE = "megatron-rl"
+MOST_CALLS = 100_000
+"""Calls that a concurrent actor works on at a time: an engine has one for every group, and must still answer."""
 _LOW_MEMORY = re.compile(r"Memory usage \S+ exceeded threshold of [^)]*\)")
 
 
@@ -66,7 +68,7 @@ async def connect(placement: Placement, deadline_s: float) -> dict[str, str]:
 def pinned(cls: type, node_id: str, environment: Mapping[str, str], *args: Any, concurrent: bool = False) -> Any:
     """Start an actor on exactly this node. Its environment is set before its Python starts. It reserves no Ray
     resources, because the placement decides where each actor runs."""
-    options: dict[str, Any] = {"max_concurrency": 1000} if concurrent else {}
+    options: dict[str, Any] = {"max_concurrency": MOST_CALLS} if concurrent else {}
     return ray.remote(cls).options(
         num_cpus=0, max_restarts=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         runtime_env={"env_vars": dict(environment)}, **options).remote(*args)

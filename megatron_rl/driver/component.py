@@ -79,13 +79,23 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 def guarded(method: Method) -> Method:
     """Decorate a method of an actor to record the first exception with its traceback before raising it."""
+    return _handling(method, report)
+
+
+def logged(method: Method) -> Method:
+    """Decorate a method of an actor to log an exception before raising it. It is not recorded as the component's error,
+    because the run may continue: in a weight sync, survivors raise when an engine dies."""
+    return _handling(method, lambda attempt, name, error: traceback.print_exception(error))
+
+
+def _handling(method: Method, handle: Callable[[Attempt, str, Exception], None]) -> Method:
     if inspect.iscoroutinefunction(method):
         @functools.wraps(method)
         async def call_async(self, *args: Any, **kwargs: Any) -> Any:
             try:
                 return await method(self, *args, **kwargs)
             except Exception as error:
-                report(self.attempt, self.name, error)
+                handle(self.attempt, self.name, error)
                 raise
         return cast(Method, call_async)
 
@@ -94,7 +104,7 @@ def guarded(method: Method) -> Method:
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            report(self.attempt, self.name, error)
+            handle(self.attempt, self.name, error)
             raise
     return cast(Method, call)
 

@@ -27,6 +27,10 @@ class Handle:
     def __init__(self, name: str, actor: Any) -> None:
         self.name, self.actor = name, actor
 
+    def kill(self) -> None:
+        """End the actor's process. Processes that it started may be left."""
+        ray.kill(self.actor)
+
 
 @overload
 def verb(method: Callable[Concatenate[Actor, Given], Coroutine[Any, Any, Answer]]

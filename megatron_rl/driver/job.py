@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -14,11 +15,14 @@ import numpy as np
 import ray
 
 from launch.run.attempts import Attempt
+from launch.run.components import component, dismiss, record_error
+from launch.run.progress import INSIDE_FIRST
 from megatron_rl.data import carried
 from megatron_rl.data.batch import Group, PolicyBatch, Prompt
 from megatron_rl.data.carried import CarriedGroup
 from megatron_rl.driver.clock import StepClock
 from megatron_rl.driver.cluster import gather
+from megatron_rl.driver.engines import ASK_EVERY_S, Engines, Means, Note
 from megatron_rl.driver.handles import shared
 from megatron_rl.driver.start import Actors
 from megatron_rl.driver.sync_plan import announced, differences, sync_plan
@@ -38,8 +42,6 @@ SCORED_AT_ONCE = 64
 """Samples that a reward process scores between two signs of life."""
 STOP_S = 180.0
 """How long the actors may take to close, independent of `run.deadline_s`."""
-ASK_EVERY_S = 2.0
-"""Interval at which the engines are polled for progress during a rollout."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 """An engine with an untied head loads the head from the trainer's embedding."""
 
@@ -55,11 +57,12 @@ class Job:
 
     def __init__(self, attempt: Attempt, actors: Actors, clock: StepClock) -> None:
         self.attempt, self.config, self.plan = attempt, attempt.config(), attempt.plan()
-        self._trainers, self._engines, self._rewards = actors.trainers, actors.engines, actors.rewards
+        self._trainers, self._actors, self._rewards = actors.trainers, actors, actors.rewards
         self._clock = clock
         self._scheduler = RolloutScheduler(
-            self._engines, max_num_seqs=self.config.rollout.max_num_seqs, vocabulary=self.plan.architecture.vocab,
+            actors.engines, max_num_seqs=self.config.rollout.max_num_seqs, vocabulary=self.plan.architecture.vocab,
             deterministic=self.config.rollout.deterministic)
+        self._engines: Engines | None = None
         self._stream: RolloutStream | None = None
         self._coordinator = self._make_coordinator(attempt)
         self._writers = dict(enumerate(self._trainers))
@@ -73,7 +76,8 @@ class Job:
         if self._stream is not None:
             await self._stream.close()
         if kind is None:  # after a failure the actors stay unchanged, so that the cause can be found
-            await gather({engine.name: engine.stop() for engine in self._engines}, "stopping the engines", STOP_S)
+            if self._engines is not None:
+                await self._engines.stop(STOP_S)
             await gather({self._rewards.name: self._rewards.close()}, "stopping the rewards", STOP_S)
             self._coordinator.close()
             ray.shutdown()
@@ -107,10 +111,14 @@ class Job:
         for line in differences(announced(self.config, self.plan), self.plan, manifest):
             log.warning("weight sync: %s", line)
 
-    def open_stream(self, draw: Callable[[], Sequence[Prompt]], carried: Sequence[CarriedGroup]) -> None:
-        """Start the rollout stream at the next `sync`. `draw` returns the prompts of the next batch. `carried` are the
-        groups that a checkpoint holds."""
-        config = self.config
+    def open_stream(self, draw: Callable[[], Sequence[Prompt]], carried: Sequence[CarriedGroup], note: Note) -> None:
+        """Start the rollout stream at the next `sync`, and watch the engines. `draw` returns the prompts of the next
+        batch. `carried` are the groups that a checkpoint holds. `note` records a warning."""
+        config, attempt = self.config, self.attempt
+        means = Means(self._actors.start_again, functools.partial(dismiss, attempt), functools.partial(blame, attempt),
+                      note)
+        self._engines = Engines(self._actors.engines, self._scheduler, self._coordinator, means,
+                                hang_s=config.run.hang_min_s / INSIDE_FIRST, first_s=config.run.deadline_s)
         self._stream = RolloutStream(
             draw, self._scheduler, self._rewards, Sampling.training(config), last=config.run.steps,
             max_staleness=config.algorithm.max_staleness, timed=functools.partial(self._clock.beside, "generate"))
@@ -133,12 +141,12 @@ class Job:
 
     async def _watched(self, generation: Coroutine[Any, Any, Result]) -> Result:
         """Await what the engines generate. An engine that samples tokens or finishes requests is alive."""
+        assert self._engines is not None
         task, before = asyncio.create_task(generation), None
         try:
             while not (await asyncio.wait([task], timeout=ASK_EVERY_S))[0]:
-                status = await asyncio.gather(*[engine.status() for engine in self._engines])
-                if status != before:
-                    before = status
+                if self._engines.statuses != before:
+                    before = dict(self._engines.statuses)
                     self._clock.alive()
             return task.result()
         finally:
@@ -169,16 +177,22 @@ class Job:
     async def sync(self, version: int) -> SyncReport:
         """Update every engine to the trainer's weights. Returns once all have committed `version`, and hands out the
         batches that this admits. With `rollout.swap: border` the engines first finish every batch that they have."""
-        if self._stream is not None and self.config.rollout.swap == "border":
+        assert self._engines is not None and self._stream is not None
+        if self.config.rollout.swap == "border":
             with self._clock.span("rollout", "border"):
                 await self._watched(self._stream.drained(self._clock.alive))
         self._scheduler.hold(version)
         with self._clock.span("sync", f"version {version}"):
-            report = await self._coordinator.sync(version)
+            await self._engines.before_sync()
+            report = await self._coordinator.sync(version, self._clock.alive)
+        self._engines.after_sync(report)
         self._scheduler.committed(version)
-        if self._stream is not None:
-            self._stream.committed(version)
+        self._stream.committed(version)
         return report
+
+    def engine_metrics(self) -> dict[str, float]:
+        """Metrics of the engines after a step."""
+        return self._engines.metrics() if self._engines is not None else {}
 
     async def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Write a checkpoint, with the groups that were generated ahead."""
@@ -226,8 +240,8 @@ class Job:
         log.info("wrote the version in %s: %.2f GB in %.1f s (%.2f GB/s), read back in %.1f s", written.folder,
                  written.nbytes / 1e9, written.write_s, written.nbytes / 1e9 / written.write_s, written.read_back_s)
         if self.config.weight_sync.disk.compare:
-            found = await gather({engine.name: engine.compare(str(written.folder)) for engine in self._engines},
-                                 "comparing the engines with the disk")
+            assert self._engines is not None
+            found = await self._engines.compare(str(written.folder))
             lines = [f"{name}: {line}" for name, each in found.items() for line in each]
             if lines:
                 raise SyncError("\n".join([f"{len(lines)} differences from {written.folder}", *lines[:20]]))
@@ -236,9 +250,15 @@ class Job:
         placement = attempt.placement()
         way = sync_plan(self.config, self.plan, placement)
         return SyncCoordinator(
-            self._trainers, self._engines,
+            self._trainers, self._actors.engines,
             [Endpoint(placement.addresses[rank.node], rank.port) for rank in placement.training],
             canonical_tensors(self.plan.architecture), backend="gloo" if self.plan.device == "cpu" else "nccl",
             bucket_bytes=way.bucket_bytes, timeout_s=self.config.weight_sync.timeout_s,
             aliases=TIED if self.plan.architecture.tied else None, route=way.route, seats=way.seats,
             address=placement.addresses[placement.nodes[0]])
+
+
+def blame(attempt: Attempt, name: str, error: Exception) -> None:
+    """Record an error that the driver found in what a component did."""
+    record_error(attempt, name, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)),
+                 pid=component(attempt, name).process.pid)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ class Actors:
     engines: tuple[RemoteEngine, ...]
     """By replica."""
     rewards: RemoteRewards
+    start_again: Callable[[int], Awaitable[RemoteEngine]]
+    """Starts a new process for a replica, on the node and GPUs of the placement. Raises like `start_actors`."""
 
 
 async def start_actors(attempt: Attempt, columns: Sequence[str], template_fingerprint: str,
@@ -43,10 +45,23 @@ async def start_actors(attempt: Attempt, columns: Sequence[str], template_finger
     clock.start_up(f"waiting for {len(placement.nodes)} Ray node(s)")
     nodes = await connect(placement, deadline_s)
     folder, first = str(attempt.folder.resolve()), placement.nodes[0]
-    engines = tuple(
-        RemoteEngine(f"rollout-{each.replica}", pinned(
-            RolloutActor, nodes[each.node], _environment(attempt, "rollout", each.node, each.gpus), folder,
-            each.replica, concurrent=True)) for each in placement.rollout)
+
+    def engine_of(replica: int) -> RemoteEngine:
+        each, name = placement.rollout[replica], f"rollout-{replica}"
+        environment = _environment(attempt, "rollout", each.node, each.gpus) | {envvars.COMPONENT: name}
+        return RemoteEngine(name, pinned(RolloutActor, nodes[each.node], environment, folder, replica, concurrent=True))
+
+    async def start_again(replica: int) -> RemoteEngine:
+        engine = engine_of(replica)
+        try:
+            found = await gather({engine.name: engine.start()}, "start", deadline_s)
+            refuse_disagreement({**facts, **found})
+        except BaseException:
+            engine.kill()
+            raise
+        return engine
+
+    engines = tuple(engine_of(each.replica) for each in placement.rollout)
     trainers = tuple(
         RemoteTrainer(f"trainer-{each.rank}", pinned(
             TrainerActor, nodes[each.node],
@@ -59,8 +74,9 @@ async def start_actors(attempt: Attempt, columns: Sequence[str], template_finger
     calls |= {each.name: each.start() for each in engines}
     calls |= {rewards.name: rewards.start()}
     facts = await gather(calls, "start", deadline_s)
-    refuse_disagreement({"driver": {"template_fingerprint": template_fingerprint}, **facts})
-    return Actors(trainers, engines, rewards)
+    facts = {"driver": {"template_fingerprint": template_fingerprint}, **facts}
+    refuse_disagreement(facts)
+    return Actors(trainers, engines, rewards, start_again)
 
 
 def refuse_disagreement(facts: Mapping[str, Mapping[str, Any]]) -> None:

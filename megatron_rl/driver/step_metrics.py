@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -33,6 +34,8 @@ def of_step(step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]
         "prompt/length_mean": float(np.mean([len(group.prompt.token_ids) for group in groups])),
         "staleness/mean": float(ages.mean()), "staleness/max": float(ages.max()),
         "weights/version": float(sync.version),
+        **{f"engines/groups/{engine}": float(count)
+           for engine, count in sorted(Counter(group.engine for group in groups).items())},
         "sync/bytes": float(sync.nbytes), "sync/seconds": transfer, "sync/pause_seconds": sync.seconds["pause"],
         "sync/verify_seconds": sync.seconds["verify"] + max(sync.seconds.get("digest", 0.0),
                                                             sync.seconds.get("live_digest", 0.0)),

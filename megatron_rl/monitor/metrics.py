@@ -142,6 +142,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("sync/verify_seconds", "s", "digests of the slowest member, overlapped with the transfer"),
         Metric("sync/gb_per_s", "GB/s", "`sync/bytes` per second of `sync/seconds` (1e9 bytes)"),
     ),
+    "Engines": (
+        Metric("engines/serving", "–", "engines that serve after the step", "`rollout.replicas`"),
+        Metric("engines/restarts", "–", "engines that were started again in this attempt", "0"),
+        Metric("engines/groups/<replica>", "–", "groups of the batch that this engine generated",
+               "equal, unless an engine is slow or was away"),
+    ),
     "Evaluation": (
         Metric("eval/accuracy", "share", "right answers to held-out questions (`eval.right`), greedy", "rises"),
         Metric("eval/reward", "reward", "mean total reward"),

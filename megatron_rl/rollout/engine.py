@@ -136,7 +136,11 @@ class RolloutEngine:
         """State, committed version, unfinished requests and tokens sampled so far, for routing and health checks.
 
         `generated_tokens` increases with every engine iteration, long before a request finishes.
+
+        Raises:
+            EngineDied: vLLM ended.
         """
+        self._vllm.check_alive()
         return {"replica": self._replica, "state": self.weights.state.value, "version": self.weights.version,
                 "unfinished": self._vllm.unfinished, "generated_tokens": self._vllm.generated_tokens}
 

@@ -59,6 +59,11 @@ class VllmEngine:
         """Number of tokens sampled since the engine core started, including those of unfinished requests."""
         return self._count()
 
+    def check_alive(self) -> None:
+        """Raise EngineDied if vLLM's processes have ended."""
+        if output_handler(self._llm).done():
+            raise self._died()
+
     async def enqueue(self, request_id: str, token_ids: list[int], parameters):
         """Submit a request to the engine. Returns the queue for `finished`."""
         from vllm.inputs.engine import tokens_input
