@@ -301,7 +301,7 @@ class WeightSync(Section):
     """Requests running when an engine stops. `keep`: continue with the new weights. `drain`: finish first, within half
     of `timeout_s`. `abort`: resubmit with the tokens so far."""
     timeout_s: PositiveFloat = 120.0
-    """Timeout of a sync; the attempt then ends and names the missing members."""
+    """Timeout of a sync. Missing engines are then left out; a missing training rank ends the attempt."""
     verify: Literal["always"] = "always"
     """A version counts only if the engine's digest equals the trainer's."""
     disk: Disk = Disk()
