@@ -145,6 +145,10 @@ class RolloutActor:
     async def generate_group(self, prompt: Prompt, sampling: Sampling, seed: int | None = None) -> Group:
         return await self.engine.generate_group(prompt, sampling, seed)
 
+    @guarded
+    async def ended(self, count: int) -> int:
+        return await self.engine.ended(count)
+
     async def status(self) -> dict[str, Any]:
         """Not guarded: the driver asks again and again, and decides what an error means."""
         return self.engine.status()

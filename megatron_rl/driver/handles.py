@@ -84,6 +84,7 @@ class RemoteEngine(Handle):
     start = verb(RolloutActor.start)
     generate = verb(RolloutActor.generate)
     generate_group = verb(RolloutActor.generate_group)
+    ended = verb(RolloutActor.ended)
     status = verb(RolloutActor.status)
     compare = verb(RolloutActor.compare)
     stop = verb(RolloutActor.stop)

@@ -44,6 +44,10 @@ class RolloutEngine:
         self._template, self._vllm = rendering, vllm
         self._stop_ids = list(template.stop_token_ids(rendering.tokenizer, config.model.path))
         self._requests = 0
+        self._taken = 0
+        """Sequences of all groups so far."""
+        self._cut = 0
+        """Sequences that a sync aborted and that are not asked again yet."""
         self._stopped = False
         self.weights = weights
         self.facts = facts
@@ -124,7 +128,15 @@ class RolloutEngine:
         self._check_prompt(prompt)
         async with self.weights.admission():
             queue = await self._enqueue(prompt, sampling, seed)
+            self._taken += sampling.n
         return await self._group(prompt, sampling, queue)
+
+    async def ended(self, count: int) -> int:
+        """Wait until `count` of the sequences that `generate_group` took have ended. Returns how many have. A group
+        ends with its longest sequence. The others leave room for further groups before that."""
+        while self._ended() < count:
+            await self._vllm.sequence_ended()
+        return self._ended()
 
     async def stop(self, timeout_s: float = STOP_S) -> None:
         """End vLLM and all its workers before returning. A second call does nothing."""
@@ -159,6 +171,9 @@ class RolloutEngine:
         self._requests += 1
         return await self._vllm.enqueue(str(self._requests), prompt.token_ids.tolist(), parameters)
 
+    def _ended(self) -> int:
+        return self._taken - self._vllm.unfinished - self._cut
+
     async def _group(self, prompt: Prompt, sampling: Sampling, queue) -> Group:
         """Await the trajectories of a request. Trajectories that a sync aborted are continued."""
         output = await self._vllm.finished(queue)
@@ -171,14 +186,17 @@ class RolloutEngine:
     async def _whole(self, prompt: Prompt, sampling: Sampling, trajectory: Trajectory) -> Trajectory:
         """Complete a trajectory. After each abort, the prompt with the tokens so far becomes a new request."""
         while trajectory.finish_reason == "abort":
-            await self.weights.until_serving()
             so_far = replace(prompt, token_ids=np.concatenate([prompt.token_ids, trajectory.token_ids]))
             rest = replace(sampling, n=1, max_new_tokens=sampling.max_new_tokens - trajectory.length)
+            self._cut += 1
             try:
+                await self.weights.until_serving()
                 async with self.weights.admission():
                     queue = await self._enqueue(so_far, rest, None)
             except NotServing:      # the next sync has already begun
                 continue
+            finally:
+                self._cut -= 1
             (output,) = (await self._vllm.finished(queue)).outputs
             trajectory = _joined(trajectory, _turn(output))
         return trajectory

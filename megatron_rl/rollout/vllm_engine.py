@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_rl.weight_sync.ends.vllm_internals import count_tokens, output_handler, pause_scheduler, shut_down
+from megatron_rl.weight_sync.ends.vllm_internals import OutputCounter, output_handler, pause_scheduler, shut_down
 
 Answer = TypeVar("Answer")
 
@@ -47,17 +47,21 @@ class VllmEngine:
                 self._llm = AsyncLLM.from_engine_args(engine_arguments)
         except RuntimeError as error:
             raise EngineDied(f"{name} did not start: {error}{self._log_tail()}") from error
-        self._count = count_tokens(self._llm)
+        self._outputs = OutputCounter(self._llm)
 
     @property
     def unfinished(self) -> int:
-        """Number of unfinished requests in vLLM."""
+        """Number of unfinished sequences in vLLM."""
         return self._llm.get_num_unfinished_requests()
 
     @property
     def generated_tokens(self) -> int:
         """Number of tokens sampled since the engine core started, including those of unfinished requests."""
-        return self._count()
+        return self._outputs.tokens
+
+    async def sequence_ended(self) -> None:
+        """Wait until the next sequence ends."""
+        await self._call(self._outputs.ended.wait())
 
     def check_alive(self) -> None:
         """Raise EngineDied if vLLM's processes have ended."""

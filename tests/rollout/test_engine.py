@@ -251,6 +251,20 @@ def test_generated_tokens_are_counted_exactly(served):
     assert engine.status()["generated_tokens"] - before == tokens
 
 
+def test_ended_sequences_are_told_before_their_group_ends(served):
+    runner, engine, _ = served
+
+    async def one_by_one():
+        before = await engine.ended(0)
+        long, short = (asyncio.ensure_future(engine.generate_group(PROMPTS[0], Sampling(4, 1.0, length)))
+                       for length in (NEW_TOKENS, 2))
+        assert 4 <= await engine.ended(before + 4) - before < 8 and not long.done()
+        await asyncio.gather(long, short)
+        return await engine.ended(0) - before
+
+    assert runner.run(asyncio.wait_for(one_by_one(), patient(60))) == 8
+
+
 def test_requests_at_the_door_of_a_sync_are_served_or_refused(served):
     """verl#5698: what was handed over before the sync began is finished; what comes after it began is refused or
     waits; every token names its version."""

@@ -79,9 +79,11 @@ def test_requests_go_on_with_the_new_weights(story, in_flight):
 
     async def over_a_sync():
         await at.begin()
-        old = at._version
+        old, ended = at._version, await at.engine.ended(0)
         task = await at.running()
         new = await at.sync(1)
+        assert await at.engine.ended(0) <= ended, "an aborted sequence goes on: it has not ended"
+        assert await at.engine.ended(ended + len(PROMPTS)) == ended + len(PROMPTS)
         return [group.trajectories[0] for group in await task], old, new
 
     completions, old, new = runner.run(asyncio.wait_for(over_a_sync(), patient(100)))

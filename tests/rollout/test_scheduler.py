@@ -17,23 +17,31 @@ SAMPLING = Sampling(n=4, temperature=1.0, max_new_tokens=10)
 
 
 class _Engine:
-    """Answers after `delay(prompt)` turns of the event loop; remembers what it was asked and its peak load."""
+    """The members of a group end one after the other, `delay(prompt)` turns of the event loop apart, or all at once
+    after `delay(prompt)` turns. Remembers what it was asked and its peak load."""
 
-    def __init__(self, number: int, delay=lambda prompt: 1) -> None:
-        self.number, self.delay = number, delay
+    def __init__(self, number: int, delay=lambda prompt: 1, *, at_once: bool = True) -> None:
+        self.number, self.delay, self.at_once = number, delay, at_once
         self.asked: list[int] = []
-        self.calls = self.running = self.peak = 0
+        self.calls = self.running = self.peak = self.all_ended = 0
 
     async def generate_group(self, prompt, sampling, seed=None):
         self.calls += 1
         self.asked.append(prompt.index)
         self.running += sampling.n
         self.peak = max(self.peak, self.running)
-        for _ in range(self.delay(prompt)):
-            await asyncio.sleep(0)
-        self.running -= sampling.n
+        for ending in [sampling.n] if self.at_once else [1] * sampling.n:
+            for _ in range(self.delay(prompt)):
+                await asyncio.sleep(0)
+            self.running -= ending
+            self.all_ended += ending
         trajectory = Trajectory.one_turn(np.array([prompt.index]), np.zeros(1), np.zeros(1), "stop")
         return Group(prompt, (trajectory,) * sampling.n, self.number)
+
+    async def ended(self, count):
+        while self.all_ended < count:
+            await asyncio.sleep(0)
+        return self.all_ended
 
     async def generate(self, prompts, sampling, step):
         self.calls -= len(prompts) - 1
@@ -68,6 +76,24 @@ def test_no_engine_holds_more_sequences_than_it_decodes_at_once():
     engines = [_Engine(0, lambda p: 5), _Engine(1, lambda p: 9)]
     _rollout(engines, make_prompts(20), max_num_seqs=12)
     assert [engine.peak for engine in engines] == [12, 12]
+
+
+def test_the_places_of_ended_sequences_are_filled_before_their_group_ends():
+    """The members of a group end after 1, 2, 3 and 4 times 20 turns. If only whole groups left, engines would decode
+    2.5 sequences of 4."""
+    engines = [_Engine(number, lambda p: 20, at_once=False) for number in range(2)]
+
+    async def mean_load() -> float:
+        scheduler = RolloutScheduler(engines, max_num_seqs=8, vocabulary=VOCABULARY, deterministic=False)
+        scheduler.committed(0)
+        rollout, loads = asyncio.ensure_future(scheduler.rollout(make_prompts(60), SAMPLING, 0)), []
+        while not rollout.done():
+            await asyncio.sleep(0)
+            loads.append(sum(engine.running for engine in engines))
+        return sum(loads) / len(loads)
+
+    assert asyncio.run(mean_load()) > 0.9 * 2 * 8
+    assert all(engine.peak < 8 + SAMPLING.n for engine in engines)
 
 
 def test_a_group_larger_than_the_limit_still_runs():
@@ -138,6 +164,6 @@ def test_a_held_scheduler_sends_nothing_until_the_commit_and_a_cancelled_group_l
         scheduler.committed(1)
         dropped.cancel()        # it has an engine by now, and has not sent the request
         await waiting
-        return [lane.outstanding_sequences for lane in scheduler._lanes.values()]
+        return [lane.unfinished for lane in scheduler._lanes.values()]
 
     assert asyncio.run(run()) == [0, 0] and sorted(engines[0].asked + engines[1].asked) == [0, 1, 2, 3]

@@ -61,6 +61,9 @@ class _World:
                                 f"{prompt.index}.{sample}") for sample in range(sampling.n))
         return Group(prompt, trajectories)
 
+    async def ended(self, count):
+        return await asyncio.get_running_loop().create_future()     # whole groups make room
+
     async def generate(self, prompts, sampling, step):
         return list(await asyncio.gather(*[self.generate_group(prompt, sampling) for prompt in prompts]))
 

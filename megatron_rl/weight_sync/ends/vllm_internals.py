@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -192,22 +192,29 @@ async def pause_scheduler(llm, *, clear_cache: bool) -> None:
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
 
-def count_tokens(llm) -> Callable[[], int]:
-    """A function that returns the number of tokens from the engine core so far.
+class OutputCounter:
+    """Counts what comes from the engine core.
 
     Requests that only want their final output report nothing until they end, and vLLM's own counters need its
-    statistics. This is one sum over an iteration's outputs.
+    statistics. This is one pass over an iteration's outputs.
     """
-    processor, counted = llm.output_processor, 0
-    process_outputs = processor.process_outputs
 
-    def counting(outputs, *args, **kwargs):
-        nonlocal counted
-        counted += sum(len(output.new_token_ids) for output in outputs)
-        return process_outputs(outputs, *args, **kwargs)
+    def __init__(self, llm) -> None:
+        self.tokens = 0
+        """Number of tokens so far."""
+        self.ended = asyncio.Event()
+        """Set when the next sequence ends, and then replaced."""
+        process_outputs = llm.output_processor.process_outputs
 
-    processor.process_outputs = counting
-    return lambda: counted
+        def counting(outputs, *args, **kwargs):
+            self.tokens += sum(len(output.new_token_ids) for output in outputs)
+            processed = process_outputs(outputs, *args, **kwargs)
+            if any(output.finished for output in outputs):
+                ended, self.ended = self.ended, asyncio.Event()
+                ended.set()
+            return processed
+
+        llm.output_processor.process_outputs = counting
 
 
 def output_handler(llm) -> asyncio.Task:
