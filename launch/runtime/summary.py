@@ -30,6 +30,8 @@ def print_end(attempt: Attempt, outcome: Outcome) -> None:
         print(closing_summary(attempt.run_folder, history, report))
         if compared is not None:
             print(comparison_text(compared))
+    if outcome.groups is not None:
+        print(f"groups       {outcome.groups}")
     rehearsal = attempt.folder / REHEARSAL
     if rehearsal.exists():
         print(rehearsal.read_text(encoding="utf-8"))

@@ -62,6 +62,17 @@ def test_mismatch_that_is_wrong_from_the_first_steps_is_found_early():
     assert codes(rows) == {"MISMATCH"}
 
 
+def test_drift_alone_is_no_mismatch():
+    """Swaps at the border with batches ahead: from step 2 on no token has the trainer's version, so `mismatch/*` is
+    absent, and the policy's own drift grows. If engine and trainer do differ, only steps with current tokens tell."""
+    rows = [{"step": 1, "mismatch/kl": 1e-4}]
+    rows += [{"step": s, "drift/kl": 0.04 * s, "drift/abs_mean": 0.3, "drift/divergence": 0.5} for s in range(2, 60)]
+    assert codes(rows) == set()
+    for row in rows[40:50]:
+        row["mismatch/kl"] = 0.2
+    assert codes(rows) == {"MISMATCH"}
+
+
 def test_the_same_code_is_not_told_every_step():
     watch = Detectors(quiet_steps=50)
     told = [finding.step for step in range(1, 121) for finding in watch.check({"step": step, "train/loss": math.nan})]
