@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +20,7 @@ from launch.config.checks import cautions
 from launch.errors import UserError
 from launch.run.attempts import Attempt
 from launch.run.components import Failure, await_silently_lost, first_failure
-from launch.run.outcome import Outcome, write_outcome
+from launch.run.outcome import Groups, Outcome, write_outcome
 from launch.run.stop import stop_requested
 from megatron_rl.algorithms.batch import build_policy_batch, in_epochs
 from megatron_rl.data import carried
@@ -74,7 +75,8 @@ async def train(attempt: Attempt, clock: StepClock) -> Outcome:
     actors = await start_actors(attempt, state.columns, state.identity["template"], clock)
     async with Job(attempt, actors, clock) as job:
         checkpoint = newest_checkpoint(attempt, config)
-        state.resume(await job.load(checkpoint, state.identity))
+        loaded = await job.load(checkpoint, state.identity)
+        state.resume(loaded)
         refuse_old_export(state, attempt)
         await job.open_sync()
         component.settle()
@@ -84,8 +86,8 @@ async def train(attempt: Attempt, clock: StepClock) -> Outcome:
         for code, line in cautions(config):
             monitor.note(code, line)
         job.open_stream(state.draw, carried.read(checkpoint / carried.FILE) if checkpoint else [],
-                        monitor.note)
-        await job.sync(state.step)
+                        loaded["extra"]["bounds_ahead"] if loaded else [], monitor.note)
+        await job.sync(state.step, state.staleness.now)
         job.forget_versions_after(state.step)
         if state.step == 0 and state.saved < 0 and config.eval.at_start:
             monitor.log(0, await evaluate(job, state, clock))
@@ -109,9 +111,14 @@ async def train(attempt: Attempt, clock: StepClock) -> Outcome:
         if not stopped and state.exports:
             with clock.span("export", "Hugging Face folder"):
                 await job.export(attempt.exported(state.step))
+        ledger = state.ledger
+        groups = Groups(**job.groups, trained=ledger.trained, lost=ledger.lost, duplicated=ledger.duplicated)
+        log.info("groups: %s", groups)
+        if groups.lost + groups.duplicated:
+            monitor.note("GROUPS", f"not every prompt was trained exactly once: {groups}")
         monitor.close()
         clock.ending()
-    return Outcome(status="stopped" if stopped else "finished", step=state.step)
+    return Outcome(status="stopped" if stopped else "finished", step=state.step, groups=groups)
 
 
 async def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monitor) -> dict[str, float]:
@@ -129,14 +136,26 @@ async def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monito
     batches = in_epochs(batches, config.algorithm.epochs)
     with clock.span("train", f"{len(batches)} update(s)"):
         updates = [await job.update(step, each) for each in batches]
-    report = await job.sync(step)
-    state.trained(step)
+    control_staleness(state, step, batch.bound, updates, monitor)
+    report = await job.sync(step, state.staleness.now)
+    state.trained(step, [group.prompt for group in batch.groups])
     times = clock.end() | waited
     if due(step, config.weight_sync.disk.every) and not stop_requested(job.attempt.folder):
         job.begin_to_disk(step)
     monitor.samples(step, batch.groups, rewards)
     metrics = step_metrics.of_step(step, batch.groups, batch.scores, statistics, updates, report, times)
-    return metrics | job.engine_metrics()
+    return metrics | job.engine_metrics() | {"staleness/bound": float(state.staleness.now)}
+
+
+def control_staleness(state: RunState, step: int, bound: int, updates: Sequence[Mapping[str, float]],
+                      monitor: Monitor) -> None:
+    """Adapt the bound on the staleness of the batches that are handed out from now on (`StalenessBound`). `bound` is
+    that of the batch."""
+    divergence = step_metrics.divergence(updates)
+    change = state.staleness.observe(divergence, bound)
+    if change is not None:
+        monitor.note("STALENESS", change, {"divergence": divergence or 0.0, "bound": state.staleness.now,
+                                           "max_staleness": state.staleness.most}, step=step)
 
 
 async def settle_disk(job: Job, clock: StepClock, monitor: Monitor, phase: str = "disk") -> dict[str, float]:

@@ -111,18 +111,20 @@ class Job:
         for line in differences(announced(self.config, self.plan), self.plan, manifest):
             log.warning("weight sync: %s", line)
 
-    def open_stream(self, draw: Callable[[], Sequence[Prompt]], carried: Sequence[CarriedGroup], note: Note) -> None:
+    def open_stream(self, draw: Callable[[], Sequence[Prompt]], carried: Sequence[CarriedGroup],
+                    bounds: Sequence[int], note: Note) -> None:
         """Start the rollout stream at the next `sync`, and watch the engines. `draw` returns the prompts of the next
-        batch. `carried` are the groups that a checkpoint holds. `note` records a warning."""
-        config, attempt = self.config, self.attempt
+        batch. `carried` and `bounds` are the groups and the batches ahead that a checkpoint holds. `note` records a
+        warning."""
+        config, attempt, most = self.config, self.attempt, self.config.algorithm.max_staleness
         means = Means(self._actors.start_again, functools.partial(dismiss, attempt), functools.partial(blame, attempt),
                       note)
         self._engines = Engines(self._actors.engines, self._scheduler, self._coordinator, means,
                                 hang_s=config.run.hang_min_s / INSIDE_FIRST, first_s=config.run.deadline_s)
         self._stream = RolloutStream(
             draw, self._scheduler, self._rewards, Sampling.training(config), last=config.run.steps,
-            max_staleness=config.algorithm.max_staleness, timed=functools.partial(self._clock.beside, "generate"))
-        self._stream.carry_over(carried)
+            max_staleness=most, timed=functools.partial(self._clock.beside, "generate"))
+        self._stream.carry_over(carried, [min(bound, most) for bound in bounds])
 
     # ---- the verbs of a step -----------------------------------------------------------------------------------
 
@@ -174,9 +176,10 @@ class Job:
         answers = await gather({rank.name: rank.update(step, batch) for rank in self._trainers}, "update")
         return next(iter(answers.values()))
 
-    async def sync(self, version: int) -> SyncReport:
+    async def sync(self, version: int, max_staleness: int) -> SyncReport:
         """Update every engine to the trainer's weights. Returns once all have committed `version`, and hands out the
-        batches that this admits. With `rollout.swap: border` the engines first finish every batch that they have."""
+        batches that this admits under the bound `max_staleness`. With `rollout.swap: border` the engines first finish
+        every batch that they have."""
         assert self._engines is not None and self._stream is not None
         if self.config.rollout.swap == "border":
             with self._clock.span("rollout", "border"):
@@ -187,6 +190,7 @@ class Job:
             report = await self._coordinator.sync(version, self._clock.alive)
         self._engines.after_sync(report)
         self._scheduler.committed(version)
+        self._stream.max_staleness = max_staleness
         self._stream.committed(version)
         return report
 
@@ -194,9 +198,16 @@ class Job:
         """Metrics of the engines after a step."""
         return self._engines.metrics() if self._engines is not None else {}
 
+    @property
+    def groups(self) -> Mapping[str, int]:
+        """What became of the groups that this attempt handed out (`RolloutStream.counts`)."""
+        assert self._stream is not None
+        return self._stream.counts
+
     async def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Write a checkpoint, with the groups that were generated ahead."""
-        ahead = self._stream.finished_ahead() if self._stream is not None else []
+        assert self._stream is not None
+        ahead, extra = self._stream.finished_ahead(), extra | {"bounds_ahead": self._stream.bounds_ahead()}
         rollouts = [carried.encode(ahead) if ahead else b"", *[b""] * (len(self._trainers) - 1)]
         await gather({rank.name: rank.save_checkpoint(str(folder), extra, part)
                       for rank, part in zip(self._trainers, rollouts, strict=True)}, "saving")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 from launch.config.resolved import ResolvedConfig
 from launch.errors import UserError
 from launch.run.attempts import Attempt
+from megatron_rl.algorithms.staleness import StalenessBound
 from megatron_rl.data import dataset, template
 from megatron_rl.data.batch import Prompt
 from megatron_rl.data.sampler import BatchSampler, PromptSampler
+from megatron_rl.driver.ledger import Ledger
 from megatron_rl.layouts.step_folder import latest_complete
 
 
@@ -29,6 +32,8 @@ class RunState:
     sampler: BatchSampler
     identity: dict[str, str]
     """Hashes of what engines, trainer and a resumed run must share."""
+    staleness: StalenessBound
+    ledger: Ledger
     step: int = 0
     exports: bool = False
     """The last step still has to be exported, even if it was trained earlier."""
@@ -52,11 +57,14 @@ class RunState:
                                             system=config.data.system)
         rendering.check_end_token(template.stop_token_ids(tokenizer, config.model.path))
         content = dataset.fingerprint(prompts)
-        sampler = BatchSampler(PromptSampler(len(prompts), config.run.seed, config.data.shuffle, content),
-                               config.algorithm.prompts_per_step)
+
+        def order() -> PromptSampler:
+            return PromptSampler(len(prompts), config.run.seed, config.data.shuffle, content)
+
+        sampler = BatchSampler(order(), config.algorithm.prompts_per_step)
         exports = config.checkpoint.export == "last" and not attempt.exported(config.run.steps).exists()
         return RunState(config, prompts, held_out, sampler, {"data": content, "template": rendering.fingerprint()},
-                        exports=exports)
+                        StalenessBound(config.algorithm.max_staleness), Ledger(order()), exports=exports)
 
     @property
     def columns(self) -> list[str]:
@@ -67,14 +75,16 @@ class RunState:
         """Draw the prompts of the next batch, ahead of its training."""
         return [self.prompts[row] for row in self.sampler.draw()]
 
-    def trained(self, step: int) -> None:
-        """`step` is finished."""
+    def trained(self, step: int, prompts: Sequence[Prompt]) -> None:
+        """`step` is finished and trained the groups of `prompts`."""
         self.sampler.trained()
+        self.ledger.settle(self.config.algorithm.prompts_per_step, [prompt.index for prompt in prompts])
         self.step = step
 
     def extra(self) -> dict[str, Any]:
         """The part of the state that a checkpoint stores."""
-        return {"step": self.step, "sampler": self.sampler.state_dict(), "identity": self.identity}
+        return {"step": self.step, "sampler": self.sampler.state_dict(), "identity": self.identity,
+                "staleness": self.staleness.state_dict(), "ledger": self.ledger.state_dict()}
 
     def resume(self, loaded: dict[str, Any] | None) -> None:
         """Continue from a checkpoint, or start a new run if `loaded` is None.
@@ -93,6 +103,8 @@ class RunState:
             raise UserError("the tokenizer or chat template changed since the checkpoint", where="model.path",
                             fix="restore the old files, or start a run with another run.name")
         self.sampler.load_state_dict(extra["sampler"])
+        self.staleness.load_state_dict(extra["staleness"])
+        self.ledger.load_state_dict(extra["ledger"])
         self.step = self.saved = extra["step"]
         self.changes = list(loaded["changes"])
 

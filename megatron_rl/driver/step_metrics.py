@@ -43,6 +43,11 @@ def of_step(step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]
     }
 
 
+def divergence(updates: Sequence[Mapping[str, float]]) -> float | None:
+    """`drift/divergence` of a step; None without a token in the loss."""
+    return _updates(updates).get("drift/divergence")
+
+
 def _rates(groups: Sequence[Group], times: Mapping[str, float]) -> dict[str, float]:
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     tokens = (sum(len(each.token_ids) for each in trajectories)

@@ -118,6 +118,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("staleness/mean", "versions", "trainer version minus sampling version, mean over sampled tokens",
                "0 (synchronous)"),
         Metric("staleness/max", "versions", "oldest sampled token", "0 (synchronous)"),
+        Metric("staleness/bound", "versions", "bound for batches handed out after the step, at most "
+               "`algorithm.max_staleness`", "not lowered"),
     ),
     "Old tokens": (
         Metric("drift/divergence", "–", "mean absolute (trainer / behaviour - 1) over all sampled tokens", "< 0.2"),

@@ -57,10 +57,12 @@ class Monitor:
             self._tell(warning)
         return warnings
 
-    def note(self, code: str, message: str, evidence: Mapping[str, float] | None = None) -> TrainingWarning:
+    def note(self, code: str, message: str, evidence: Mapping[str, float] | None = None, *,
+             step: int | None = None) -> TrainingWarning:
         """Record a warning that no detector made, such as a setting changed by a resume. It is logged, written and
-        shown like a detector's, at the last logged step, or at the step that the attempt continues from."""
-        warning = TrainingWarning(code, self._step, message, dict(evidence or {}))
+        shown like a detector's, at `step`. Default: the last logged step, or the one that the attempt continues from.
+        """
+        warning = TrainingWarning(code, self._step if step is None else step, message, dict(evidence or {}))
         self._tell(warning)
         return warning
 

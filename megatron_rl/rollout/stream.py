@@ -6,13 +6,15 @@ Every group is assigned to a batch when its prompt is handed out. Batch b is han
 
 where `version` is the newest version that the engines have committed. Batches are trained in order, so batch b is
 trained at version b - 1, and its oldest token is at most `max_staleness` versions old. Nothing is dropped, and which
-prompts a batch holds never depends on timing. With `max_staleness` 0 the loop is synchronous.
+prompts a batch holds never depends on timing. With `max_staleness` 0 the loop is synchronous. `max_staleness` may
+change during the run: every batch keeps the bound under which it was handed out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -40,6 +42,8 @@ class ScoredBatch:
     groups: list[Group]
     scores: list[list[Score]]
     """`scores[g][i]` belongs to `groups[g].trajectories[i]`."""
+    bound: int
+    """`max_staleness` when the batch was handed out."""
 
 
 @dataclass(eq=False)
@@ -49,6 +53,10 @@ class _Batch:
     step: int
     """The step that trains it."""
     prompts: Sequence[Prompt]
+    bound: int
+    """`max_staleness` when it was handed out."""
+    again: bool
+    """It was handed out already before the checkpoint."""
     groups: dict[int, Group] = field(default_factory=dict)
     """By place in `prompts`, as they are generated."""
     scores: dict[int, list[Score]] = field(default_factory=dict)
@@ -70,7 +78,8 @@ class RolloutStream:
         scheduler: sends groups to the engines.
         rewards: scores the trajectories of a group.
         sampling: the sampling parameters of training.
-        max_staleness: how many versions a batch may be handed out ahead of its turn.
+        max_staleness: how many versions a batch may be handed out ahead of its turn. The loop may set another one
+            before `committed`.
         last: the last step of the run.
         timed: opens a span for the generation of one batch, given its description.
     """
@@ -83,6 +92,9 @@ class RolloutStream:
         self._batches: dict[int, _Batch] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._carried: dict[tuple[int, int], CarriedGroup] = {}
+        self._carried_bounds: Sequence[int] = ()
+        self.counts: Counter[str] = Counter(handed_out=0, carried=0, generated=0, generated_again=0)
+        """Groups, named as in `launch.run.outcome.Groups`."""
         self._next: int | None = None
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
@@ -92,9 +104,10 @@ class RolloutStream:
         """The engines serve `version` from now on: hand out every batch that this admits."""
         if self._next is None:
             self._next = version + 1
-        while self._next <= min(self._last, version + 1 + self.max_staleness):
-            self._hand_out(self._next)
-            self._next += 1
+            for bound in self._carried_bounds:
+                self._hand_out_next(version, bound, again=True)
+        while self._hand_out_next(version, self.max_staleness):
+            pass
 
     async def generated(self, step: int, arrived: Callable[[], None] = lambda: None) -> None:
         """Wait until every group of a batch is generated. `arrived` is called as groups of any batch come in.
@@ -118,17 +131,23 @@ class RolloutStream:
         batch = self._batches.pop(step)
         places = range(len(batch.prompts))
         groups = [batch.groups[place] for place in places]
-        self._check_staleness(step, groups)
-        return ScoredBatch(groups, [batch.scores[place] for place in places])
+        _check_staleness(batch, groups)
+        return ScoredBatch(groups, [batch.scores[place] for place in places], batch.bound)
 
     def finished_ahead(self) -> list[CarriedGroup]:
         """The generated groups of batches that are not trained yet, for the checkpoint."""
         return [CarriedGroup.of(batch.step, place, group) for _, batch in sorted(self._batches.items())
                 for place, group in sorted(batch.groups.items())]
 
-    def carry_over(self, groups: Iterable[CarriedGroup]) -> None:
-        """Use these groups of a checkpoint instead of generating them again. Call it before the first `committed`."""
+    def bounds_ahead(self) -> list[int]:
+        """The bounds of the batches that are handed out and not trained yet, in their order, for the checkpoint."""
+        return [batch.bound for _, batch in sorted(self._batches.items())]
+
+    def carry_over(self, groups: Iterable[CarriedGroup], bounds: Sequence[int]) -> None:
+        """Use these groups of a checkpoint instead of generating them again, and hand out the batches that were handed
+        out then, with their `bounds`. Call it before the first `committed`."""
         self._carried = {(group.step, group.place): group for group in groups}
+        self._carried_bounds = bounds
 
     async def close(self) -> None:
         """Cancel what is under way."""
@@ -136,11 +155,19 @@ class RolloutStream:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _hand_out(self, step: int) -> None:
-        batch = self._batches[step] = _Batch(step, self._draw())
+    def _hand_out_next(self, version: int, bound: int, again: bool = False) -> bool:
+        """Hand out the next batch, if this bound admits it."""
+        assert self._next is not None
+        step = self._next
+        if step > min(self._last, version + 1 + bound):
+            return False
+        batch = self._batches[step] = _Batch(step, self._draw(), bound, again)
+        self.counts["handed_out"] += len(batch.prompts)
         task = asyncio.create_task(self._produce(batch), name=f"batch {step}")
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        self._next += 1
+        return True
 
     async def _produce(self, batch: _Batch) -> None:
         async with asyncio.TaskGroup() as scoring:
@@ -150,18 +177,24 @@ class RolloutStream:
                 self._changed.set()
                 scoring.create_task(self._score(batch, place))
 
+            def generated(place: int, group: Group) -> None:
+                self.counts["generated"] += 1
+                self.counts["generated_again"] += batch.again
+                arrived(place, group)
+
             with self._timed(f"batch {batch.step}"):
                 for place, group in self._usable(batch).items():
+                    self.counts["carried"] += 1
                     arrived(place, group)
                 missing = [place for place in range(len(batch.prompts)) if place not in batch.groups]
                 if not self._scheduler.deterministic:
                     async with asyncio.TaskGroup() as generating:
                         for place in missing:
-                            generating.create_task(self._generate(batch, place, arrived))
+                            generating.create_task(self._generate(batch, place, generated))
                 elif missing:
                     groups = await self._scheduler.rollout(batch.prompts, self._sampling, batch.step)
                     for place, group in enumerate(groups):
-                        arrived(place, group)
+                        generated(place, group)
 
     async def _generate(self, batch: _Batch, place: int, arrived: Callable[[int, Group], None]) -> None:
         arrived(place, await self._scheduler.group(batch.prompts[place], self._sampling, batch.step))
@@ -176,7 +209,7 @@ class RolloutStream:
         found = {place: carried.group(prompt) for place, prompt in enumerate(batch.prompts)
                  if (carried := self._carried.pop((batch.step, place), None)) is not None
                  and carried.prompt_index == prompt.index and len(carried.trajectories) == self._sampling.n
-                 and carried.oldest >= batch.step - 1 - self.max_staleness}
+                 and carried.oldest >= batch.step - 1 - batch.bound}
         return {} if self._scheduler.deterministic and len(found) < len(batch.prompts) else found
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -195,15 +228,16 @@ class RolloutStream:
             await self._changed.wait()
             arrived()
 
-    def _check_staleness(self, step: int, groups: Sequence[Group]) -> None:
-        for group in groups:
-            for trajectory in group.trajectories:
-                versions_R = trajectory.weight_versions[trajectory.sampled]
-                if versions_R.size and not (step - 1 - self.max_staleness <= versions_R.min()
-                                            and versions_R.max() <= step - 1):
-                    raise RuntimeError(f"step {step} trains version {step - 1}, and a trajectory of prompt "
-                                       f"{group.prompt.index} was sampled at versions {versions_R.min()} to "
-                                       f"{versions_R.max()}, with algorithm.max_staleness = {self.max_staleness}")
+
+def _check_staleness(batch: _Batch, groups: Sequence[Group]) -> None:
+    version = batch.step - 1
+    for group in groups:
+        for trajectory in group.trajectories:
+            versions_R = trajectory.weight_versions[trajectory.sampled]
+            if versions_R.size and not version - batch.bound <= versions_R.min() <= versions_R.max() <= version:
+                raise RuntimeError(f"step {batch.step} trains version {version}, and a trajectory of prompt "
+                                   f"{group.prompt.index} was sampled at versions {versions_R.min()} to "
+                                   f"{versions_R.max()}, with a bound of {batch.bound} on the staleness")
 
 
 def _first(error: BaseException) -> BaseException:

@@ -28,7 +28,7 @@ from megatron_rl.trainer import checkpoint_tensors, rng
 from megatron_rl.trainer.optimizer import PolicyOptimizer
 
 STATE, RNG = "state.json", "rng.safetensors"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)

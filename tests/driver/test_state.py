@@ -14,7 +14,7 @@ STEPS = 24
 
 @pytest.fixture
 def state(tmp_path) -> RunState:
-    config = prepare("configs/tiny/grpo.yaml", (f"run.steps={STEPS}",), "cpu").config
+    config = prepare("configs/tiny/grpo.yaml", (f"run.steps={STEPS}", "algorithm.max_staleness=2"), "cpu").config
     return RunState.from_data(config, Attempt(tmp_path))
 
 
@@ -25,12 +25,13 @@ def loaded(state: RunState, step: int, **identity: str) -> dict:
 
 def test_it_goes_on_at_the_step_and_the_prompt_of_the_checkpoint(state, tmp_path):
     for step in (1, 2, 3):
-        state.draw()
-        state.trained(step)
+        state.trained(step, state.draw())
+    state.staleness.now, state.ledger.trained = 1, 7
     checkpoint, following = loaded(state, 3), state.draw()
     other = RunState.from_data(state.config, Attempt(tmp_path))
     other.resume(checkpoint)
     assert (other.step, other.saved) == (3, 3)
+    assert (other.staleness.now, other.ledger.trained, other.ledger.lost) == (1, 7, 0)
     assert [prompt.text for prompt in other.draw()] == [prompt.text for prompt in following]
 
 

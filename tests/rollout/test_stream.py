@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -14,10 +16,11 @@ from hypothesis import strategies as st
 from megatron_rl.data import carried
 from megatron_rl.data.batch import Group, Trajectory
 from megatron_rl.data.sampler import BatchSampler, PromptSampler
+from megatron_rl.driver.ledger import Ledger
 from megatron_rl.rewards.sample import Score
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.scheduler import RolloutScheduler
-from megatron_rl.rollout.stream import RolloutStream
+from megatron_rl.rollout.stream import RolloutStream, ScoredBatch
 from tests.rollout.engines import VOCABULARY, make_prompts
 
 SAMPLING = Sampling(n=2, temperature=1.0, max_new_tokens=8)
@@ -80,15 +83,35 @@ class _Run:
     deterministic: bool = False
     trained: dict[int, list[tuple[int, list[float]]]] = field(default_factory=dict)
     """Step -> (prompt, rewards) of its groups, in order."""
-    oldest: dict[int, int] = field(default_factory=dict)
-    """Step -> age of its oldest token."""
+    ages: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Step -> ages of its youngest and its oldest token."""
+    bounds: dict[int, int] = field(default_factory=dict)
+    """Step -> bound under which it was handed out."""
+    change: Callable[[int], int] | None = None
+    """Step -> bound from then on."""
+    fault: Callable[[int, ScoredBatch], ScoredBatch] = staticmethod(lambda step, batch: batch)
+    """What a broken stream would give instead of a batch."""
     step: int = 0
     sampler: dict = field(default_factory=lambda: PromptSampler(ROWS, 0).state_dict())
     rollouts: bytes = b""
+    ahead: list[int] = field(default_factory=list)
+    ledger: str = "null"
 
-    async def go(self, world: _World, until: int, tmp_path=None) -> None:
-        """Resume from the checkpoint, train up to a step and write a checkpoint there."""
-        sampler = BatchSampler(PromptSampler(ROWS, 0), PER_STEP)
+    @property
+    def counted(self) -> tuple[int, int, int]:
+        """(trained, lost, duplicated) by the ledger."""
+        ledger = self._ledger()
+        return ledger.trained, ledger.lost, ledger.duplicated
+
+    def _ledger(self) -> Ledger:
+        ledger = Ledger(PromptSampler(ROWS, 0))
+        if state := json.loads(self.ledger):
+            ledger.load_state_dict(state)
+        return ledger
+
+    async def go(self, world: _World, until: int, tmp_path=None) -> dict[str, int]:
+        """Resume from the checkpoint, train up to a step and write a checkpoint there. Returns the stream's counts."""
+        sampler, ledger = BatchSampler(PromptSampler(ROWS, 0), PER_STEP), self._ledger()
         sampler.load_state_dict(self.sampler)
         scheduler = RolloutScheduler([world, world], max_num_seqs=6, vocabulary=VOCABULARY,
                                      deterministic=self.deterministic)
@@ -96,19 +119,24 @@ class _Run:
                                max_staleness=self.max_staleness, last=STEPS)
         if self.rollouts:
             (tmp_path / carried.FILE).write_bytes(self.rollouts)
-            stream.carry_over(carried.read(tmp_path / carried.FILE))
+            stream.carry_over(carried.read(tmp_path / carried.FILE),
+                              [min(bound, self.max_staleness) for bound in self.ahead])
         world.version = self.step
         scheduler.committed(self.step)
+        if self.change is not None:
+            stream.max_staleness = self.change(self.step)
         stream.committed(self.step)
         while self.step < until:
             step = self.step + 1
             await stream.generated(step)
-            batch = await stream.batch(step)
+            batch = self.fault(step, await stream.batch(step))
             assert step not in self.trained
+            self.bounds[step] = batch.bound
             self.trained[step] = [(group.prompt.index, [score.total for score in scores])
                                   for group, scores in zip(batch.groups, batch.scores, strict=True)]
-            self.oldest[step] = max(int(step - 1 - each.weight_versions.min())
-                                    for group in batch.groups for each in group.trajectories)
+            ages = [int(step - 1 - version) for group in batch.groups for each in group.trajectories
+                    for version in each.weight_versions]
+            self.ages[step] = min(ages), max(ages)
             await world.clock.later()               # the update
             if self.deterministic:
                 await stream.drained()
@@ -116,12 +144,16 @@ class _Run:
             await world.clock.later()               # the sync
             world.version = self.step = step
             sampler.trained()
+            ledger.settle(PER_STEP, [group.prompt.index for group in batch.groups])
+            if self.change is not None:
+                stream.max_staleness = self.change(step)
             scheduler.committed(step)
             stream.committed(step)
-        self.sampler = sampler.state_dict()
-        self.rollouts = carried.encode(stream.finished_ahead())
+        self.sampler, self.ledger = sampler.state_dict(), json.dumps(ledger.state_dict())
+        self.rollouts, self.ahead = carried.encode(stream.finished_ahead()), stream.bounds_ahead()
         await stream.close()
         assert len(asyncio.all_tasks()) == 1
+        return dict(stream.counts)
 
 
 def _reference() -> dict[int, list[tuple[int, list[float]]]]:
@@ -136,14 +168,67 @@ def _reference() -> dict[int, list[tuple[int, list[float]]]]:
        deterministic=st.booleans(), data=st.data())
 def test_every_group_is_trained_once_in_its_batch_whatever_the_timing_and_the_resumes(
         tmp_path_factory, seed, bounds, deterministic, data):
-    """Also with another bound after each resume. No token is older than the bound."""
+    """Also with another bound after each resume. No token is older than the bound. The ledger says so."""
     run, folder = _Run(bounds[0], deterministic), tmp_path_factory.mktemp("run")
     for number, bound in enumerate(bounds):
         until = STEPS if number == len(bounds) - 1 else data.draw(st.integers(run.step, STEPS))
         run.max_staleness, began = bound, run.step
         asyncio.run(run.go(_World(seed + number), until, folder))
-        assert all(run.oldest[step] <= bound for step in range(began + 1, until + 1))
+        assert all(run.ages[step][1] <= run.bounds[step] <= bound for step in range(began + 1, until + 1))
+        assert run.counted == (until * PER_STEP, 0, 0)
     assert run.trained == _reference()
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), changes=st.lists(st.integers(0, 3), min_size=STEPS + 1, max_size=STEPS + 1),
+       killed=st.integers(0, STEPS))
+def test_a_bound_that_changes_during_a_deterministic_run_repeats_over_a_resume(tmp_path_factory, seed, changes, killed):
+    """Batches that were handed out under an old, larger bound are trained, resumed or not, with the same versions."""
+    folder = tmp_path_factory.mktemp("run")
+    whole, broken = (_Run(3, deterministic=True, change=changes.__getitem__) for _ in range(2))
+    asyncio.run(whole.go(_World(seed), STEPS, folder))
+    asyncio.run(broken.go(_World(seed + 1), killed, folder))
+    counts = asyncio.run(broken.go(_World(seed + 2), STEPS, folder))
+    assert (broken.trained, broken.ages, broken.bounds) == (whole.trained, whole.ages, whole.bounds)
+    assert whole.trained == _reference() and all(youngest == oldest for youngest, oldest in whole.ages.values())
+    assert all(oldest <= whole.bounds[step] <= 3 for step, (_, oldest) in whole.ages.items())
+    assert counts["carried"] + counts["generated"] == counts["handed_out"] == (STEPS - killed) * PER_STEP
+
+
+def _without_a_group(step: int, batch: ScoredBatch) -> ScoredBatch:
+    return replace(batch, groups=batch.groups[:-1], scores=batch.scores[:-1]) if step == 3 else batch
+
+
+def _with_a_group_twice(step: int, batch: ScoredBatch) -> ScoredBatch:
+    return replace(batch, groups=[*batch.groups, batch.groups[0]], scores=[*batch.scores, batch.scores[0]]
+                   ) if step == 3 else batch
+
+
+def _with_a_group_for_another(step: int, batch: ScoredBatch) -> ScoredBatch:
+    return replace(batch, groups=[*batch.groups[:-1], batch.groups[0]]) if step == 3 else batch
+
+
+@pytest.mark.parametrize("fault, counted", [(_without_a_group, (STEPS * PER_STEP - 1, 1, 0)),
+                                            (_with_a_group_twice, (STEPS * PER_STEP + 1, 0, 1)),
+                                            (_with_a_group_for_another, (STEPS * PER_STEP, 1, 1))])
+def test_the_ledger_sees_a_group_that_is_dropped_or_trained_twice(tmp_path, fault, counted):
+    """Also after a resume."""
+    run = _Run(2, fault=fault)
+    asyncio.run(run.go(_World(0), 4, tmp_path))
+    asyncio.run(run.go(_World(1), STEPS, tmp_path))
+    assert run.counted == counted
+
+
+@pytest.mark.parametrize("batches", [1, -1])
+def test_the_ledger_sees_a_checkpoint_whose_position_skips_or_repeats_a_batch(tmp_path, batches):
+    run = _Run(1)
+    asyncio.run(run.go(_World(0), 4, tmp_path))
+    position = PromptSampler(ROWS, 0)
+    position.next((4 + batches) * PER_STEP)
+    run.sampler = position.state_dict()
+    asyncio.run(run.go(_World(1), 5, tmp_path))
+    trained, lost, duplicated = run.counted
+    assert trained == 5 * PER_STEP and lost == duplicated > 0
 
 
 def test_generation_runs_ahead_by_the_bound_and_no_further():
@@ -222,7 +307,7 @@ def test_a_token_older_than_the_bound_is_refused():
         finally:
             await stream.close()
 
-    with pytest.raises(RuntimeError, match="sampled at versions 0 to 0, with algorithm.max_staleness = 0"):
+    with pytest.raises(RuntimeError, match="sampled at versions 0 to 0, with a bound of 0 on the"):
         asyncio.run(run())
 
 
