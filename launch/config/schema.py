@@ -158,6 +158,9 @@ class Rollout(Section):
     swap: Literal["in_flight", "border"] = "in_flight"
     """With `algorithm.max_staleness` above 0, when engines take new weights. `in_flight`: at once; see
     `weight_sync.in_flight`. `border`: after every batch that they have (docs/async.md)."""
+    keep_kv: bool = False
+    """Running requests keep their KV cache when the weights change. It saves their prefill; their later tokens read
+    keys and values of older weights (docs/async.md). New requests never do."""
     deterministic: bool = False
     """Make rollouts repeat bit for bit."""
 

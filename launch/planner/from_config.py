@@ -50,6 +50,8 @@ def problem_of(loaded: LoadedConfig, shape: Architecture, cluster: ClusterSpec) 
         route=config.weight_sync.route, bucket_bytes=int(config.weight_sync.bucket_mb * MIB),
         shadow=config.weight_sync.staging == "shadow",
         max_staleness=bound if asynchronous and bound != "auto" else None,
+        running_kv="none" if not asynchronous or config.rollout.swap == "border"
+        or config.weight_sync.in_flight == "drain" else "kept" if config.rollout.keep_kv else "dropped",
         spare_nodes=config.placement.spare_nodes, disk_every=config.weight_sync.disk.every,
         origin=Origin(loaded.path, {key: loaded.where(key) for key in loaded.sources}, given)))
 

@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from launch.plan.forecast import Forecast
 from launch.planner.explain.forecast import forecast, throughput_of
 from launch.planner.parameters import tensor_count
+from launch.planner.planning import best_of
+from launch.planner.prepare import posed
 from launch.planner.search.candidate import Candidate, RolloutOption, TrainingOption
 from launch.planner.search.problem import Problem
 from launch.planner.search.search import Search
 from launch.planner.search.space import Pins
 from launch.planner.time.step import refit_seconds
 from launch.planner.workload.lengths import LogNormal
-from tests.planner.problems import SMALL, best, builtin, problem, workload
+from tests.planner.problems import SMALL, best, builtin, loaded, problem, workload
 
 LLAMA_8B, LLAMA_70B = builtin("llama3-8b"), builtin("llama3-70b")
 QUICK = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -243,3 +245,28 @@ def test_the_range_holds_the_nominal_value_in_every_mode():
                                     max_staleness=2)
             throughput = throughput_of(best(mine, mode))
             assert throughput.low < throughput.nominal < throughput.high
+
+
+@pytest.mark.parametrize("words, again", [((), True), (("rollout.keep_kv=true",), False),
+                                          (("rollout.swap=border",), False),
+                                          (("weight_sync.in_flight=drain",), False),
+                                          (("weight_sync.in_flight=abort",), True),
+                                          (("algorithm.max_staleness=0",), False)])
+def test_a_sync_that_drops_the_cache_of_running_requests_costs_their_prefill(words, again):
+    """The FLOPs of the running tokens, by hand: an 8B engine at TP1, whose completions have the mean context."""
+    pins = ("rollout.tp=1", "rollout.max_num_seqs=64", "algorithm.max_staleness=2", "placement.mode=disaggregated")
+    _, found = best_of(posed(loaded("7b/grpo.yaml", *pins, *words)))
+    rollout, shape, lengths = found.rollout, found.problem.shape, found.problem.workload.lengths
+    assert (rollout.prefill_again_s > 0) == again
+    assert rollout.engine_s == rollout.time.total_s + rollout.prefill_again_s
+    if not again:
+        return
+    prompt, group = found.problem.workload.prompt_tokens, found.problem.workload.group
+    residual = lengths.second_moment / (2 * lengths.mean)
+    tokens = 64 * (prompt / group + residual)
+    layer = shape.hidden * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim + 3 * shape.hidden * shape.ffn
+    flops = shape.layers * (2 * layer + 2 * shape.heads * shape.head_dim * (prompt + residual))
+    c = found.problem.coefficients.rollout
+    assert rollout.prefill_again_s == pytest.approx(tokens * flops / (found.problem.cluster.gpu.bf16_flops * c.gemm),
+                                                    rel=0.01)
+    assert rollout.longest_s == rollout.time.latency_max_s + 2 * rollout.prefill_again_s

@@ -169,7 +169,7 @@ def _train(fitting: _Fitting) -> _Fit:
 
 def _rollout(fitting: _Fitting) -> _Fit:
     def terms(found: Candidate) -> tuple[float, float]:
-        return found.rollout.time.total_s, found.problem.workload.sequences
+        return found.rollout.engine_s, found.problem.workload.sequences
 
     return _slope_and_fixed(fitting, "rollout", f"{RL}.rollout_efficiency", f"{RL}.response_s", terms,
                             "A second run with responses of another length")

@@ -29,6 +29,8 @@ def choices(search: Search, found: Candidate) -> tuple[Choice, ...]:
         made.append(_route(found.sync))
         if "shadow" in found.pauses and (found.problem.asynchronous or found.problem.shadow):
             made.append(_staging(found))
+        if found.problem.running_kv != "none":
+            made.append(_running_kv(found))
     made.append(_recipe(found))
     return tuple(made)
 
@@ -207,6 +209,19 @@ def _staging(found: Candidate) -> Choice:
                         prompts_per_hour=best.prompts_per_hour)
     return Choice(key="weight_sync.staging", value="shadow", alternatives=(other,),
                   reason=f"the configuration asks for it: {pauses['shadow']}; {_per_hour(found)}")
+
+
+def _running_kv(found: Candidate) -> Choice:
+    """Whether running requests keep their KV cache at a sync, and the cost of the alternative."""
+    keeps = found.problem.running_kv == "kept"
+    other = Search(replace(found.problem, running_kv="dropped" if keeps else "kept"), found.mode).best()
+    assert other is not None, "what happens to the cache takes no memory"
+    said = {each is found: (f"engines prefill again for {each.rollout.prefill_again_s:.1f} s after a sync"
+                            if each.rollout.prefill_again_s else
+                            "tokens after a sync read keys and values of older weights") + f"; {_per_hour(each)}"
+            for each in (found, other)}
+    return Choice(key="rollout.keep_kv", value=str(keeps).lower(), reason=said[True], alternatives=(
+        Alternative(value=str(not keeps).lower(), rejected_by=said[False], prompts_per_hour=other.prompts_per_hour),))
 
 
 def _recipe(found: Candidate) -> Choice:

@@ -77,6 +77,8 @@ def write_givens(book: Book, found: Candidate, source: Source) -> None:
         given(problem, "shadow", "sync.shadow", "", "weight_sync.staging", value=1)
     if problem.max_staleness is not None:
         given(problem, "max_staleness", "algorithm.max_staleness", "versions")
+    if problem.running_kv == "dropped":
+        given(problem, "running_kv", "rollout.drops_kv", "", "rollout.keep_kv", value=1)
     if problem.kv_tokens is not None:
         given(problem, "kv_tokens", "rollout.kv_tokens", "tokens", "rollout.kv_cache_gb")
     for name, unit in (("prompts", "prompts"), ("group", "completions per prompt"), ("updates", "optimizer steps"),

@@ -157,18 +157,39 @@ class RolloutOption:
             return self.problem.kv_tokens
         return max(self.memory.kv_tokens, self.problem.workload.longest)
 
-    @line("s", "generation / eta_rollout + responses x t_response", key="phase.rollout_s")
+    @line("s", "running responses x (prompt/G + E[l^2]/2E[l]) tokens x prefill of a token at the active context",
+          written=nonzero)
+    @part
+    def prefill_again_s(self) -> float:
+        """Seconds in which an engine prefills its running responses again after a sync, which dropped their KV cache
+        (`rollout.keep_kv`)."""
+        if not (self.problem.asynchronous and self.problem.running_kv == "dropped"):
+            return 0.0
+        context = self.demand.lengths.active_context(self.demand.prompt_tokens)
+        running = self.time.in_flight / self.layout.replicas
+        return running * self.demand.cache_tokens * self.engine.prefill_s(context) / context
+
+    @part
+    def engine_s(self) -> float:
+        """Seconds of a GRPO step in which the engines work."""
+        return self.time.total_s + self.prefill_again_s
+
+    @line("s", lambda self: f"{'(generation + prefill again)' if self.prefill_again_s else 'generation'} / eta_rollout "
+                            "+ responses x t_response", key="phase.rollout_s")
     @part
     def seconds(self) -> float:
         """Seconds of the rollout of a GRPO step. Synchronous: until the longest completion ends. Asynchronous: the
-        number of completions divided by their rate."""
-        return rl_step.rollout_seconds(self.time.total_s, self.problem.workload.sequences, self.problem.coefficients.rl)
+        number of completions divided by their rate, and what the engines prefill again after the sync."""
+        return rl_step.rollout_seconds(self.engine_s, self.problem.workload.sequences, self.problem.coefficients.rl)
 
     @part
     def longest_s(self) -> float:
-        """Seconds of the longest completion, which a bound on the staleness limits; 0 without a bound."""
-        bounded = self.problem.asynchronous and self.problem.max_staleness is not None
-        return self.time.latency_max_s if bounded else 0.0
+        """Seconds of the longest completion and of the syncs that it may see, which a bound on the staleness limits; 0
+        without a bound."""
+        bound = self.problem.max_staleness
+        if bound is None or not self.problem.asynchronous:
+            return 0.0
+        return self.time.latency_max_s + bound * self.prefill_again_s
 
     @property
     def sync_bytes(self) -> int:
@@ -360,7 +381,8 @@ class Candidate:
         """Largest age of a sample in versions: ceil(longest completion / step), at most the bound; 0 if synchronous."""
         if not self.problem.asynchronous:
             return 0
-        spanned, bound = max(1, minimum_staleness(self.rollout.time, self.step_s)), self.problem.max_staleness
+        decoding_s, bound = self.step_s - self.rollout.prefill_again_s, self.problem.max_staleness
+        spanned = max(1, minimum_staleness(self.rollout.time, decoding_s))
         return spanned if bound is None else min(spanned, bound)
 
 

@@ -60,6 +60,8 @@ class Problem:
     """Engines receive new weights into a second copy, and stop only for the swap."""
     max_staleness: int | None = None
     """Maximum age of a sample in versions, for asynchronous runs. The trainer waits instead of using an older one."""
+    running_kv: Literal["none", "dropped", "kept"] = "none"
+    """The KV cache of the requests that a sync finds running in an asynchronous run; none: it finds none."""
     kv_tokens: int | None = None
     """Tokens in the KV cache of an engine if the configuration fixes it (CPU); None: the GPU's memory decides."""
     spare_nodes: int = 0
