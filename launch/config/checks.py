@@ -303,6 +303,11 @@ class _Checker:
                      f"{r.swap}: which token new weights reach first depends on timing", "rollout.deterministic",
                      "rollout.swap", "algorithm.max_staleness",
                      fix="use rollout.swap=border, or algorithm.max_staleness=0")
+        in_flight = self.config.weight_sync.in_flight
+        if r.keep_kv and in_flight != "keep":
+            self.add(f"rollout.keep_kv = true with weight_sync.in_flight = {in_flight}: no request is running with a "
+                     "KV cache when the weights change", "rollout.keep_kv", "weight_sync.in_flight",
+                     fix="use weight_sync.in_flight=keep, or rollout.keep_kv=false")
         if self.device != "cpu":
             return
         limit = r.max_num_batched_tokens

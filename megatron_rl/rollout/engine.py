@@ -80,7 +80,8 @@ class RolloutEngine:
         try:
             weights = EngineWeights(vllm, replica, plan.rollout.engines[replica].tp, DTYPES[config.rollout.dtype],
                                     placement.addresses[placement.rollout[replica].node], config.weight_sync.staging,
-                                    config.weight_sync.in_flight, config.weight_sync.timeout_s)
+                                    config.weight_sync.in_flight, config.rollout.keep_kv,
+                                    config.weight_sync.timeout_s)
             if version_folder is not None:
                 await weights.adopt(version_folder, step_of(version_folder), canonical_tensors(plan.architecture))
         except BaseException:
@@ -169,7 +170,9 @@ class RolloutEngine:
             stop_token_ids=self._stop_ids, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
         self._requests += 1
-        return await self._vllm.enqueue(str(self._requests), prompt.token_ids.tolist(), parameters)
+        # A kept cache holds blocks of older weights too: the salt is the version, so that no new request reads them.
+        return await self._vllm.enqueue(str(self._requests), prompt.token_ids.tolist(), parameters,
+                                        str(self.weights.version))
 
     def _ended(self) -> int:
         return self._taken - self._vllm.unfinished - self._cut

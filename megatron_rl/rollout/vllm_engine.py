@@ -68,11 +68,13 @@ class VllmEngine:
         if output_handler(self._llm).done():
             raise self._died()
 
-    async def enqueue(self, request_id: str, token_ids: list[int], parameters):
-        """Submit a request to the engine. Returns the queue for `finished`."""
+    async def enqueue(self, request_id: str, token_ids: list[int], parameters, cache_salt: str):
+        """Submit a request to the engine. It shares cached blocks only with requests of the same `cache_salt`. Returns
+        the queue for `finished`."""
         from vllm.inputs.engine import tokens_input
 
-        return await self._call(self._llm.add_request(request_id, tokens_input(token_ids), parameters))
+        prompt = tokens_input(token_ids, cache_salt=cache_salt)
+        return await self._call(self._llm.add_request(request_id, prompt, parameters))
 
     async def finished(self, queue):
         """Await the final `RequestOutput`. Cancelling this call aborts the request."""

@@ -35,16 +35,17 @@ class EngineWeights:
 
     vLLM's own `weight_version` is an unchecked label. Here the version advances only on COMMIT, and requests are
     rejected unless the state is SERVING. `staging` is where the workers write (`weight_sync.protocol`). `in_flight` is
-    what happens to running requests (`weight_sync.in_flight`).
+    what happens to running requests (`weight_sync.in_flight`), and `keep_kv` whether they keep their KV cache.
     """
 
     def __init__(self, vllm: VllmEngine, replica: int, tp: int, dtype: str, address: str | None,
-                 staging: Staging = "in_place", in_flight: InFlight = "keep", timeout_s: float = 120.0) -> None:
+                 staging: Staging = "in_place", in_flight: InFlight = "keep", keep_kv: bool = False,
+                 timeout_s: float = 120.0) -> None:
         self._vllm, self._replica, self._tp, self._dtype, self._address = vllm, replica, tp, dtype, address
         self.shadow = staging == "shadow"
         self._requantises = False
         """Whether workers hold quantised weights. With either staging, they receive these next to the live weights."""
-        self.in_flight = in_flight
+        self.in_flight, self.keep_kv = in_flight, keep_kv
         self._timeout_s = timeout_s
         self._serving = asyncio.Event()
         self.state = EngineState.EMPTY
@@ -159,8 +160,8 @@ class EngineWeights:
         return reports
 
     async def sync_commit(self, epoch: int, version: int) -> float:
-        """Make the live weights `version`, drop the cache of the old version, then serve. Returns the seconds for which
-        nothing was served.
+        """Make the live weights `version`, drop the cache of the old version unless `keep_kv`, then serve. Returns the
+        seconds for which nothing was served.
 
         The coordinator may give up during this call and discard the epoch. The engine then serves nothing, however late
         this call ends. Only an engine whose swap had not begun continues to serve its old version.
@@ -174,7 +175,7 @@ class EngineWeights:
             self._raise_errors(await self._vllm.rpc("sync_end"))
             await self._vllm.label_version(str(version))
             # vLLM keeps the prefix cache across an update and does not drop it while requests hold blocks.
-            if not await self._vllm.reset_prefix_cache(preempt=self._paused):
+            if not self.keep_kv and not await self._vllm.reset_prefix_cache(preempt=self._paused):
                 raise SyncError(f"engine {self._replica} did not drop its prefix cache: it would mix two versions")
             self._check_prepared(epoch)
             await self._resume()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
+import torch
 
 from launch.model.hf_config import from_hf_config
+from megatron_rl.data.batch import Prompt, Trajectory
 from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.rollout.engine import RolloutEngine
 from megatron_rl.rollout.sampling import Sampling
@@ -16,6 +19,7 @@ from tests.patience import patient
 from tests.rollout.engines import (
     assert_goes_on_with_the_new_weights,
     hf_greedy,
+    hf_logprobs,
     hf_model,
     make_prompts,
     run_config,
@@ -93,6 +97,60 @@ def test_requests_go_on_with_the_new_weights(story, in_flight):
         assert new == old + 1
         assert_goes_on_with_the_new_weights(prompt, completion, at.models, COMPARED)
         assert completion.text == at.engine._template.decode(completion.token_ids)
+
+
+def test_running_requests_keep_their_cache_and_new_ones_take_none_of_older_weights(story):
+    """`keep_kv`: a request that runs over the swap reads the first model's keys and values of what the first model
+    processed. A new request for the same prompt finds nothing in the cache, and its log-probs are the second model's.
+    The next one finds the blocks of the second model."""
+    runner, at = story
+    at.engine.weights.in_flight, at.engine.weights.keep_kv = "keep", True
+
+    async def over_a_sync():
+        await at.begin()
+        before = [await _cached_and_logprobs(at.engine, PROMPTS[0]) for _ in range(2)]
+        old = at._version
+        task = await at.running()
+        await at.sync(1)
+        after = [await _cached_and_logprobs(at.engine, PROMPTS[0]) for _ in range(2)]
+        return before, after, [group.trajectories[0] for group in await task], old
+
+    try:
+        before, after, completions, old = runner.run(asyncio.wait_for(over_a_sync(), patient(100)))
+    finally:
+        at.engine.weights.keep_kv = False
+    blocks = len(PROMPTS[0].token_ids) // 32 * 32           # vLLM caches whole blocks
+    assert [cached for cached, *_ in before] == [0, blocks], "the cache works within a version"
+    assert [cached for cached, *_ in after] == [0, blocks], "a new request reads blocks of older weights"
+    for model, answers in zip(at.models, (before, after), strict=True):
+        for _, tokens, logprobs in answers:
+            np.testing.assert_allclose(logprobs, hf_logprobs(model, PROMPTS[0], tokens, 1.0), atol=1e-4)
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        versions = completion.weight_versions.tolist()
+        assert set(versions) == {old, old + 1}
+        np.testing.assert_allclose(completion.logprobs, _with_kept_cache(at.models, prompt, completion, old), atol=1e-4)
+
+
+async def _cached_and_logprobs(engine: RolloutEngine, prompt: Prompt) -> tuple[int, list[int], np.ndarray]:
+    """A greedy request: its prompt tokens in the prefix cache, the tokens that it sampled, their log-probs."""
+    async with engine.weights.admission():
+        queue = await engine._enqueue(prompt, Sampling(1, 0.0, COMPARED), None)
+    output = await engine._vllm.finished(queue)
+    (completion,) = output.outputs
+    return output.num_cached_tokens, list(completion.token_ids), np.array(completion.logprobs.logprobs)
+
+
+@torch.no_grad()
+def _with_kept_cache(models, prompt: Prompt, completion: Trajectory, old: int) -> np.ndarray:
+    """Hugging Face's log-probs if the second model goes on with the first one's keys and values. The first model
+    processed everything before its last token, which only the second one reads."""
+    tokens = completion.token_ids.tolist()
+    ids = torch.tensor([[*prompt.token_ids.tolist(), *tokens]])
+    swap = len(prompt.token_ids) + completion.weight_versions.tolist().count(old) - 1
+    first = models[0](ids[:, :swap], use_cache=True)
+    second = models[1](ids[:, swap:], past_key_values=first.past_key_values)
+    logits_TV = torch.cat([first.logits, second.logits], dim=1)[0, len(prompt.token_ids) - 1:-1]
+    return logits_TV.double().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1).numpy()
 
 
 def test_requests_are_waited_for_and_new_ones_are_refused_meanwhile(story):
