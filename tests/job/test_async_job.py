@@ -44,6 +44,8 @@ def test_a_batch_is_one_version_old_from_the_second_step_on(whole):
     rows = whole.rows()
     assert [row["staleness/max"] for row in rows] == [0, *[1] * (STEPS - 1)]
     assert all(row["staleness/mean"] == row["staleness/max"] for row in rows), "a border mixes no versions"
+    assert {row["staleness/bound"] for row in rows} == {1} and max(row["drift/divergence"] for row in rows) < 0.2
+    assert ["mismatch/kl" in row for row in rows] == [row["staleness/max"] == 0 for row in rows], "drift is no mismatch"
     assert max(row["time/rollout_hidden"] for row in rows) > 0
     for row in rows:
         parts = sum(row[f"time/{part}"] for part in ("rollout", "reward", "logprob", "train", "sync", "other"))
@@ -81,6 +83,11 @@ def test_stopped_and_killed_it_equals_the_uninterrupted_run_bit_for_bit(whole, t
             assert ours[name] == reference[name], f"step {reference['step']}, {name}"
     assert "could not prepare the weights" in _warnings(third, "DISK")[0]
     assert evaluation(third, STEPS) == evaluation(whole, STEPS)
+    groups, ahead = third.outcome().groups, (STEPS - SAVED) * GROUPS
+    assert groups is not None and f"groups       {groups}\n" in third.text()
+    assert (groups.trained, groups.lost, groups.duplicated) == (STEPS * GROUPS, 0, 0)
+    assert groups.handed_out == groups.carried + groups.generated == ahead and groups.carried >= GROUPS
+    assert groups.generated_again == 2 * GROUPS - groups.carried, "two batches were ahead of the checkpoint"
 
 
 def _check_carried(job: Launched, step: int) -> None:
