@@ -22,7 +22,7 @@ from launch.run.attempts import Attempt
 from launch.run.components import Failure, await_silently_lost, first_failure
 from launch.run.outcome import Groups, Outcome, write_outcome
 from launch.run.stop import stop_requested
-from megatron_rl.algorithms.batch import build_policy_batch, in_epochs
+from megatron_rl.algorithms.batch import batch_statistics, build_policy_batches, in_epochs
 from megatron_rl.data import carried
 from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.driver import component, step_metrics
@@ -128,8 +128,9 @@ async def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monito
     config, step = state.config, state.step + 1
     batch = await job.batch(step)
     rewards = [np.array([score.total for score in group], dtype=np.float64) for group in batch.scores]
-    batches, statistics = build_policy_batch(batch.groups, rewards, config.algorithm, config.rollout.max_new_tokens,
-                                             version=step - 1)
+    statistics = batch_statistics(batch.groups, rewards, config.algorithm)
+    batches = build_policy_batches(batch.groups, rewards, config.algorithm, config.rollout.max_new_tokens,
+                                   version=step - 1)
     waited = await settle_disk(job, clock, monitor)
     with clock.span("log-prob"):
         batches = [await with_fixed_logprobs(job, each) for each in batches]

@@ -47,15 +47,16 @@ class BatchStatistics:
         }
 
 
-def build_policy_batch(groups: Sequence[Group], rewards: Sequence[np.ndarray], config: Algorithm,
-                       max_new_tokens: int, version: int) -> tuple[list[PolicyBatch], BatchStatistics]:
-    """Split one rollout batch into `updates_per_batch` mini-batches of whole groups, in the given order.
+def build_policy_batches(groups: Sequence[Group], rewards: Sequence[np.ndarray], config: Algorithm,
+                         max_new_tokens: int, version: int) -> list[PolicyBatch]:
+    """Split one rollout batch into `updates_per_batch` mini-batches of whole groups, in the given order. With
+    `algorithm.overlap`, `groups` may be a part of the rollout batch, which then is a part of its only mini-batch.
 
     Advantages come from all finished trajectories of a group. `truncated: mask` excludes trajectories that hit the
     length limit from the loss, but their reward stays in the baseline: without it the other answers would look worse
     than they are. A trajectory that an engine aborted (`abort`) is in neither. A group with fewer than two finished
-    trajectories has no baseline and is dropped. Loss weights are normalised over the sampled tokens of each mini-batch,
-    because each mini-batch is one optimizer step. Whitened advantages see the tokens of all mini-batches.
+    trajectories has no baseline and is dropped. Each mini-batch has its own normaliser, because it is one optimizer
+    step. Whitened advantages see the tokens of all mini-batches.
 
     Args:
         groups: groups of any size.
@@ -63,26 +64,50 @@ def build_policy_batch(groups: Sequence[Group], rewards: Sequence[np.ndarray], c
         max_new_tokens: the length limit (`aggregation: constant` divides by it).
         version: the version of the trainer's weights, from which the ages of tokens count.
     Returns:
-        The mini-batches and the statistics of the whole batch. Sizes differ by at most one group. There are fewer than
-        `updates_per_batch` mini-batches if fewer groups were kept. `extras` holds `group_B` (the group's place in
-        `groups`), `reward_B`, `kept_B` and `update_index` (from 0).
+        The mini-batches. Sizes differ by at most one group. There are fewer than `updates_per_batch` mini-batches if
+        fewer groups were kept. `extras` holds `group_B` (the group's place in `groups`), `reward_B`, `kept_B` and
+        `update_index` (from 0).
     Raises:
         ValueError: there are fewer groups than updates, the rewards do not match the groups, or a token was sampled by
             a version after `version`.
-        NothingToLearn: no group was kept.
     """
     _check(groups, rewards, config)
-    usable = [answers for answers in map(_finished, range(len(groups)), groups, rewards) if answers is not None]
+    usable = _usable(groups, rewards)
     if not usable:
-        raise NothingToLearn(f"the engines aborted so many trajectories that none of the {len(groups)} groups has two "
-                             "left to compare (see their logs)")
+        return []
     advantages = _advantages(usable, config)
     shares = np.array_split(np.arange(len(usable)), min(config.updates_per_batch, len(usable)))
     batches = [_mini_batch([(usable[u], advantages[u]) for u in share], config, max_new_tokens, version)
                for share in shares]
     for index, batch in enumerate(batches):
         batch.extras["update_index"] = index
-    return batches, _statistics(usable, len(groups), config)
+    return batches
+
+
+def batch_statistics(groups: Sequence[Group], rewards: Sequence[np.ndarray], config: Algorithm) -> BatchStatistics:
+    """The statistics of a whole rollout batch. For `groups` and `rewards` see `build_policy_batches`.
+
+    Raises:
+        NothingToLearn: no group was kept.
+    """
+    usable = _usable(groups, rewards)
+    if not usable:
+        raise NothingToLearn(f"the engines aborted so many trajectories that none of the {len(groups)} groups has two "
+                             "left to compare (see their logs)")
+    rewards_B = np.concatenate([answers.rewards_G for answers in usable])
+    trajectories = [trajectory for answers in usable for trajectory in answers.trajectories]
+    lengths_B = np.array([trajectory.length for trajectory in trajectories])
+    return BatchStatistics(
+        groups=group_metrics([answers.rewards_G for answers in usable]),
+        dropped=1.0 - len(usable) / len(groups),
+        reward_mean=float(rewards_B.mean()),
+        reward_std=float(rewards_B.std()),
+        reward_max=float(rewards_B.max()),
+        length_mean=float(lengths_B.mean()),
+        length_max=int(lengths_B.max()),
+        truncated=float(np.mean([trajectory.finish_reason == "length" for trajectory in trajectories])),
+        masked=float(np.mean([not _kept(trajectory, config) for trajectory in trajectories])),
+    )
 
 
 def in_epochs(batches: Sequence[PolicyBatch], epochs: int) -> list[PolicyBatch]:
@@ -102,6 +127,10 @@ class _Answers:
     trajectories: tuple[Trajectory, ...]
     rewards_G: np.ndarray
     """float64."""
+
+
+def _usable(groups: Sequence[Group], rewards: Sequence[np.ndarray]) -> list[_Answers]:
+    return [answers for answers in map(_finished, range(len(groups)), groups, rewards) if answers is not None]
 
 
 def _finished(place: int, group: Group, rewards_G: np.ndarray) -> _Answers | None:
@@ -128,8 +157,8 @@ def _mini_batch(share: Sequence[tuple[_Answers, np.ndarray]], config: Algorithm,
     prompt_lengths_B = np.array([len(prompt_P) for prompt_P in prompts], dtype=np.int32)
     lengths_B = prompt_lengths_B + np.array([len(each.token_ids) for each in trajectories], dtype=np.int32)
     kept_B = np.array([_kept(trajectory, config) for trajectory in trajectories])
-    weights_B = loss_weights(np.array([each.length for each in trajectories]), kept_B, config.aggregation,
-                             max_new_tokens)
+    weights_B, normaliser = loss_weights(np.array([each.length for each in trajectories]), kept_B, config.aggregation,
+                                         max_new_tokens)
     advantages_B = np.concatenate([advantages_G for _, advantages_G in share]).astype(np.float32)
     places_B = [answers.place for answers, _ in share for _ in answers.trajectories]
     rewards_B = np.concatenate([answers.rewards_G for answers, _ in share])
@@ -147,6 +176,7 @@ def _mini_batch(share: Sequence[tuple[_Answers, np.ndarray]], config: Algorithm,
         behaviour_logprobs_N=on_sampled(_interleave(no_prompts, [each.logprobs for each in trajectories], np.float32)),
         ages_N=_ages(_interleave(no_prompts, [each.weight_versions for each in trajectories], np.int32), sampled_N,
                      version),
+        normaliser=normaliser,
         extras={"group_B": np.array(places_B, dtype=np.int32), "reward_B": rewards_B.astype(np.float32),
                 "kept_B": kept_B},
     )
@@ -178,19 +208,3 @@ def _check(groups: Sequence[Group], rewards: Sequence[np.ndarray], config: Algor
             raise ValueError(f"prompt {group.prompt.index}: {len(group.trajectories)} trajectories but "
                              f"{len(rewards_G)} rewards")
 
-
-def _statistics(usable: Sequence[_Answers], groups: int, config: Algorithm) -> BatchStatistics:
-    rewards_B = np.concatenate([answers.rewards_G for answers in usable])
-    trajectories = [trajectory for answers in usable for trajectory in answers.trajectories]
-    lengths_B = np.array([trajectory.length for trajectory in trajectories])
-    return BatchStatistics(
-        groups=group_metrics([answers.rewards_G for answers in usable]),
-        dropped=1.0 - len(usable) / groups,
-        reward_mean=float(rewards_B.mean()),
-        reward_std=float(rewards_B.std()),
-        reward_max=float(rewards_B.max()),
-        length_mean=float(lengths_B.mean()),
-        length_max=int(lengths_B.max()),
-        truncated=float(np.mean([trajectory.finish_reason == "length" for trajectory in trajectories])),
-        masked=float(np.mean([not _kept(trajectory, config) for trajectory in trajectories])),
-    )

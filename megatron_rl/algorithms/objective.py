@@ -36,8 +36,8 @@ def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torc
     | recompute | any | decoupled (arXiv:2110.00641) | the trainer's before the first update | min(pi_old/mu, cap) |
     | interpolate | any | decoupled, approximately (A-3PO) | between mu and sg(pi), by age | min(pi_old/mu, cap) |
 
-    The sum over all micro-batches and ranks is the loss of the batch. Its gradient is the one that a single device
-    would compute, because `weights_T` already contains the normaliser (`aggregation`).
+    The sum over all micro-batches and ranks, divided once by the normaliser (`aggregation`), is the loss of the batch.
+    Its gradient is the one that a single device would compute.
 
     Args:
         logprobs_T: log pi of the sampled tokens, with gradient, [T]; T may be 0.

@@ -88,9 +88,8 @@ class PolicyBatch:
     sampled_N: np.ndarray
     """bool: the policy sampled this token. False for prompts and for tokens that tools or an environment wrote."""
     loss_weights_N: np.ndarray
-    """float32, 0 for tokens that were not sampled: mask times the normaliser of the chosen aggregation, computed on the
-    global batch. The loss is the plain sum over tokens of weight x token loss, so it does not depend on DP, CP,
-    micro-batches or packing."""
+    """float32, 0 for tokens outside the loss. The loss is the plain sum over tokens of weight x token loss, divided
+    once by the normaliser, so it does not depend on DP, CP, micro-batches or packing (`algorithms.aggregation`)."""
     advantages_N: np.ndarray
     """float32, 0 for tokens that were not sampled."""
     behaviour_logprobs_N: np.ndarray
@@ -102,6 +101,8 @@ class PolicyBatch:
     """float32 proximal log-probs, or None (see `algorithm.old_logprobs`)."""
     reference_logprobs_N: np.ndarray | None = None
     """float32, or None if `algorithm.kl.beta` is 0."""
+    normaliser: float = 1.0
+    """Divides the loss and its gradient. The normalisers of the parts of a batch add up."""
     extras: dict = field(default_factory=dict)
 
     @property

@@ -96,7 +96,7 @@ def transformer_config(architecture: Architecture, plan: TrainingPlan, trainer: 
         pipeline_model_parallel_layout=_pipeline_layout(plan), context_parallel_size=plan.cp,
         sequence_parallel=plan.sequence_parallel and plan.tp > 1,
         # The schedule then returns the loss as it is and DDP sums gradients; both read it when they are built.
-        calculate_per_token_loss=True, finalize_model_grads_func=sum_model_grads,
+        calculate_per_token_loss=True, finalize_model_grads_func=None,      # `sum_model_grads`, once a step
         # Read at every exchange; megatron_rl.trainer.step sets it where the micro-batches' lengths differ too much.
         variable_seq_lengths=False, moe_token_dispatcher_type="alltoall",
         # An interleaved pipeline of two stages sends forward and backward to the same peer: batched, the two would be
@@ -107,14 +107,17 @@ def transformer_config(architecture: Architecture, plan: TrainingPlan, trainer: 
         bias_dropout_fusion=False, gradient_accumulation_fusion=False, cuda_graph_scope=[], **_recompute(trainer))
 
 
-def sum_model_grads(chunks: list, num_tokens: torch.Tensor | None = None, **groups: Any) -> None:
-    """Megatron's `finalize_model_grads` without its last step, the division by the number of tokens.
+def sum_model_grads(chunks: list, normaliser: float = 1.0) -> None:
+    """Complete the gradient that all passes since the last step have added up: Megatron's `finalize_model_grads`, with
+    the normaliser of the loss in place of a number of tokens.
 
-    The weights of the loss already hold the global normaliser, so the gradient is the plain sum over micro-batches
-    and over DP x CP ranks. What remains of the original: that sum (all-reduce or reduce-scatter), the sum of norm
-    gradients over TP (sequence parallelism, q/k norms), and that of tied embeddings over the first and last stage.
+    That is the sum over DP x CP ranks (all-reduce or reduce-scatter), of norm gradients over TP (sequence parallelism,
+    q/k norms), and of tied embeddings over the first and last stage, then one division. A normaliser of 0 belongs to a
+    batch without a token in the loss, whose gradient is 0.
     """
-    finalize_model_grads(chunks, None, **groups)
+    finalize_model_grads(chunks)
+    for chunk in chunks:
+        chunk.scale_gradients(1.0 / (normaliser or 1.0))
 
 
 def _pipeline_layout(plan: TrainingPlan) -> list[list[str]] | None:

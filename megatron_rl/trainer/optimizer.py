@@ -1,7 +1,8 @@
 """Gradients, Adam and the learning rate: Megatron's DDP and optimizer around the model chunks of one rank.
 
-Loss weights contain the normaliser of the *global* batch (see `megatron_rl.data.batch`), so gradients are plain sums
-over DP x CP: nothing here divides by a world size, a micro-batch count or a token count.
+Gradients are plain sums over micro-batches, parts of a batch and DP x CP, divided once by the normaliser of the
+*global* batch (`megatron_rl.trainer.model.sum_model_grads`). Nothing here divides by a world size or a micro-batch
+count.
 """
 
 from __future__ import annotations
@@ -103,13 +104,13 @@ class PolicyOptimizer:
         return getattr(self.megatron, "chained_optimizers", [self.megatron])
 
     def zero_grad(self) -> None:
-        """Clear all gradients. Call this before each forward-backward pass."""
+        """Clear all gradients. Call this before the first forward-backward pass of a step."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
     def step(self) -> StepResult:
-        """Clip and apply the gradients of the last forward-backward pass (already reduced over DP x CP).
+        """Clip and apply the gradients, which `sum_model_grads` has completed.
 
         Raises:
             UserError: the gradient was not finite for the third time in a row.

@@ -49,19 +49,19 @@ def schedule_of(batch: PolicyBatch, plan: Plan) -> Schedule:
 
 def run_step(chunks: list, plan: Plan, batch: PolicyBatch, objective: Objective, temperature: float,
              schedule: Schedule | None = None) -> dict[str, float]:
-    """Accumulate the gradient of the objective over the whole batch and reduce it.
+    """Add this rank's share of the gradient of the objective over a batch, or over a part of it.
 
-    Afterwards, `param.main_grad` holds d(sum over the batch of the objective)/d(param), summed over micro-batches and
-    DP x CP ranks (its shard with the distributed optimizer). The caller zeroes gradients first.
+    Afterwards, `param.main_grad` holds what it held before, plus d(sum over the rank's micro-batches of the
+    objective)/d(param). The caller zeroes gradients before the first part, and calls `sum_model_grads` after the last.
 
     Args:
         chunks: model chunks of this rank, wrapped in Megatron's DDP.
-        batch: the global batch, equal on every rank.
+        batch: the global batch or part, equal on every rank.
         schedule: default `schedule_of(batch, plan)`.
 
     Returns:
-        The objective's sums over the whole batch (maxima if the name ends in `_max`) and `train/loss`, equal on every
-        rank.
+        The objective's sums over `batch` (maxima if the name ends in `_max`) and `train/loss`, the sum of its losses,
+        equal on every rank.
     """
     sums: list[dict[str, torch.Tensor]] = []
 

@@ -10,7 +10,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -31,11 +32,23 @@ from megatron_rl.layouts.tiles import ParamLayout
 from megatron_rl.trainer import cpu, rng
 from megatron_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rl.trainer.initial_weights import draw_layout
-from megatron_rl.trainer.model import DTYPES, build_model
+from megatron_rl.trainer.model import DTYPES, build_model, sum_model_grads
 from megatron_rl.trainer.optimizer import PolicyOptimizer, learning_rate
 from megatron_rl.trainer.parallel import device_of_rank
 from megatron_rl.trainer.reference import ReferenceModel
 from megatron_rl.trainer.step import run_logprobs, run_step, schedule_of
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What is left of a part of a batch beside its gradient."""
+
+    sums: dict[str, float]
+    """See `run_step`."""
+    normaliser: float
+    sequences: int
+    microbatches: int
+    """Of each rank."""
 
 
 class MegatronTrainer:
@@ -56,6 +69,8 @@ class MegatronTrainer:
         self._layout = megatron_layout(plan.architecture, plan.training, rank, self._implementation)
         self._objective = partial(token_objective, config.algorithm)
         self._reference: ReferenceModel | None = None
+        self._parts: list[_Part] = []
+        """The parts of the next optimizer step whose gradients are in Megatron's buffers."""
 
     def load_initial_weights(self) -> None:
         """Fill the policy from the model folder or from `run.seed`, and freeze a copy as the reference if beta > 0.
@@ -77,8 +92,23 @@ class MegatronTrainer:
             self._reference = ReferenceModel(self._chunks, self.plan, self.config.trainer, self.device,
                                              offload=kl.reference_offload)
 
-    def update(self, batch: PolicyBatch) -> dict[str, float]:
-        """Run one optimizer step on a batch, which every rank has in full.
+    def accumulate(self, batch: PolicyBatch) -> None:
+        """Add the gradient of a part of the next optimizer step's batch. Every rank has the part in full. Weights do
+        not change.
+
+        Raises:
+            UserError: a sequence exceeds the token budget.
+        """
+        if not self._parts:
+            self.optimizer.zero_grad()
+        schedule = schedule_of(batch, self.plan)
+        sums = run_step(self.optimizer.chunks, self.plan, batch, self._objective, self.config.rollout.temperature,
+                        schedule)
+        self._parts.append(_Part(sums, batch.normaliser, len(batch.lengths_B), len(schedule[0])))
+
+    def update(self, batch: PolicyBatch | None) -> dict[str, float]:
+        """Run one optimizer step on a batch: the parts that `accumulate` has had, and this last one if there is one.
+        The gradient is that of the whole, up to the order of summation.
 
         Returns:
             Metrics by the names in `megatron_rl.monitor.metrics`, equal on every rank. Without old log-probs,
@@ -88,19 +118,22 @@ class MegatronTrainer:
         Raises:
             UserError: a sequence exceeds the token budget, or gradients were not finite three times in a row.
         """
-        schedule = schedule_of(batch, self.plan)
-        self.optimizer.zero_grad()
-        sums = run_step(self.optimizer.chunks, self.plan, batch, self._objective, self.config.rollout.temperature,
-                        schedule)
+        if batch is not None:
+            self.accumulate(batch)
+        parts, self._parts = self._parts, []
+        normaliser = sum(part.normaliser for part in parts)
+        sum_model_grads(self.optimizer.chunks, normaliser)
         result = self.optimizer.step()
-        metrics = means(sums)
-        if batch.old_logprobs_N is None and batch.extras.get("update_index", 0) > 0:
+        metrics = means(_together([part.sums for part in parts]))
+        metrics["train/loss"] /= normaliser or 1.0
+        if batch is not None and batch.old_logprobs_N is None and batch.extras.get("update_index", 0) > 0:
             metrics = {name: value for name, value in metrics.items()
                        if not name.startswith(("mismatch/", "drift/"))}
         metrics["train/clip_fraction"] = metrics["train/clip_fraction_high"] + metrics["train/clip_fraction_low"]
         return metrics | {"train/grad_norm": result.grad_norm, "train/lr": result.learning_rate,
-                          "train/skipped": float(not result.applied), "train/sequences": float(len(batch.lengths_B)),
-                          "train/microbatches": float(len(schedule[0]))}
+                          "train/skipped": float(not result.applied),
+                          "train/sequences": float(sum(part.sequences for part in parts)),
+                          "train/microbatches": float(sum(part.microbatches for part in parts))}
 
     def logprobs(self, batch: PolicyBatch, model: Literal["policy", "reference"] = "policy") -> np.ndarray:
         """Log-probs of the sampled tokens at the sampling temperature: float32 [N] on every rank, 0 for others."""
@@ -190,3 +223,9 @@ class MegatronTrainer:
         sizes = {f"trainer.{name}": str(size) for name, size in self._sizes().items()}
         return {"plan": self.plan.fingerprint(), "model.path": config.model.path, "model.init": config.model.init,
                 "run.seed": str(config.run.seed), "run.steps": str(config.run.steps), **optimizer, **sizes}
+
+
+def _together(sums_of_parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The sums (maxima if the name ends in `_max`) over all parts of a batch."""
+    return {name: float((np.max if name.endswith("_max") else np.sum)([sums[name] for sums in sums_of_parts]))
+            for name in sums_of_parts[0]}

@@ -33,37 +33,52 @@ def textbook(kind: str) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weighted_sum_is_the_textbook_formula(kind):
-    weights_B = loss_weights(LENGTHS_B, KEPT_B, kind, LIMIT)
+    weights_B, normaliser = loss_weights(LENGTHS_B, KEPT_B, kind, LIMIT)
     assert weights_B.dtype == np.float32
     loss = sum(weight * losses_T.sum() for weight, losses_T in zip(weights_B, token_losses(), strict=True))
-    assert loss == pytest.approx(textbook(kind), rel=1e-5)
+    assert loss / normaliser == pytest.approx(textbook(kind), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_and_normalisers_of_parts_add_up_to_the_batch(kind):
+    """What `algorithm.overlap` rests on: no part knows the others."""
+    for cut in range(len(LENGTHS_B) + 1):
+        loss = total = 0.0
+        for part in (slice(0, cut), slice(cut, None)):
+            weights_B, normaliser = loss_weights(LENGTHS_B[part], KEPT_B[part], kind, LIMIT)
+            loss += sum(weight * losses_T.sum() for weight, losses_T
+                        in zip(weights_B, token_losses()[part], strict=True))
+            total += normaliser
+        assert loss / total == pytest.approx(textbook(kind), rel=1e-5)
 
 
 def test_short_answers_do_not_weigh_more_in_another_micro_batch():
     """A mean per micro-batch, then a mean of means, differs from the token mean (open-instruct#1161); the weights,
     computed before the split, do not."""
-    weights_B = loss_weights(LENGTHS_B, np.ones(4, dtype=bool), "token_mean", LIMIT)
+    weights_B, normaliser = loss_weights(LENGTHS_B, np.ones(4, dtype=bool), "token_mean", LIMIT)
     losses = token_losses()
     for split in ([[0], [1, 2, 3]], [[0, 2], [1, 3]], [[3], [2], [1], [0]]):
         parts = [sum(weights_B[b] * losses[b].sum() for b in micro) for micro in split]
-        assert sum(parts) == pytest.approx(np.concatenate(losses).mean(), rel=1e-5)
-        assert sum(weights_B[b] * LENGTHS_B[b] for micro in split for b in micro) == pytest.approx(1.0)
+        assert sum(parts) / normaliser == pytest.approx(np.concatenate(losses).mean(), rel=1e-5)
+        assert sum(weights_B[b] * LENGTHS_B[b] for micro in split for b in micro) == pytest.approx(normaliser)
     mean_of_means = np.mean([np.concatenate([losses[b] for b in micro]).mean() for micro in ([0, 2], [1, 3])])
     assert abs(mean_of_means - np.concatenate(losses).mean()) > 1.0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_masked_and_empty_sequences_count_in_neither_sum(kind):
-    with_them_B = loss_weights(np.array([5, 900, 7, 0]), np.array([True, False, True, True]), kind, LIMIT)
-    without_B = loss_weights(np.array([5, 7]), np.array([True, True]), kind, LIMIT)
+    with_them_B, with_them = loss_weights(np.array([5, 900, 7, 0]), np.array([True, False, True, True]), kind, LIMIT)
+    without_B, without = loss_weights(np.array([5, 7]), np.array([True, True]), kind, LIMIT)
+    assert with_them == without
     np.testing.assert_array_equal(with_them_B[[0, 2]], without_B)
     np.testing.assert_array_equal(with_them_B[[1, 3]], 0.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_everything_masked_is_zero_and_not_nan(kind):
-    np.testing.assert_array_equal(loss_weights(LENGTHS_B, np.zeros(4, dtype=bool), kind, LIMIT), np.zeros(4))
-    assert loss_weights(np.array([], dtype=int), np.array([], dtype=bool), kind, LIMIT).shape == (0,)
+    weights_B, normaliser = loss_weights(LENGTHS_B, np.zeros(4, dtype=bool), kind, LIMIT)
+    assert not weights_B.any() and normaliser == 0
+    assert loss_weights(np.array([], dtype=int), np.array([], dtype=bool), kind, LIMIT)[0].shape == (0,)
 
 
 @settings(max_examples=30, deadline=None)
@@ -72,5 +87,6 @@ def test_means_have_total_weight_one(rows):
     lengths_B, kept_B = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])
     expected = 1.0 if (kept_B & (lengths_B > 0)).any() else 0.0
     for kind in ("token_mean", "sequence_mean"):
-        weights_B = loss_weights(lengths_B, kept_B, kind, LIMIT)
-        assert (weights_B.astype(np.float64) * lengths_B).sum() == pytest.approx(expected, rel=1e-5)
+        weights_B, normaliser = loss_weights(lengths_B, kept_B, kind, LIMIT)
+        total = (weights_B.astype(np.float64) * lengths_B).sum()
+        assert total / (normaliser or 1) == pytest.approx(expected, rel=1e-5)

@@ -9,7 +9,7 @@ import pytest
 
 from launch.config.schema import Algorithm
 from megatron_rl.algorithms.advantages import group_advantages
-from megatron_rl.algorithms.batch import NothingToLearn, build_policy_batch, in_epochs
+from megatron_rl.algorithms.batch import NothingToLearn, batch_statistics, build_policy_batches, in_epochs
 from megatron_rl.data.batch import Group, Prompt, Trajectory
 
 LIMIT, VERSION = 6, 1
@@ -20,7 +20,8 @@ def algorithm(**changes) -> Algorithm:
 
 
 def build(groups, rewards, config: Algorithm, version: int = VERSION):
-    return build_policy_batch(groups, rewards, config, LIMIT, version)
+    """The mini-batches and the statistics."""
+    return build_policy_batches(groups, rewards, config, LIMIT, version), batch_statistics(groups, rewards, config)
 
 
 def trajectory(tokens: list[int], finish_reason: str = "stop", tool: tuple[int, ...] = (),
@@ -49,7 +50,8 @@ def test_layout_of_one_batch():
     assert batch.sampled_N.dtype == bool
     on_response = np.array([0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 0, 1], dtype=bool)
     np.testing.assert_array_equal(batch.sampled_N, on_response)
-    np.testing.assert_allclose(batch.loss_weights_N, on_response / 12, rtol=1e-6)
+    np.testing.assert_array_equal(batch.loss_weights_N, on_response)
+    assert batch.normaliser == 12
     np.testing.assert_allclose(batch.behaviour_logprobs_N, np.where(on_response, -0.1 * batch.tokens_N, 0), rtol=1e-6)
     np.testing.assert_allclose(
         batch.advantages_N, [0, 0, .5, .5, .5, 0, 0, -.5, 0, 1, 1, 0, -1, -1, -1, -1, -1, 0, 0], atol=1e-7)
@@ -70,7 +72,7 @@ def test_truncated_answers_leave_the_loss_but_not_the_baseline(aggregation):
     assert (batch.loss_weights_N[truncated] == 0).all()
     # The baseline of the second group is (2 + 0 + 1) / 3 = 1 with the truncated answer, 0.5 without it.
     assert batch.advantages_N[12] == pytest.approx(-1.0) and batch.advantages_N[-1] == pytest.approx(0.0)
-    total = batch.loss_weights_N.astype(np.float64).sum()
+    total = batch.loss_weights_N.astype(np.float64).sum() / batch.normaliser
     assert total == pytest.approx({"token_mean": 1, "sequence_mean": 1, "sequence_sum": 10 / 4,
                                    "constant": 10 / 4 / LIMIT}[aggregation], rel=1e-6)
     assert statistics.masked == 0.2
@@ -79,7 +81,7 @@ def test_truncated_answers_leave_the_loss_but_not_the_baseline(aggregation):
 def test_everything_truncated_and_masked_gives_no_weight():
     groups = [group(0, [1], trajectory([1, 2], "length"), trajectory([3], "length"))]
     (batch,), statistics = build(groups, [np.array([1.0, 0.0])], algorithm(truncated="mask"))
-    assert (batch.loss_weights_N == 0).all() and statistics.masked == 1.0
+    assert (batch.loss_weights_N == 0).all() and batch.normaliser == 0 and statistics.masked == 1.0
 
 
 def test_mini_batches_are_whole_groups_each_with_its_own_normaliser():
@@ -88,7 +90,7 @@ def test_mini_batches_are_whole_groups_each_with_its_own_normaliser():
     batches, statistics = build(groups, rewards, algorithm(updates_per_batch=2))
     assert [batch.extras["group_B"].tolist() for batch in batches] == [[0, 0, 1, 1, 1], [2, 2]]
     assert [batch.extras["update_index"] for batch in batches] == [0, 1]
-    assert [batch.loss_weights_N.sum() for batch in batches] == [pytest.approx(1.0), pytest.approx(1.0)]
+    assert [(batch.loss_weights_N.sum(), batch.normaliser) for batch in batches] == [(12, 12), (3, 3)]
     assert statistics.groups["group/zero_variance"] == pytest.approx(1 / 3)
     (whole,), _ = build(groups, rewards, algorithm())
     np.testing.assert_array_equal(np.concatenate([batch.advantages_N for batch in batches]), whole.advantages_N)
@@ -126,6 +128,7 @@ def test_a_trajectory_without_a_sampled_token_is_no_part_of_the_loss(nothing):
     (batch,), _ = build(groups, [np.array([0.0, 1.0])], algorithm(aggregation="sequence_mean"))
     assert batch.lengths_B.tolist() == [2 + len(nothing.token_ids), 4]
     np.testing.assert_allclose(batch.loss_weights_N, [*[0] * len(nothing.token_ids), 0, 0, 0, 0, .5, .5])
+    assert batch.normaliser == 1
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "grpo_no_std", "rloo"])
@@ -196,7 +199,7 @@ def test_normalisers_count_what_was_sampled(aggregation, truncated):
                 "constant": np.mean(sums) / LIMIT}[aggregation]
     found = sum(weight * losses[int(token)]
                 for weight, token in zip(batch.loss_weights_N, batch.tokens_N, strict=True))
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert found / batch.normaliser == pytest.approx(expected, rel=1e-6)
 
 
 def test_arrays_of_different_lengths_are_no_trajectory():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from launch.config.schema import Algorithm
-from megatron_rl.algorithms.batch import build_policy_batch
+from megatron_rl.algorithms.batch import batch_statistics
 from megatron_rl.data.batch import Group, Prompt, Trajectory
 from megatron_rl.driver.step_metrics import of_step
 from megatron_rl.monitor.metrics import lookup
@@ -31,7 +31,7 @@ def test_what_tools_wrote_counts_as_work_and_not_as_the_policys() -> None:
                              _trajectory([1, 0, 1, 1, 1], [7, -1, 7, 7, 7], "length")))]
     scores = [[Score(1.0, {"a": 1.0, "b": 0.0}), Score(0.0, {"a": 0.0, "b": 1.0}, "error")]]
     algorithm = Algorithm.model_validate({"group_size": 2, "prompts_per_step": 1})
-    _, statistics = build_policy_batch(groups, [np.array([1.0, 0.0])], algorithm, 8, version=STEP - 1)
+    statistics = batch_statistics(groups, [np.array([1.0, 0.0])], algorithm)
     updates = [{"train/tokens": 5.0, "train/ratio_max": 1.5, "train/lr": 0.2, "train/loss": 1.0, "mismatch/kl": 0.25},
                {"train/tokens": 2.0, "train/ratio_max": 1.25, "train/lr": 0.1, "train/loss": 2.0, "drift/kl": 0.5}]
     metrics = of_step(STEP, groups, scores, statistics, updates, SYNC, TIMES)

@@ -24,7 +24,7 @@ from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
 from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
 from megatron_rl.layouts.tiles import ParamLayout, tile_view
 from megatron_rl.trainer import parallel
-from megatron_rl.trainer.model import build_model
+from megatron_rl.trainer.model import build_model, sum_model_grads
 from tests.ranks import Rank
 
 
@@ -130,8 +130,10 @@ class TrainingRank:
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
         self.chunks = [DistributedDataParallel(chunks[0].config, ddp, chunk) for chunk in chunks]
 
-    def gradients(self) -> dict[str, np.ndarray] | None:
-        """On rank 0 the gradients of the whole model by canonical name; every element from each of its holders."""
+    def gradients(self, normaliser: float = 1.0) -> dict[str, np.ndarray] | None:
+        """On rank 0 the gradients of the whole model by canonical name; every element from each of its holders. Once
+        after the passes of a step."""
+        sum_model_grads(self.chunks, normaliser)
         return gather_gradients(self._named([chunk.module for chunk in self.chunks]), self.layouts, self.plan)
 
     def zero_grad(self) -> None:

@@ -1,19 +1,22 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.driver import step_metrics
 from megatron_rl.layouts.tiles import CanonicalTensor
 from megatron_rl.monitor.metrics import lookup
 from megatron_rl.trainer.initial_weights import draw_canonical
+from megatron_rl.trainer.trainer import MegatronTrainer
 from tests.ranks import Rank, run_ranks
 from tests.tiny_models import make_tiny
+from tests.trainer.harness import make_plan
 from tests.trainer.runs import assert_same_bits, batches, config_of, start, whole_model, worst_difference
 
 UPDATES = 3
@@ -31,6 +34,39 @@ def _train(rank: Rank, config, updates: int):
     vocab = trainer.plan.architecture.vocab
     metrics = [trainer.update(batch) for batch in batches(vocab, updates)]
     return before, metrics, whole_model(trainer)
+
+
+PARTS = ((slice(0, 2), 10.0), (slice(2, 3), 7.0), (slice(3, 6), 20.0))
+"""Sequences and normaliser of the parts of a batch."""
+
+
+def _part(batch: PolicyBatch, sequences: slice, normaliser: float) -> PolicyBatch:
+    """Some sequences of a batch, with weights that lack the normaliser of all parts together."""
+    bounds, total = batch.offsets_B1, sum(each for _, each in PARTS)
+    tokens = slice(bounds[sequences.start], bounds[sequences.stop])
+    cut = {field.name: getattr(batch, field.name)[tokens] for field in fields(batch)
+           if field.name.endswith("_N") and getattr(batch, field.name) is not None}
+    return replace(batch, **cut | {"loss_weights_N": cut["loss_weights_N"] * np.float32(total)},
+                   lengths_B=batch.lengths_B[sequences], prompt_lengths_B=batch.prompt_lengths_B[sequences],
+                   normaliser=normaliser)
+
+
+def _train_in_parts(rank: Rank, config, updates: int):
+    """What `_train` returns, then metrics and weights of the same batches in parts, twice. The last step of the second
+    time has its last part before it. Log-prob passes lie between the parts."""
+    whole, again = _train(rank, config, updates), []
+    for last in (True, False):
+        trainer = MegatronTrainer(config, make_plan(config), rank.rank)
+        trainer.load_initial_weights()
+        metrics = []
+        for batch in batches(trainer.plan.architecture.vocab, updates):
+            parts = [_part(batch, *each) for each in PARTS]
+            for part in parts[:-1] if last else parts:
+                trainer.accumulate(part)
+                trainer.logprobs(part)
+            metrics.append(trainer.update(parts[-1] if last else None))
+        again.append((metrics, whole_model(trainer)))
+    return whole, again
 
 
 def _hugging_face_grpo(folder, section):
@@ -74,10 +110,10 @@ def _hugging_face_grpo(folder, section):
 ])
 def test_updates_equal_hugging_face_and_adamw(model, sizes) -> None:
     """The folder's weights first; loss, entropy, gradient norm, schedule, clipping, weight decay and weights after
-    three updates."""
+    three updates. Trained in parts, the same up to rounding, and every time the same bits."""
     # Where eps is small Adam divides rounding by rounding and the comparison would say nothing.
     config = config_of(model, token_budget=32, optimizer={"eps": 1e-3}, **sizes)
-    results = run_ranks(4, _train, config, UPDATES)
+    results, in_parts = zip(*run_ranks(4, _train_in_parts, config, UPDATES), strict=True)
     expected_metrics, expected = _hugging_face_grpo(model, config.trainer.optimizer)
     assert all(metrics == results[0][1] for _, metrics, _ in results), "every rank reports the same numbers"
     for found, truth in zip(results[0][1], expected_metrics, strict=True):
@@ -87,6 +123,15 @@ def test_updates_equal_hugging_face_and_adamw(model, sizes) -> None:
     assert_same_bits(before, {name: p.detach().numpy() for name, p in AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32).named_parameters()})
     assert worst_difference(weights, expected) < 2e-5
+
+    (metrics, found), (same_metrics, same) = in_parts[0]
+    assert all(each[0][0] == metrics for each in in_parts), "every rank reports the same numbers"
+    assert metrics == same_metrics
+    assert_same_bits(same, found)
+    assert worst_difference(found, weights) < 1e-6
+    for row, plain in zip(metrics, results[0][1], strict=True):
+        assert row.keys() == plain.keys() and row.pop("train/microbatches") >= len(PARTS)
+        assert row == pytest.approx({name: plain[name] for name in row}, rel=1e-4, abs=1e-6)
 
 
 def test_metrics_are_those_of_the_table(model) -> None:

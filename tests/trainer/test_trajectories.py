@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from launch.config.schema import Algorithm, RunConfig
-from megatron_rl.algorithms.batch import build_policy_batch
+from megatron_rl.algorithms.batch import build_policy_batches
 from megatron_rl.algorithms.objective import token_objective
 from megatron_rl.data.batch import Group, PolicyBatch, Prompt, Trajectory
 from megatron_rl.trainer import step
@@ -58,7 +58,7 @@ def _update(rank: Rank, config: RunConfig, batch: PolicyBatch) -> tuple:
     logprobs_N = step.run_logprobs(training.chunks, training.plan, batch, 1.0)
     training.zero_grad()
     sums = step.run_step(training.chunks, training.plan, batch, partial(token_objective, ALGORITHM), 1.0)
-    return logprobs_N, sums, training.gradients()
+    return logprobs_N, sums, training.gradients(batch.normaliser)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def truth(folder: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 ], ids=["shared-prompts", "shared-tp2-pp2", "tp2-sp", "cp2"])
 def test_tool_tokens_are_context_without_loss_or_metric(trainer: dict, folder: Path, truth: tuple) -> None:
     config = run_config(folder, **trainer)
-    (batch,), _ = build_policy_batch(GROUPS, REWARDS, ALGORITHM, 64, version=0)
+    (batch,) = build_policy_batches(GROUPS, REWARDS, ALGORITHM, 64, version=0)
     # What stands there must not matter to anybody: not even a weight would make a tool's token count.
     batch = replace(batch, loss_weights_N=np.where(batch.sampled_N, batch.loss_weights_N, 7.0).astype(np.float32),
                     behaviour_logprobs_N=np.where(batch.sampled_N, batch.behaviour_logprobs_N, -3.0).astype(np.float32))
@@ -112,7 +112,7 @@ def test_tool_tokens_are_context_without_loss_or_metric(trainer: dict, folder: P
 
 def test_with_the_mask_flipped_the_gradient_is_another(folder: Path, truth: tuple) -> None:
     config = run_config(folder, token_budget=1000)
-    (batch,), _ = build_policy_batch([_flipped(group) for group in GROUPS], REWARDS, ALGORITHM, 64, version=0)
+    (batch,) = build_policy_batches([_flipped(group) for group in GROUPS], REWARDS, ALGORITHM, 64, version=0)
     _, _, gradients = run_ranks(1, _update, config, batch)[0]
     with pytest.raises(AssertionError, match="is off by"):
         assert_gradients_equal(gradients, truth[1])
