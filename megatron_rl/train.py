@@ -13,10 +13,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from launch import envvars
 from launch.config.checks import cautions
+from launch.config.resolved import ResolvedConfig
 from launch.errors import UserError
 from launch.run.attempts import Attempt
 from launch.run.components import Failure, await_silently_lost, first_failure
@@ -35,6 +34,7 @@ from megatron_rl.layouts.step_folder import checkpoint_folder
 from megatron_rl.monitor.monitor import Monitor
 from megatron_rl.rewards.load import load_rewards
 from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.rollout.stream import ScoredGroups
 from megatron_rl.weight_sync.disk import NotWritten
 
 log = logging.getLogger("megatron_rl.train")
@@ -126,24 +126,25 @@ async def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monito
     the rollout stream (`megatron_rl.rollout.stream`) hand out further batches, which the engines generate while this
     loop goes on."""
     config, step = state.config, state.step + 1
+    while (part := await job.part(step)) is not None:       # while others of the batch are generated
+        await accumulate(job, clock, policy_batches(config, part, step))
     batch = await job.batch(step)
-    rewards = [np.array([score.total for score in group], dtype=np.float64) for group in batch.scores]
-    statistics = batch_statistics(batch.groups, rewards, config.algorithm)
-    batches = build_policy_batches(batch.groups, rewards, config.algorithm, config.rollout.max_new_tokens,
-                                   version=step - 1)
+    statistics = batch_statistics(batch.groups, batch.rewards, config.algorithm)
+    batches = policy_batches(config, batch.rest, step)
     waited = await settle_disk(job, clock, monitor)
     with clock.span("log-prob"):
         batches = [await with_fixed_logprobs(job, each) for each in batches]
     batches = in_epochs(batches, config.algorithm.epochs)
-    with clock.span("train", f"{len(batches)} update(s)"):
-        updates = [await job.update(step, each) for each in batches]
+    last: Sequence[PolicyBatch | None] = batches or [None]      # None: parts have all that can be trained
+    with clock.span("train", f"{len(last)} update(s)"):
+        updates = [await job.update(step, each) for each in last]
     control_staleness(state, step, batch.bound, updates, monitor)
     report = await job.sync(step, state.staleness.now)
     state.trained(step, [group.prompt for group in batch.groups])
     times = clock.end() | waited
     if due(step, config.weight_sync.disk.every) and not stop_requested(job.attempt.folder):
         job.begin_to_disk(step)
-    monitor.samples(step, batch.groups, rewards)
+    monitor.samples(step, batch.groups, batch.rewards)
     metrics = step_metrics.of_step(step, batch.groups, batch.scores, statistics, updates, report, times)
     return metrics | job.engine_metrics() | {"staleness/bound": float(state.staleness.now)}
 
@@ -157,6 +158,21 @@ def control_staleness(state: RunState, step: int, bound: int, updates: Sequence[
     if change is not None:
         monitor.note("STALENESS", change, {"divergence": divergence or 0.0, "bound": state.staleness.now,
                                            "max_staleness": state.staleness.most}, step=step)
+
+
+def policy_batches(config: ResolvedConfig, scored: ScoredGroups, step: int) -> list[PolicyBatch]:
+    """The mini-batches of scored groups; none if no group has two answers to compare."""
+    return build_policy_batches(scored.groups, scored.rewards, config.algorithm, config.rollout.max_new_tokens,
+                                version=step - 1)
+
+
+async def accumulate(job: Job, clock: StepClock, batches: Sequence[PolicyBatch]) -> None:
+    """Run forward and backward on a part of the batch (`algorithm.overlap`). The weights do not change."""
+    for batch in batches:
+        with clock.span("log-prob"):
+            batch = await with_fixed_logprobs(job, batch)
+        with clock.span("train", f"{len(batch.lengths_B)} sequences"):
+            await job.accumulate(batch)
 
 
 async def settle_disk(job: Job, clock: StepClock, monitor: Monitor, phase: str = "disk") -> dict[str, float]:

@@ -40,6 +40,7 @@ def check(loaded: ResolvedLoaded, architecture: Architecture, device: Literal["c
     checker.share_prompts()
     checker.batch()
     checker.loss()
+    checker.overlap()
     checker.old_policy()
     checker.rejection()
     checker.optimizer()
@@ -240,6 +241,21 @@ class _Checker:
         if al.loss == "cispo" and al.dual_clip is not None:
             self.add(f"algorithm.dual_clip = {al.dual_clip:g} has no effect with algorithm.loss = cispo",
                      "algorithm.dual_clip", "algorithm.loss", fix="use algorithm.dual_clip = null")
+
+    def overlap(self) -> None:
+        """What a part of the batch cannot know, or may not do before the rest is there."""
+        al = self.config.algorithm
+        if al.overlap and al.advantage in ("reinforce_pp", "reinforce_pp_baseline"):
+            self.add(f"algorithm.overlap = true with algorithm.advantage = {al.advantage}: advantages are whitened "
+                     "over the whole batch, so no part of it can be trained before the last completion",
+                     "algorithm.overlap", "algorithm.advantage",
+                     fix="use algorithm.advantage = grpo, grpo_no_std or rloo, or algorithm.overlap = false")
+        if al.overlap and al.optimizer_steps > 1:
+            self.add(f"algorithm.overlap = true with {al.optimizer_steps} optimizer steps per batch "
+                     f"(algorithm.updates_per_batch {al.updates_per_batch} x epochs {al.epochs}): the engines still "
+                     "generate the batch when its first step changes the weights", "algorithm.overlap",
+                     "algorithm.updates_per_batch", "algorithm.epochs",
+                     fix="use algorithm.updates_per_batch = 1 and epochs = 1, or algorithm.overlap = false")
 
     def old_policy(self) -> None:
         """What compares the engine with the trainer's old policy needs one that is not the engine's own."""

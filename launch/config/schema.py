@@ -234,6 +234,9 @@ class Algorithm(Section):
     max_staleness: Literal["auto"] | NonNegativeInt = 0
     """Maximum age of a sampled token in weight versions: how many batches generation runs ahead of training. 0:
     synchronous. `auto`: the plan's (docs/async.md)."""
+    overlap: bool = False
+    """Train complete groups while others of the same batch are still generated. The optimizer step waits for all, so
+    this is on-policy (docs/async.md)."""
     truncated: Literal["keep", "mask"] = "keep"
     """`keep` or `mask` completions cut at `max_new_tokens` in the loss. Their reward always counts in the baseline."""
 

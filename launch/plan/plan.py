@@ -59,6 +59,10 @@ class RolloutPlan(Frozen):
     engines: tuple[EnginePlan, ...]
 
 
+PARTS = 8
+"""Maximum number of parts in which a batch is trained (`algorithm.overlap`): a part has at least this share of it."""
+
+
 class BatchPlan(Frozen):
     prompts_per_step: int
     group_size: int

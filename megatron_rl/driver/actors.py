@@ -74,7 +74,11 @@ class TrainerActor:
         self.trainer.save(folder, extra, rollouts)
 
     @guarded
-    def update(self, step: int, batch: PolicyBatch) -> dict[str, float]:
+    def accumulate(self, batch: PolicyBatch) -> None:
+        self.trainer.accumulate(batch)
+
+    @guarded
+    def update(self, step: int, batch: PolicyBatch | None) -> dict[str, float]:
         faults.strike(self.name, "update", step)
         return self.trainer.update(batch)
 

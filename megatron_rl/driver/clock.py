@@ -49,11 +49,14 @@ class StepClock:
         self._folder = folder
         self._trace = TraceWriter(folder / "trace.json")
         self._past: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        """Durations by name. Those of PHASES are sums over a step: a part of a batch may be nearly all of it, so no
+        part has a usual duration of its own."""
+        self._last: dict[str, float] = {}
         self._open: list[_Timed] = []
         self._closed: list[_Timed] = []
         """Closed spans of this step."""
-        self._beside: list[_Timed] = []
-        """Work beside the loop, open or closed in this step."""
+        self._beside: list[tuple[int, _Timed]] = []
+        """Generation of the batches of some steps, open or closed in this step."""
         self._ground = _timed("start", "")
         """The state of the job while no span is open: start-up, between two spans, or the end."""
         self._step, self._began = 0, time.monotonic()
@@ -87,7 +90,9 @@ class StepClock:
         finally:
             _HERE.reset(outer)
             mine.ended = time.monotonic()
-            past.append(mine.ended - mine.began)
+            self._last[name] = mine.ended - mine.began
+            if name not in PHASES or self._step == 0:
+                past.append(self._last[name])
             self._open.remove(mine)
             self._closed.append(mine)
             if not self._open:
@@ -97,10 +102,10 @@ class StepClock:
             self._trace.write(mine.span, mine.ended - mine.began)
 
     @contextlib.contextmanager
-    def beside(self, name: str, detail: str = "") -> Iterator[None]:
-        """Time work that the loop does not wait for here. The hang watch judges only what the loop waits for."""
-        mine = _timed(name, detail)
-        self._beside.append(mine)
+    def generating(self, step: int) -> Iterator[None]:
+        """Time the generation of the batch that `step` trains. The hang watch judges only what the loop waits for."""
+        mine = _timed("generate", f"batch {step}")
+        self._beside.append((step, mine))
         try:
             yield
         finally:
@@ -125,17 +130,24 @@ class StepClock:
                  if each.span.name in PHASES]
         split = {metric: sum(stop - start for each, (start, stop) in parts if each == name)
                  for name, metric in PHASES.items()}
+        for name, metric in PHASES.items():
+            if any(each == name for each, _ in parts):
+                self._past[name].append(split[metric])
         waited = [part for name, part in parts if name == "rollout"]
-        hidden = covered([*waited, *(each.inside(began, now) for each in self._beside)]) - covered(waited)
-        self._beside = [each for each in self._beside if each.ended is None]
+        generated = [each.inside(began, now) for _, each in self._beside]
+        hidden = covered([*waited, *generated]) - covered(waited)
+        trained = [part for name, part in parts if name in ("log-prob", "train")]
+        mine = [each.inside(began, now) for step, each in self._beside if step == self._step]
+        self._beside = [(step, each) for step, each in self._beside if each.ended is None]
         return {**split, "time/step": now - began, "time/rollout_hidden": hidden,
+                "time/train_hidden": covered(trained) + covered(mine) - covered([*trained, *mine]),
                 "idle/trainer": (split["time/rollout"] + split["time/reward"]) / (now - began),
                 "idle/engines": 1.0 - (split["time/rollout"] + hidden) / (now - began),
                 "time/other": max(0.0, now - began - covered([part for _, part in parts]))}
 
     def last(self, name: str) -> float:
         """Duration of the latest span `name` in seconds."""
-        return self._past[name][-1]
+        return self._last[name]
 
     def _stand(self, name: str, detail: str) -> None:
         self._ground = _timed(name, detail)

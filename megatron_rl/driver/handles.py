@@ -69,6 +69,7 @@ class RemoteTrainer(Handle):
     load_initial_weights = verb(TrainerActor.load_initial_weights)
     load_checkpoint = verb(TrainerActor.load_checkpoint)
     save_checkpoint = verb(TrainerActor.save_checkpoint)
+    accumulate = verb(TrainerActor.accumulate)
     update = verb(TrainerActor.update)
     logprobs = verb(TrainerActor.logprobs)
     export = verb(TrainerActor.export)

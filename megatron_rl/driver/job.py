@@ -28,9 +28,10 @@ from megatron_rl.driver.start import Actors
 from megatron_rl.driver.sync_plan import announced, differences, sync_plan
 from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.rewards.sample import Score, group_samples
+from megatron_rl.rollout.parts import FairShare
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.scheduler import RolloutScheduler
-from megatron_rl.rollout.stream import RolloutStream, ScoredBatch
+from megatron_rl.rollout.stream import RolloutStream, ScoredBatch, ScoredGroups
 from megatron_rl.weight_sync.coordinator import Endpoint, SyncCoordinator
 from megatron_rl.weight_sync.disk import VersionsOnDisk, WrittenVersion, write_folder
 from megatron_rl.weight_sync.protocol import SyncError, SyncReport
@@ -123,18 +124,25 @@ class Job:
                                 hang_s=config.run.hang_min_s / INSIDE_FIRST, first_s=config.run.deadline_s)
         self._stream = RolloutStream(
             draw, self._scheduler, self._rewards, Sampling.training(config), last=config.run.steps,
-            max_staleness=most, timed=functools.partial(self._clock.beside, "generate"))
+            max_staleness=most, timed=self._clock.generating,
+            share=FairShare.of(self.plan) if config.algorithm.overlap else None)
         self._stream.carry_over(carried, [min(bound, most) for bound in bounds])
 
     # ---- the verbs of a step -----------------------------------------------------------------------------------
 
-    async def batch(self, step: int) -> ScoredBatch:
-        """Wait for the batch that `step` trains: generated, then scored."""
+    async def part(self, step: int) -> ScoredGroups | None:
+        """Wait for groups of the batch that `step` trains: generated, then scored. None: all of the batch is there, and
+        what no part has is left to train. That is the whole batch without `algorithm.overlap`."""
         assert self._stream is not None
         with self._clock.span("rollout", f"batch {step}"):
             await self._watched(self._stream.generated(step, self._clock.alive))
         with self._clock.span("reward"):
-            return await self._stream.batch(step, self._clock.alive)
+            return await self._stream.part(step, self._clock.alive)
+
+    async def batch(self, step: int) -> ScoredBatch:
+        """Take the complete batch that `step` trains, after its last `part`."""
+        assert self._stream is not None
+        return await self._stream.batch(step)
 
     async def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Group]:
         """Generate the trajectories of every prompt. Returns the groups in the order of the prompts. They are sent
@@ -170,8 +178,14 @@ class Job:
         answers = await gather({rank.name: rank.logprobs(batch, model) for rank in self._trainers}, "logprobs")
         return next(iter(answers.values()))
 
-    async def update(self, step: int, batch: PolicyBatch) -> Mapping[str, float]:
-        """Take one optimizer step. Every rank returns the same metrics."""
+    async def accumulate(self, batch: PolicyBatch) -> None:
+        """Add the gradient of a part of the next optimizer step's batch."""
+        batch = shared(batch)
+        await gather({rank.name: rank.accumulate(batch) for rank in self._trainers}, "accumulate")
+
+    async def update(self, step: int, batch: PolicyBatch | None) -> Mapping[str, float]:
+        """Take one optimizer step on what was accumulated and on a last part, if there is one. Every rank returns the
+        same metrics."""
         batch = shared(batch)
         answers = await gather({rank.name: rank.update(step, batch) for rank in self._trainers}, "update")
         return next(iter(answers.values()))

@@ -74,6 +74,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("time/reward", "s", "waiting for scores, after the last trajectory of the batch"),
         Metric("time/logprob", "s", "passes for old and reference log-probs"),
         Metric("time/train", "s", "forward, backward and optimizer of all updates"),
+        Metric("time/train_hidden", "s", "training and log-prob passes while the same batch is still generated, in "
+               "`time/train` and `time/logprob` (`algorithm.overlap`)"),
         Metric("time/sync", "s", "weight sync, verification included"),
         Metric("time/eval", "s", "evaluation, not in `time/step`"),
         Metric("time/checkpoint", "s", "checkpoint, not in `time/step`"),

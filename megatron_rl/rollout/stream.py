@@ -20,13 +20,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from megatron_rl.data.batch import Group, Prompt
 from megatron_rl.data.carried import CarriedGroup
 from megatron_rl.rewards.sample import Sample, Score, group_samples
+from megatron_rl.rollout.parts import FairShare
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.scheduler import RolloutScheduler
 
-Timed = Callable[[str], AbstractContextManager[None]]
+Timed = Callable[[int], AbstractContextManager[None]]
 
 
 class RewardClient(Protocol):
@@ -36,12 +39,25 @@ class RewardClient(Protocol):
 
 
 @dataclass(frozen=True)
-class ScoredBatch:
-    """A complete batch, in the order of its prompts."""
+class ScoredGroups:
+    """Groups of a batch, in the order of its prompts."""
 
     groups: list[Group]
     scores: list[list[Score]]
     """`scores[g][i]` belongs to `groups[g].trajectories[i]`."""
+
+    @property
+    def rewards(self) -> list[np.ndarray]:
+        """float64 [G] of each group."""
+        return [np.array([score.total for score in group], dtype=np.float64) for group in self.scores]
+
+
+@dataclass(frozen=True)
+class ScoredBatch(ScoredGroups):
+    """A complete batch."""
+
+    rest: ScoredGroups
+    """The groups that no part has. Without parts, all of them."""
     bound: int
     """`max_staleness` when the batch was handed out."""
 
@@ -60,6 +76,12 @@ class _Batch:
     groups: dict[int, Group] = field(default_factory=dict)
     """By place in `prompts`, as they are generated."""
     scores: dict[int, list[Score]] = field(default_factory=dict)
+    taken: set[int] = field(default_factory=set)
+    """Places of the groups that parts have."""
+
+    def at(self, places: Iterable[int]) -> ScoredGroups:
+        places = list(places)
+        return ScoredGroups([self.groups[place] for place in places], [self.scores[place] for place in places])
 
     @property
     def generated(self) -> bool:
@@ -81,14 +103,16 @@ class RolloutStream:
         max_staleness: how many versions a batch may be handed out ahead of its turn. The loop may set another one
             before `committed`.
         last: the last step of the run.
-        timed: opens a span for the generation of one batch, given its description.
+        share: the smallest part of a batch that may be trained before the others; None: there are no parts.
+        timed: opens a span for the generation of one batch, given its step.
     """
 
     def __init__(self, draw: Callable[[], Sequence[Prompt]], scheduler: RolloutScheduler, rewards: RewardClient,
                  sampling: Sampling, *, max_staleness: int, last: int,
-                 timed: Timed = lambda detail: contextlib.nullcontext()) -> None:
+                 share: FairShare | None = None, timed: Timed = lambda step: contextlib.nullcontext()) -> None:
         self._draw, self._scheduler, self._rewards, self._sampling = draw, scheduler, rewards, sampling
         self.max_staleness, self._last, self._timed = max_staleness, last, timed
+        self._share = share
         self._batches: dict[int, _Batch] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._carried: dict[tuple[int, int], CarriedGroup] = {}
@@ -110,12 +134,27 @@ class RolloutStream:
             pass
 
     async def generated(self, step: int, arrived: Callable[[], None] = lambda: None) -> None:
-        """Wait until every group of a batch is generated. `arrived` is called as groups of any batch come in.
+        """Wait until every group of a batch is generated, or until `part` has one to give. `arrived` is called as
+        groups of any batch come in.
 
         Raises:
             UserError, ComponentFailed, NotServing: generation or a reward failed, in this or in a later batch.
         """
-        await self._until(lambda: self._batches[step].generated, arrived)
+        await self._until(lambda: self._batches[step].generated or bool(self._next_part(step)), arrived)
+
+    async def part(self, step: int, arrived: Callable[[], None] = lambda: None) -> ScoredGroups | None:
+        """Wait until a part of a batch can be trained while others of its groups are not complete, and give it. None:
+        the batch is complete, and the rest of it is trained together. With deterministic engines, parts are fixed, and
+        they are given even if the batch is complete. Raises like `batch`."""
+        await self._until(lambda: self._batches[step].complete or bool(self._next_part(step)), arrived)
+        places = self._next_part(step)
+        if not places:
+            return None
+        batch = self._batches[step]
+        batch.taken.update(places)
+        part = batch.at(places)
+        _check_staleness(batch, part.groups)
+        return part
 
     async def drained(self, arrived: Callable[[], None] = lambda: None) -> None:
         """Wait until every group that was handed out is generated. Raises like `generated`."""
@@ -130,9 +169,10 @@ class RolloutStream:
         await self._until(lambda: self._batches[step].complete, arrived)
         batch = self._batches.pop(step)
         places = range(len(batch.prompts))
-        groups = [batch.groups[place] for place in places]
-        _check_staleness(batch, groups)
-        return ScoredBatch(groups, [batch.scores[place] for place in places], batch.bound)
+        whole = batch.at(places)
+        _check_staleness(batch, whole.groups)
+        return ScoredBatch(whole.groups, whole.scores, batch.at(place for place in places if place not in batch.taken),
+                           batch.bound)
 
     def finished_ahead(self) -> list[CarriedGroup]:
         """The generated groups of batches that are not trained yet, for the checkpoint."""
@@ -182,7 +222,7 @@ class RolloutStream:
                 self.counts["generated_again"] += batch.again
                 arrived(place, group)
 
-            with self._timed(f"batch {batch.step}"):
+            with self._timed(batch.step):
                 for place, group in self._usable(batch).items():
                     self.counts["carried"] += 1
                     arrived(place, group)
@@ -211,6 +251,13 @@ class RolloutStream:
                  and carried.prompt_index == prompt.index and len(carried.trajectories) == self._sampling.n
                  and carried.oldest >= batch.step - 1 - batch.bound}
         return {} if self._scheduler.deterministic and len(found) < len(batch.prompts) else found
+
+    def _next_part(self, step: int) -> list[int]:
+        if self._share is None:
+            return []
+        batch = self._batches[step]
+        complete = {place: batch.groups[place] for place in batch.scores}
+        return self._share.next_part(complete, batch.taken, len(batch.prompts), self._scheduler.deterministic)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 
@@ -49,7 +50,8 @@ def test_times_of_a_step_whose_spans_follow_one_another(time, tmp_path):
         time.now += 0.25
     assert clock.end() == pytest.approx({
         "time/rollout": 4, "time/reward": 1, "time/logprob": 0, "time/train": 3, "time/sync": 0, "time/step": 9.75,
-        "time/other": 1.75, "time/rollout_hidden": 0, "idle/trainer": 5 / 9.75, "idle/engines": 5.75 / 9.75
+        "time/other": 1.75, "time/rollout_hidden": 0, "time/train_hidden": 0, "idle/trainer": 5 / 9.75,
+        "idle/engines": 5.75 / 9.75
     }), "waiting for the disk is part of the other time"
     with clock.span("eval"):
         time.now += 3
@@ -61,7 +63,7 @@ def test_generation_beside_other_work_is_hidden(time, tmp_path):
     clock = StepClock(tmp_path)
     clock.begin(1)
     time.now += 1
-    with clock.beside("generate", "batch 2"):
+    with clock.generating(2):
         time.now += 2
         assert list(_open(tmp_path)) == ["step"], "the hang watch does not judge it"
         with clock.span("rollout"):
@@ -71,6 +73,36 @@ def test_generation_beside_other_work_is_hidden(time, tmp_path):
     times = clock.end()
     assert (times["time/rollout"], times["time/rollout_hidden"]) == (3, 4)
     assert (times["idle/trainer"], times["idle/engines"]) == pytest.approx((0.3, 0.3))
+
+
+def test_training_that_hides_behind_its_own_batch(time, tmp_path):
+    """Batch 1 is generated in the first 8 of 20 seconds, and batch 2, ahead of its step, from second 1 on. A part of
+    batch 1 is trained from second 3 to 6, the next from second 7 to 11."""
+    clock = StepClock(tmp_path)
+    with clock.generating(1):
+        clock.begin(1)
+        time.now += 1
+        with clock.generating(2):
+            with clock.span("rollout"):
+                time.now += 2
+            with clock.span("log-prob"):
+                time.now += 1
+            with clock.span("train"):
+                time.now += 2
+            with clock.span("rollout"):
+                time.now += 1
+            ahead = contextlib.ExitStack()
+            ahead.enter_context(clock.span("train"))
+            time.now += 1
+    with ahead:
+        time.now += 3
+    time.now += 9
+    times = clock.end()
+    assert times["time/train_hidden"] == 4 and times["time/train"] + times["time/logprob"] == 7
+    assert (times["time/rollout"], times["time/rollout_hidden"], times["idle/trainer"]) == (3, 5, 3 / 20)
+    assert sum(times[f"time/{name}"] for name in ("rollout", "train", "logprob", "other")) == times["time/step"]
+    with clock.span("train"):
+        assert read_progress(tmp_path).newest.expected_s == 6, "all parts of the step: one may be nearly all of it"
 
 
 def test_other_time_is_what_no_span_covers(time, tmp_path):

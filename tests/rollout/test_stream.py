@@ -18,9 +18,11 @@ from megatron_rl.data.batch import Group, Trajectory
 from megatron_rl.data.sampler import BatchSampler, PromptSampler
 from megatron_rl.driver.ledger import Ledger
 from megatron_rl.rewards.sample import Score
+from megatron_rl.rollout.parts import FairShare
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.scheduler import RolloutScheduler
 from megatron_rl.rollout.stream import RolloutStream, ScoredBatch
+from tests.report.plan_example import example_plan
 from tests.rollout.engines import VOCABULARY, make_prompts
 
 SAMPLING = Sampling(n=2, temperature=1.0, max_new_tokens=8)
@@ -81,6 +83,9 @@ class _Run:
 
     max_staleness: int
     deterministic: bool = False
+    share: FairShare | None = None
+    parts: dict[int, list[list[int]]] = field(default_factory=dict)
+    """Step -> prompts of its parts, and of the rest."""
     trained: dict[int, list[tuple[int, list[float]]]] = field(default_factory=dict)
     """Step -> (prompt, rewards) of its groups, in order."""
     ages: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -116,7 +121,7 @@ class _Run:
         scheduler = RolloutScheduler([world, world], max_num_seqs=6, vocabulary=VOCABULARY,
                                      deterministic=self.deterministic)
         stream = RolloutStream(lambda: [PROMPTS[row] for row in sampler.draw()], scheduler, world, SAMPLING,
-                               max_staleness=self.max_staleness, last=STEPS)
+                               max_staleness=self.max_staleness, last=STEPS, share=self.share)
         if self.rollouts:
             (tmp_path / carried.FILE).write_bytes(self.rollouts)
             stream.carry_over(carried.read(tmp_path / carried.FILE),
@@ -128,8 +133,15 @@ class _Run:
         stream.committed(self.step)
         while self.step < until:
             step = self.step + 1
+            parts = []
             await stream.generated(step)
-            batch = self.fault(step, await stream.batch(step))
+            while (part := await stream.part(step)) is not None:
+                parts.append(part)
+                await world.clock.later()           # forward and backward
+                await stream.generated(step)
+            batch = await stream.batch(step)
+            self._check_parts(step, [*parts, batch.rest], batch)
+            batch = self.fault(step, batch)
             assert step not in self.trained
             self.bounds[step] = batch.bound
             self.trained[step] = [(group.prompt.index, [score.total for score in scores])
@@ -155,6 +167,16 @@ class _Run:
         assert len(asyncio.all_tasks()) == 1
         return dict(stream.counts)
 
+    def _check_parts(self, step, parts, batch) -> None:
+        """Every group is in one part, with its scores; all but the last are large enough."""
+        rows = [(group.prompt.index, [score.total for score in scores]) for part in parts
+                for group, scores in zip(part.groups, part.scores, strict=True)]
+        whole = [(group.prompt.index, rewards.tolist()) for group, rewards
+                 in zip(batch.groups, batch.rewards, strict=True)]
+        assert sorted(rows) == sorted(whole)
+        assert all(len(part.groups) >= self.share.groups for part in parts[:-1]) and parts[-1].groups
+        self.parts[step] = [[group.prompt.index for group in part.groups] for part in parts]
+
 
 def _reference() -> dict[int, list[tuple[int, list[float]]]]:
     """Without a stream: the sampler's order."""
@@ -165,11 +187,12 @@ def _reference() -> dict[int, list[tuple[int, list[float]]]]:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), bounds=st.lists(st.integers(0, 4), min_size=1, max_size=4),
-       deterministic=st.booleans(), data=st.data())
+       deterministic=st.booleans(), share=st.sampled_from([None, FairShare(1, 0), FairShare(2, 0), FairShare(1, 25)]),
+       data=st.data())
 def test_every_group_is_trained_once_in_its_batch_whatever_the_timing_and_the_resumes(
-        tmp_path_factory, seed, bounds, deterministic, data):
-    """Also with another bound after each resume. No token is older than the bound. The ledger says so."""
-    run, folder = _Run(bounds[0], deterministic), tmp_path_factory.mktemp("run")
+        tmp_path_factory, seed, bounds, deterministic, share, data):
+    """Also with another bound after each resume, and in parts. No token is older than the bound. The ledger says so."""
+    run, folder = _Run(bounds[0], deterministic, share), tmp_path_factory.mktemp("run")
     for number, bound in enumerate(bounds):
         until = STEPS if number == len(bounds) - 1 else data.draw(st.integers(run.step, STEPS))
         run.max_staleness, began = bound, run.step
@@ -177,6 +200,49 @@ def test_every_group_is_trained_once_in_its_batch_whatever_the_timing_and_the_re
         assert all(run.ages[step][1] <= run.bounds[step] <= bound for step in range(began + 1, until + 1))
         assert run.counted == (until * PER_STEP, 0, 0)
     assert run.trained == _reference()
+    if share is None:
+        assert all(len(parts) == 1 for parts in run.parts.values())
+    elif deterministic and not share.tokens:
+        assert all(list(map(len, parts)) == ([1] * 4 if share.groups == 1 else [2, 2]) for parts in run.parts.values())
+
+
+def test_groups_that_are_complete_are_given_while_others_run():
+    """The third group of four never ends by itself."""
+    async def run() -> None:
+        class Slow(_World):
+            async def generate_group(self, prompt, sampling, seed=None):
+                if prompt.index == PROMPTS[2].index:
+                    await release.wait()
+                return await super().generate_group(prompt, sampling)
+
+        release, world = asyncio.Event(), Slow(0)
+        scheduler = RolloutScheduler([world], max_num_seqs=64, vocabulary=VOCABULARY, deterministic=False)
+        stream = RolloutStream(lambda: PROMPTS[:4], scheduler, world, SAMPLING, max_staleness=0, last=1,
+                               share=FairShare(groups=3, tokens=0))
+        scheduler.committed(0)
+        stream.committed(0)
+        part = await asyncio.wait_for(stream.part(1), 30)
+        assert [group.prompt.index for group in part.groups] == [PROMPTS[place].index for place in (0, 1, 3)]
+        release.set()
+        assert await stream.part(1) is None
+        batch = await stream.batch(1)
+        assert [group.prompt.index for group in batch.rest.groups] == [PROMPTS[2].index]
+        assert [group.prompt.index for group in batch.groups] == [prompt.index for prompt in PROMPTS[:4]]
+        await stream.close()
+
+    asyncio.run(run())
+
+
+def test_a_fair_share_fills_the_pipelines():
+    """An eighth of the batch with a sequence for every rank; with a pipeline, PP micro-batches on each of them."""
+    def share(pp: int, dp: int, prompts: int) -> FairShare:
+        plan = example_plan(pp=pp, vpp=1, dp=dp)
+        return FairShare.of(plan.model_copy(update={"batch": plan.batch.model_copy(update={
+            "prompts_per_step": prompts, "group_size": 4, "token_budget": 100})}))
+
+    assert share(1, 2, 64) == FairShare(8, 0) and share(1, 2, 65) == FairShare(9, 0)
+    assert share(1, 13, 16) == FairShare(4, 0)
+    assert share(2, 4, 64) == FairShare(8, 800)
 
 
 @settings(max_examples=40, deadline=None)
