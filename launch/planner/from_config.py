@@ -49,7 +49,7 @@ def problem_of(loaded: LoadedConfig, shape: Architecture, cluster: ClusterSpec) 
         asynchronous=asynchronous, lora_rank=config.model.lora_rank or 0,
         route=config.weight_sync.route, bucket_bytes=int(config.weight_sync.bucket_mb * MIB),
         shadow=config.weight_sync.staging == "shadow",
-        max_staleness=bound if asynchronous and bound != "auto" else None,
+        max_staleness=bound if asynchronous and bound != "auto" else None, overlap=config.algorithm.overlap,
         running_kv="none" if not asynchronous or config.rollout.swap == "border"
         or config.weight_sync.in_flight == "drain" else "kept" if config.rollout.keep_kv else "dropped",
         spare_nodes=config.placement.spare_nodes, disk_every=config.weight_sync.disk.every,
@@ -110,6 +110,8 @@ def chosen_values(found: Candidate, loaded: LoadedConfig) -> dict[str, Any]:
     chosen = {key: values[key] for key in open_keys(config)}
     if found.mode != "disaggregated" and config.algorithm.max_staleness:
         chosen["algorithm.max_staleness"] = 0           # trainer and engine take turns on a GPU
+    if found.mode != "disaggregated" and config.algorithm.overlap:
+        chosen["algorithm.overlap"] = False
     if found.mode != "disaggregated" and config.weight_sync.staging == "shadow":
         chosen["weight_sync.staging"] = "in_place"
     if rollout.memory_utilization != pins.memory_utilization:

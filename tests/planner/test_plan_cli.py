@@ -161,6 +161,8 @@ def test_target_and_sweep(plan):
     (("algorithm.updates_per_batch=7",), ("updates_per_batch = 7",)),
     (("placement.mode=colocated", "algorithm.max_staleness=2"),
      ("placement.mode = colocated", "algorithm.max_staleness = 2", "algorithm.max_staleness=0 or auto")),
+    (("placement.mode=hybrid", "algorithm.max_staleness=0", "algorithm.overlap=true"),
+     ("placement.mode = hybrid", "algorithm.overlap = true", "algorithm.overlap=false")),
     (("rollout.deterministic=true", "algorithm.max_staleness=2"), ("depends on timing", "rollout.swap=border")),
     (("model.path=llama3-70",), ("no built-in model 'llama3-70'", "llama-3-70b")),
     (("model.path=/nowhere/at/all",), ("/nowhere/at/all",)),

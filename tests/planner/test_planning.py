@@ -86,6 +86,17 @@ def test_a_small_step_is_synchronous_unless_the_bound_says_otherwise():
     assert bounded.plan.forecast.asynchronous and bounded.config.algorithm.max_staleness == 2
 
 
+def test_overlap_hides_a_part_of_the_update_and_none_of_the_rollout():
+    words = "algorithm.max_staleness=0", "trainer.tp=4", "trainer.pp=1", "rollout.tp=2", "placement.training_nodes=1"
+    plain, hidden = (planned(*words, f"algorithm.overlap={word}", nodes=3, name="7b/grpo.yaml").found
+                     for word in ("false", "true"))
+    assert hidden.problem.overlap and not hidden.problem.asynchronous
+    update_s, other = hidden.training.seconds, 1 + hidden.problem.coefficients.rl.other_share
+    saved_s = plain.step_s - hidden.step_s
+    assert 0 < saved_s <= (1 - 1 / 8) * update_s * other * 1.0001
+    assert hidden.step_s >= (hidden.rollout.seconds + update_s / 8 + hidden.sync_s) * other * 0.9999
+
+
 def test_the_engines_share_is_written_down():
     made = planned("placement.mode=hybrid", "algorithm.max_staleness=0", nodes=2)
     share = made.found.rollout.layout.memory_utilization

@@ -14,7 +14,9 @@ from launch.coefficients.rl import RlCoefficients
 from launch.planner.parameters import tensor_count
 from launch.planner.time.step import (
     Phases,
+    combined_seconds,
     imbalance,
+    overlapped_seconds,
     refit_seconds,
     rollout_seconds,
     step_seconds,
@@ -58,6 +60,17 @@ def test_without_losses_the_parts_stand_as_they_are():
     beside = replace(phases, swap_s=1)          # the sync is the trainer's, and the engines stop for the swap
     assert step_seconds("fully_async", beside, PLAIN) == 203 and step_seconds("synchronous", beside, PLAIN) == 253
     assert step_seconds("fully_async", replace(beside, rollout_s=300), PLAIN) == 301
+
+
+def test_what_the_update_hides_of_itself_behind_the_rollout():
+    """Four parts of 10 s each: complete at once, evenly, or all at the end."""
+    assert overlapped_seconds(100, 40, (0, 0, 0, 1)) == 110
+    assert overlapped_seconds(100, 400, (0, 0, 0, 1)) == 400, "the trainer is never idle"
+    assert overlapped_seconds(100, 40, (0.25, 0.5, 0.75, 1)) == 110
+    assert overlapped_seconds(100, 40, (0.25, 0.95, 0.97, 1)) == 125, "three parts wait from second 95 on"
+    assert overlapped_seconds(100, 40, (1, 1, 1, 1)) == 140
+    assert combined_seconds(False, 100, 40, 5, 0.1, completions=(0, 0, 0, 1)) == pytest.approx(1.1 * 115)
+    assert combined_seconds(True, 100, 40, 5, 0.0, completions=(0, 0, 0, 1)) == 105, "asynchronous: nothing to add"
 
 
 def test_losses():

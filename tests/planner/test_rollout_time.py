@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from launch.plan.layouts import RolloutLayout
 from launch.planner.time.decode import Engine
 from launch.planner.time.rollout import AsynchronousRollout, Demand, SynchronousRollout, minimum_staleness
+from launch.planner.time.step import overlapped_seconds
 from launch.planner.workload.lengths import Counted, Lengths, LogNormal
 from tests.planner.engines import H100, LLAMA_70B, C
 
@@ -31,33 +32,58 @@ def demand(prompts: int = 64, group: int = 8, lengths: Lengths = SHORT, **change
     return replace(Demand(prompts, group, 100, lengths, 4, 256, 1e9), **changes)
 
 
-def simulated(engine: Engine, wanted: Demand, seed: int) -> float:
-    """Seconds of a synchronous step, token by token: first come, first served; a slot is taken as it becomes free."""
+def simulated(engine: Engine, wanted: Demand, seed: int) -> tuple[float, list[tuple[float, int]]]:
+    """Seconds of a synchronous step, token by token: first come, first served; a slot is taken as it becomes free. And
+    for each group the time of its last token and its tokens."""
     chance, held, ends = random.Random(seed), int(wanted.slots), []
-    for _ in range(wanted.replicas):
-        waiting = [max(1, round(wanted.lengths.quantile(chance.random())))
-                   for _ in range(wanted.responses // wanted.replicas)]
-        running: list[list[int]] = []
+    groups: dict[tuple[int, int], list[float]] = {}
+    for replica in range(wanted.replicas):
+        waiting = [(max(1, round(wanted.lengths.quantile(chance.random()))), (replica, number // wanted.group))
+                   for number in range(wanted.responses // wanted.replicas)]
+        running: list[list] = []
         seconds = len(waiting) / wanted.group * engine.prefill_s(wanted.prompt_tokens)
         while waiting or running:
             while waiting and len(running) < held:
-                running.append([0, waiting.pop()])
-            context = wanted.prompt_tokens + sum(age for age, _ in running) / len(running)
+                running.append([0, *waiting.pop()])
+            context = wanted.prompt_tokens + sum(age for age, *_ in running) / len(running)
             seconds += engine.step_s(len(running), context)
             for each in running:
                 each[0] += 1
+                if each[0] == each[1]:
+                    ended = groups.setdefault(each[2], [0.0, 0])
+                    ended[:] = seconds, ended[1] + each[1]
             running = [each for each in running if each[0] < each[1]]
         ends.append(seconds)
-    return max(ends)
+    return max(ends), [(at, int(tokens)) for at, tokens in groups.values()]
+
+
+def trained_in_parts(groups: list[tuple[float, int]], update_s: float) -> float:
+    """When a trainer is done that, whenever it is free, takes all complete groups if they are an eighth or the last
+    ones. A group takes its share of the tokens."""
+    waiting, per_token_s, now = sorted(groups), update_s / sum(tokens for _, tokens in groups), 0.0
+    while waiting:
+        ready = [group for group in waiting if group[0] <= now]
+        if len(ready) < len(groups) / 8 and len(ready) < len(waiting):
+            now = min(at for at, _ in waiting if at > now)
+            continue
+        now += per_token_s * sum(tokens for _, tokens in ready)
+        del waiting[:len(ready)]
+    return now
 
 
 @pytest.mark.parametrize("lengths", [SHORT, LONG, Counted.of({50: 3, 400: 1})])
 @pytest.mark.parametrize("max_num_seqs", [256, 100, 48, 20])
 def test_against_a_simulation(lengths, max_num_seqs):
-    """128 responses an engine, from all at once to seven turns of a queue."""
+    """128 responses an engine, from all at once to seven turns of a queue. The trainer of `algorithm.overlap` beside
+    it."""
     wanted = demand(lengths=lengths, max_num_seqs=max_num_seqs)
-    measured = sum(simulated(ENGINE, wanted, seed) for seed in range(6)) / 6
-    assert SynchronousRollout(ENGINE, wanted).total_s == pytest.approx(measured, rel=0.1)
+    runs = [simulated(ENGINE, wanted, seed) for seed in range(6)]
+    time = SynchronousRollout(ENGINE, wanted)
+    assert time.total_s == pytest.approx(sum(seconds for seconds, _ in runs) / 6, rel=0.1)
+    for ratio in (0.1, 0.3, 1.0, 2.0):
+        update_s = ratio * time.total_s
+        measured = sum(trained_in_parts(groups, update_s) for _, groups in runs) / 6
+        assert overlapped_seconds(time.total_s, update_s, time.completions) == pytest.approx(measured, rel=0.13), ratio
 
 
 def test_equal_lengths_have_no_tail():

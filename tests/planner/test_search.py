@@ -123,6 +123,7 @@ CASES: dict[str, tuple[Problem, Mode]] = {
     "pins that leave GPUs idle": (problem(LLAMA_8B, nodes=4, pins=Pins(replicas=3, dp=3, tp=2)), "disaggregated"),
     "two nodes, second copy": (problem(nodes=2, work=TINY, asynchronous=True, shadow=True), "disaggregated"),
     "staleness bounded": (problem(LLAMA_8B, nodes=3, asynchronous=True, max_staleness=3), "disaggregated"),
+    "overlap": (problem(LLAMA_8B, nodes=3, overlap=True), "disaggregated"),
     "colocated": (problem(LLAMA_8B, nodes=2), "colocated"),
     "colocated, fits with recomputation only": (problem(LLAMA_8B, nodes=1, token_budget=38400, pins=Pins(
         tp=4, cp=1, pp=1, memory_utilization=0.8)), "colocated"),

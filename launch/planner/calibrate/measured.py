@@ -1,6 +1,6 @@
 """Predicted and measured times of a run, side by side. Every number is labelled as one or the other.
 
-    rollout    predicted: generation, and host work per response             measured: time/rollout + time/reward
+    rollout    predicted: generation, and host work per response             measured: time/rollout + _hidden + reward
     log-prob   predicted: the passes for old and for reference log-probs     measured: time/logprob
     train      predicted: all optimizer steps                                measured: time/train
     sync       predicted: the weight sync                                    measured: time/sync
@@ -36,7 +36,7 @@ class Kind:
     """Metrics, summed step by step."""
 
 
-KINDS = (Kind("rollout", ("rollout", "reward"), ("time/rollout", "time/reward")),
+KINDS = (Kind("rollout", ("rollout", "reward"), ("time/rollout", "time/rollout_hidden", "time/reward")),
          Kind("log-prob", ("logprob", "reference"), ("time/logprob",)),
          Kind("train", ("train",), ("time/train",)),
          Kind("sync", ("sync",), ("time/sync",)))

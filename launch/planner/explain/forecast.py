@@ -143,7 +143,8 @@ def throughput_of(found: Candidate) -> Throughput:
             ("reference", found.training.reference_s)))
         rates.append(3600 * problem.workload.prompts
                      / step_seconds(problem, rollout, training, found.sync_s * _spread(found, "sync")[end],
-                                    found.rollout.longest_s * _spread(found, "rollout")[end], found.rollout.swap_s))
+                                    found.rollout.longest_s * _spread(found, "rollout")[end], found.rollout.swap_s,
+                                    found.rollout.completions))
     low, high = rates
     verdict: TargetVerdict = ("no target" if target is None else "reached" if low >= target else
                               "within its uncertainty" if high >= target else "missed")

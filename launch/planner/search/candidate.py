@@ -6,6 +6,7 @@ A *unit* is what the search divides between the partitions: a node, or a GPU if 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,6 +192,11 @@ class RolloutOption:
             return 0.0
         return self.time.latency_max_s + bound * self.prefill_again_s
 
+    @part
+    def completions(self) -> tuple[float, ...]:
+        """See `RolloutTime.completions`; empty if the trainer does not start before the rollout ends."""
+        return self.time.completions if self.problem.overlap else ()
+
     @property
     def sync_bytes(self) -> int:
         """Staging buffers of the weight sync on a rank."""
@@ -297,13 +303,15 @@ class Candidate:
     @part
     def step_s(self) -> float:
         return step_seconds(self.problem, self.rollout.seconds, self.training.seconds, self.sync_s,
-                            self.rollout.longest_s, self.rollout.swap_s if self.problem.shadow else 0.0)
+                            self.rollout.longest_s, self.rollout.swap_s if self.problem.shadow else 0.0,
+                            self.rollout.completions)
 
     @property
     def formula(self) -> str:
         """The formula of the step, in words."""
         problem = self.problem
-        formula = ("(rollout + train + log-prob + reference + sync)" if not problem.asynchronous else
+        formula = ("(max over parts j of c_j + what j and later parts train, + sync)" if self.rollout.completions else
+                   "(rollout + train + log-prob + reference + sync)" if not problem.asynchronous else
                    "max(rollout + swap, train + log-prob + reference + sync)" if problem.shadow else
                    "(max(rollout, train + log-prob + reference) + sync)")
         floor = (", at least (longest completion + train + log-prob + reference + sync) / (staleness allowed + 1)"
@@ -349,7 +357,7 @@ class Candidate:
     def waits(self) -> bool:
         """Whether the limit on staleness sets the length of the step."""
         unbounded = step_seconds(self.problem, self.rollout.seconds, self.training.seconds, self.sync_s, 0.0,
-                                 self.rollout.swap_s if self.problem.shadow else 0.0)
+                                 self.rollout.swap_s if self.problem.shadow else 0.0, self.rollout.completions)
         return self.step_s > unbounded
 
     @property
@@ -402,11 +410,12 @@ def share_left(problem: Problem, mode: Mode, memory: TrainingMemory) -> float:
 
 
 def step_seconds(problem: Problem, rollout_s: float, training_s: float, sync_s: float, longest_s: float,
-                 swap_s: float) -> float:
-    """Seconds of a whole step; see `rl_step.combined_seconds`. For `longest_s` and `swap_s` see `RolloutOption`."""
+                 swap_s: float, completions: Sequence[float]) -> float:
+    """Seconds of a whole step; see `rl_step.combined_seconds`. For `longest_s`, `swap_s` and `completions` see
+    `RolloutOption`."""
     return rl_step.combined_seconds(problem.asynchronous, rollout_s, training_s, sync_s,
                                     problem.coefficients.rl.other_share, longest_s, problem.max_staleness or 0,
-                                    swap_s if problem.shadow else None)
+                                    swap_s if problem.shadow else None, completions)
 
 
 def max_num_seqs_to_try(problem: Problem, replicas: int) -> tuple[int, ...]:

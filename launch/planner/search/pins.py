@@ -38,6 +38,10 @@ class _Checker:
             self.add(f"placement.mode = {mode} with algorithm.max_staleness = {problem.max_staleness}: trainer and "
                      "engines take turns on the same GPUs", "placement.mode", "algorithm.max_staleness",
                      fix="use algorithm.max_staleness=0 or auto, or placement.mode=disaggregated")
+        if mode in ("colocated", "hybrid") and problem.overlap:
+            self.add(f"placement.mode = {mode} with algorithm.overlap = true: trainer and engines take turns on the "
+                     "same GPUs", "placement.mode", "algorithm.overlap",
+                     fix="use algorithm.overlap=false, or placement.mode=disaggregated")
 
     def nodes(self) -> None:
         spares, have, training = self.problem.spare_nodes, len(self.cluster.nodes), self.pin("placement.training_nodes")

@@ -62,6 +62,8 @@ class Problem:
     """Maximum age of a sample in versions, for asynchronous runs. The trainer waits instead of using an older one."""
     running_kv: Literal["none", "dropped", "kept"] = "none"
     """The KV cache of the requests that a sync finds running in an asynchronous run; none: it finds none."""
+    overlap: bool = False
+    """The trainer works on complete groups while others of the same batch are generated."""
     kv_tokens: int | None = None
     """Tokens in the KV cache of an engine if the configuration fixes it (CPU); None: the GPU's memory decides."""
     spare_nodes: int = 0
@@ -101,6 +103,6 @@ def with_token_budget(problem: Problem) -> Problem:
 
 
 def in_mode(problem: Problem, mode: Mode) -> Problem:
-    """The problem in one mode. If trainer and engine take turns on a GPU, the run is synchronous, and the engine
-    receives no weights while it serves."""
-    return problem if mode == "disaggregated" else replace(problem, asynchronous=False, shadow=False)
+    """The problem in one mode. If trainer and engine take turns on a GPU, the run is synchronous without any overlap,
+    and the engine receives no weights while it serves."""
+    return problem if mode == "disaggregated" else replace(problem, asynchronous=False, shadow=False, overlap=False)

@@ -6,7 +6,7 @@ than a candidate already found. The bound consists of the times of the two parti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from launch.fabric.lanes import fabric_of
 from launch.model.padding import round_up, sequence_multiple
 from launch.plan.forecast import Alternative
 from launch.plan.layouts import RolloutLayout, TrainingLayout
+from launch.plan.plan import PARTS
 from launch.planner.memory.rollout import RolloutMemory
 from launch.planner.memory.training import TrainingMemory
 from launch.planner.parameters import matrix_parameters
@@ -190,24 +191,27 @@ class Search:
             self._sorted_units = units
             self._sorted = [option for number in range(1, units + 1) for option in self.rollout_options(number)]
             self._sorted.sort(key=lambda option: (
-                self._step_s(option.seconds, 0.0, 0.0, option.longest_s), option.units))
+                self._step_s(option.seconds, 0.0, 0.0, option.longest_s, ()), option.units))
         return [option for option in self._sorted if option.units <= units]
 
     def _loses(self, found: Candidate | None, rollout_s: float, training_s: float, longest_s: float) -> bool:
-        """Whether two partitions with these times are slower than `found` even if a sync took no time."""
-        return found is not None and self._step_s(rollout_s, training_s, 0.0, longest_s) > found.step_s
+        """Whether two partitions with these times are slower than `found` even if a sync took no time, and if with
+        `algorithm.overlap` all groups but the last ones were complete at once."""
+        at_once = (0.0,) * (PARTS - 1) + (1.0,) if self.problem.overlap else ()
+        return found is not None and self._step_s(rollout_s, training_s, 0.0, longest_s, at_once) > found.step_s
 
     def _no_better(self, found: Candidate | None, rollout: RolloutOption, training_s: float, units: int,
                    sync_s: float) -> bool:
         if found is None:
             return False
-        step_s = self._step_s(rollout.seconds, training_s, sync_s, rollout.longest_s)
+        step_s = self._step_s(rollout.seconds, training_s, sync_s, rollout.longest_s, rollout.completions)
         return (step_s, units) >= (found.step_s, found.units)
 
-    def _step_s(self, rollout_s: float, training_s: float, sync_s: float, longest_s: float) -> float:
+    def _step_s(self, rollout_s: float, training_s: float, sync_s: float, longest_s: float,
+                completions: Sequence[float]) -> float:
         """The step; a lower bound if the engines stop only for the swap, which counts as 0 here."""
         return combined_seconds(self.problem.asynchronous, rollout_s, training_s, sync_s, self._other_share, longest_s,
-                                self.problem.max_staleness or 0, 0.0 if self.problem.shadow else None)
+                                self.problem.max_staleness or 0, 0.0 if self.problem.shadow else None, completions)
 
     def _better(self, found: Candidate | None, new: Candidate) -> Candidate:
         if found is None or (new.step_s, new.units) < (found.step_s, found.units):
@@ -305,10 +309,11 @@ class Search:
                       key=lambda option: (option.seconds, option.layout.max_num_seqs))
 
     def _undominated(self, layout: RolloutLayout, units: int) -> Iterator[RolloutOption]:
-        """The engine options without those that are slower than another and allow no shorter step."""
+        """The engine options without those that are slower than another and allow no shorter step. With
+        `algorithm.overlap`, a slower one may complete its first groups earlier."""
         longest_s = float("inf")
         for option in self.engine_options(layout, units):
-            if option.longest_s < longest_s:
+            if option.longest_s < longest_s or option.completions:
                 longest_s = option.longest_s
                 yield option
 

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from launch.plan.book import line, part
+from launch.plan.plan import PARTS
 from launch.planner.time.decode import Engine
 from launch.planner.workload.lengths import Lengths
 
@@ -92,6 +95,12 @@ class RolloutTime(ABC):
     def tokens_per_s(self) -> float:
         """Output tokens per second."""
 
+    @property
+    def completions(self) -> tuple[float, ...]:
+        """Shares of `total_s` after which 1/n, 2/n, ... of the step's tokens are in complete groups (n = PARTS); the
+        last one is 1. Empty if groups of several steps are generated at a time."""
+        return ()
+
     @line("s", "cap x TPOT", key="rollout.longest_s")
     def latency_max_s(self) -> float:
         """Seconds of a response that runs to the cap."""
@@ -162,12 +171,13 @@ class SynchronousRollout(RolloutTime):
         return self.queued_tokens / self.batch * self.engine.step_s(self.batch, context)
 
     @part
-    def drain(self) -> tuple[float, float, float]:
-        """(seconds of the drain, seconds of its tail, responses x seconds)."""
+    def drain(self) -> tuple[float, float, float, list[float]]:
+        """(seconds of the drain, seconds of its tail, responses x seconds, seconds of each interval of the profile)."""
         engine_s, lengths, prompt = self.engine.step_s, self.demand.lengths, self.demand.prompt_tokens
         batch, mixed = self.batch, self.mixed
         age, others = mixed * lengths.mean_residual, self.demand.responses - self.sequences
         drain_s = tail_s = busy = 0.0
+        intervals = []
         for start, end, survival, residual in lengths.profile:
             running = (1 - mixed) * survival + mixed * residual
             if running <= 1e-12:        # far below one request; 1 - (1 - running)^batch would round to 0
@@ -178,10 +188,11 @@ class SynchronousRollout(RolloutTime):
             step_s = engine_s(batch * running / here, prompt + age + (start + end) / 2)
             seconds = (end - start) * anywhere * step_s
             drain_s += seconds
+            intervals.append(seconds)
             busy += (end - start) * batch * running * step_s
             if running < TAIL:
                 tail_s += seconds
-        return drain_s, tail_s, busy
+        return drain_s, tail_s, busy, intervals
 
     @line("s", "integral of P(one of N runs at l) TPOT(n S(l), prompt + l) dl")
     def drain_s(self) -> float:
@@ -191,6 +202,39 @@ class SynchronousRollout(RolloutTime):
     @part
     def total_s(self) -> float:
         return self.prefill_s + self.steady_s + self.drain_s
+
+    @part
+    def completions(self) -> tuple[float, ...]:
+        """A group is complete with its slowest completion. The share of all tokens that is in groups whose longest
+        completion is above x, for G independent lengths l, is
+
+            late(x) = 1 - F(x)^(G - 1) E[l; l <= x] / E[l]
+
+        If all begin together, late(x) of the tokens are in groups that are not complete x tokens later. While requests
+        queue, groups are completed at a constant rate, and a share B / N x integral of late / E[l] of all tokens is in
+        groups that are left for the drain (renewal theory). There, x tokens later, the integral from x on is left of
+        the integral from 0 on.
+        """
+        lengths = self.demand.lengths
+        late = [1.0, *(self._late(end) for _, end, _, _ in lengths.profile)]
+        areas = [(end - start) * (before + after) / 2
+                 for (start, end, _, _), (before, after) in zip(lengths.profile, pairwise(late), strict=True)]
+        whole = sum(areas)
+        left_open = min(1.0, self.batch / self.sequences * whole / lengths.mean)
+        seconds, area = self.prefill_s + self.steady_s, whole
+        curve = [(self.prefill_s, 0.0), (seconds, 1 - left_open)]
+        for interval_s, mine, after in zip(self.drain[3], areas, late[1:], strict=False):
+            seconds, area = seconds + interval_s, area - mine
+            curve.append((seconds, 1 - left_open * ((1 - self.mixed) * after + self.mixed * area / whole)))
+        times = [_first_time(curve, (number + 1) / PARTS) for number in range(PARTS - 1)]
+        return (*(min(1.0, time_s / self.total_s) for time_s in times), 1.0)
+
+    def _late(self, length: float) -> float:
+        """Share of all tokens in groups whose longest completion is above `length`."""
+        lengths = self.demand.lengths
+        survival = lengths.survival(length)
+        below = 1 - lengths.residual_survival(length) - length * survival / lengths.mean       # E[l; l <= x] / E[l]
+        return 1 - (1 - survival) ** (self.demand.group - 1) * below
 
     @line("s", "part of the drain with fewer than a tenth of the batch left")
     def tail_s(self) -> float:
@@ -215,6 +259,14 @@ class SynchronousRollout(RolloutTime):
         if self.tail_s > self.total_s / 2:
             return "tail"
         return self._limit(self.batch, self.sequences > self.held)
+
+
+def _first_time(curve: Sequence[tuple[float, float]], share: float) -> float:
+    """When a rising curve of (seconds, share) reaches a share. Between two points it is linear."""
+    for (began, before), (seconds, after) in pairwise(curve):
+        if after >= share:
+            return began + (seconds - began) * (share - before) / (after - before)
+    return curve[-1][0]
 
 
 class AsynchronousRollout(RolloutTime):

@@ -3,7 +3,8 @@
     train      (updates x pre-training time x imbalance) / eta + updates x t_update
     log-prob   train x forward / training x factor            rho = log-prob / train: 1/3 in theory, more in practice
     rollout    generation / eta_rollout + responses x t_response
-    step       synchronous: (sum of the phases) x (1 + other); asynchronous: (slower partition + weight sync) x
+    step       synchronous: (sum of the phases) x (1 + other), less what `algorithm.overlap` hides
+               (`overlapped_seconds`); asynchronous: (slower partition + weight sync) x
                (1 + other). With a second copy of the weights, only the trainer waits for the sync, and the engines
                stop for the swap.
 
@@ -13,6 +14,7 @@ share of the tokens, all ranks wait for the one that has it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -126,7 +128,8 @@ def step_seconds(mode: StepMode, phases: Phases, coefficients: RlCoefficients | 
 
 
 def combined_seconds(overlap: bool, rollout_s: float, trainer_s: float, refit_s: float, other_share: float,
-                     longest_s: float = 0.0, max_staleness: int = 0, swap_s: float | None = None) -> float:
+                     longest_s: float = 0.0, max_staleness: int = 0, swap_s: float | None = None,
+                     completions: Sequence[float] = ()) -> float:
     """The arithmetic of `step_seconds`, which a search calls millions of times, with a bound k on the staleness.
 
     Batch b is handed out when the engines serve version b - 1 - k (docs/async.md), k + 1 steps before its own version.
@@ -137,12 +140,35 @@ def combined_seconds(overlap: bool, rollout_s: float, trainer_s: float, refit_s:
     Args:
         longest_s: seconds of the longest completion; 0 without a bound.
         max_staleness: k.
+        completions: see `overlapped_seconds`, for a synchronous step with `algorithm.overlap`.
     """
     training_s = (trainer_s + refit_s) * (1 + other_share)
     if overlap and swap_s is not None:
         seconds = max((rollout_s + swap_s) * (1 + other_share), training_s)
     else:
-        parts = (rollout_s if rollout_s > trainer_s else trainer_s) if overlap else rollout_s + trainer_s
+        parts = ((rollout_s if rollout_s > trainer_s else trainer_s) if overlap else
+                 overlapped_seconds(rollout_s, trainer_s, completions) if completions else rollout_s + trainer_s)
         seconds = (parts + refit_s) * (1 + other_share)
     pace_s = (longest_s + training_s) / (max_staleness + 1)
     return seconds if seconds > pace_s else pace_s
+
+
+def overlapped_seconds(rollout_s: float, trainer_s: float, completions: Sequence[float]) -> float:
+    """Seconds of rollout and update if the trainer works on the complete groups of the batch that is generated.
+
+    The batch is n parts of equal work. Part j is complete c_j after the start, and its forward and backward take U / n.
+    The trainer takes one part after the other, so part j ends at (the recursion of a single server; Lindley, "The
+    theory of queues with a single server", 1952)
+
+        F_j = max(F_{j-1}, c_j) + U / n,   thus   F_n = max over j of c_j + (n - j + 1) U / n
+
+    At least the last part, U / n, comes after the rollout. The run makes it smaller if it can. The optimizer step
+    itself, which waits for all, is not told apart from U.
+
+    Args:
+        rollout_s: c_n.
+        trainer_s: U.
+        completions: c_j / c_n for each j (`RolloutTime.completions`).
+    """
+    n = len(completions)
+    return max(share * rollout_s + (n - j) / n * trainer_s for j, share in enumerate(completions))
