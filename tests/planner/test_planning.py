@@ -88,12 +88,16 @@ def test_a_small_step_is_synchronous_unless_the_bound_says_otherwise():
 
 def test_overlap_hides_a_part_of_the_update_and_none_of_the_rollout():
     words = "algorithm.max_staleness=0", "trainer.tp=4", "trainer.pp=1", "rollout.tp=2", "placement.training_nodes=1"
-    plain, hidden = (planned(*words, f"algorithm.overlap={word}", nodes=3, name="7b/grpo.yaml").found
-                     for word in ("false", "true"))
+    made, other_made = (planned(*words, f"algorithm.overlap={word}", nodes=3, name="7b/grpo.yaml")
+                        for word in ("true", "false"))
+    hidden, plain = made.found, other_made.found
     assert hidden.problem.overlap and not hidden.problem.asynchronous
     update_s, other = hidden.training.seconds, 1 + hidden.problem.coefficients.rl.other_share
     saved_s = plain.step_s - hidden.step_s
     assert 0 < saved_s <= (1 - 1 / 8) * update_s * other * 1.0001
+    phases = {phase.name: phase for phase in made.plan.forecast.phases}
+    assert phases["train"].starts < phases["rollout"].seconds
+    assert phases["train"].starts + phases["train"].seconds == pytest.approx(phases["sync"].starts)
     assert hidden.step_s >= (hidden.rollout.seconds + update_s / 8 + hidden.sync_s) * other * 0.9999
 
 

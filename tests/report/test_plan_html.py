@@ -46,6 +46,19 @@ def test_page_is_well_formed_and_stands_alone(options):
     assert "Every figure on this page is predicted" in page
 
 
+def test_the_step_says_what_overlaps():
+    def text(plan) -> str:
+        return render(plan, example_placement(plan))
+
+    plan = example_plan(asynchronous=False)
+    early = tuple(phase.model_copy(update={"starts": 1.0}) if phase.name == "train" else phase
+                  for phase in plan.forecast.phases)
+    hidden = plan.model_copy(update={"forecast": plan.forecast.model_copy(update={"phases": early})})
+    assert "each phase waits for the previous one" in text(plan)
+    assert "complete groups while others of the same batch are generated" in text(hidden)
+    assert "samples of different versions" in text(example_plan())
+
+
 def test_page_holds_the_plans_figures():
     plan = example_plan()
     page = render(plan, example_placement(plan))

@@ -108,6 +108,7 @@ def _spread(found: Candidate, name: str) -> tuple[float, float]:
 
 def _phases(found: Candidate) -> tuple[Phase, ...]:
     """The phases, in the order in which a partition runs them. In an asynchronous step both partitions start together.
+    With `algorithm.overlap` the update ends with the step; it is drawn as if it were not interrupted.
     """
     training, asynchronous = found.training, found.problem.asynchronous
     apart = found.mode == "disaggregated"
@@ -128,7 +129,10 @@ def _phases(found: Candidate) -> tuple[Phase, ...]:
         fast, slow = _spread(found, name)
         rows.append(Phase(name=name, seconds=seconds, low=seconds * fast, high=seconds * slow, starts=at,
                           partition=partition))
-        at = 0.0 if asynchronous and name == "rollout" else at + seconds
+        if name == "rollout" and (asynchronous or found.rollout.completions):
+            at = 0.0 if asynchronous else found.step_s - found.sync_s - training.seconds
+        else:
+            at += seconds
     return tuple(rows)
 
 

@@ -119,7 +119,10 @@ def _map(plan: ForecastPlan, placement: Placement | Seating | None, leaves: Sequ
 
 
 def _step(forecast: Forecast) -> str:
+    phases = {phase.name: phase for phase in forecast.phases}
+    early = "rollout" in phases and "train" in phases and phases["train"].starts < phases["rollout"].seconds
     overlap = ("rollout and training run at the same time, on samples of different versions" if forecast.asynchronous
+               else "the trainer works on complete groups while others of the same batch are generated" if early
                else "each phase waits for the previous one")
     return (f'<h2>The step</h2><div class="card">{plan_svg.step(forecast)}<p class="note">Two steps of the steady '
             f"state, predicted: {overlap}; grey is idle, the thin line spans low to high.</p></div>")
