@@ -127,7 +127,7 @@ def step_seconds(mode: StepMode, phases: Phases, coefficients: RlCoefficients | 
                             swap_s=phases.swap_s)
 
 
-def combined_seconds(overlap: bool, rollout_s: float, trainer_s: float, refit_s: float, other_share: float,
+def combined_seconds(asynchronous: bool, rollout_s: float, trainer_s: float, refit_s: float, other_share: float,
                      longest_s: float = 0.0, max_staleness: int = 0, swap_s: float | None = None,
                      completions: Sequence[float] = ()) -> float:
     """The arithmetic of `step_seconds`, which a search calls millions of times, with a bound k on the staleness.
@@ -143,10 +143,10 @@ def combined_seconds(overlap: bool, rollout_s: float, trainer_s: float, refit_s:
         completions: see `overlapped_seconds`, for a synchronous step with `algorithm.overlap`.
     """
     training_s = (trainer_s + refit_s) * (1 + other_share)
-    if overlap and swap_s is not None:
+    if asynchronous and swap_s is not None:
         seconds = max((rollout_s + swap_s) * (1 + other_share), training_s)
     else:
-        parts = ((rollout_s if rollout_s > trainer_s else trainer_s) if overlap else
+        parts = ((rollout_s if rollout_s > trainer_s else trainer_s) if asynchronous else
                  overlapped_seconds(rollout_s, trainer_s, completions) if completions else rollout_s + trainer_s)
         seconds = (parts + refit_s) * (1 + other_share)
     pace_s = (longest_s + training_s) / (max_staleness + 1)
