@@ -87,7 +87,8 @@ def test_a_run_survives_the_deaths_of_an_engine(tmp_path):
     assert [line for line in told if "serves version" in line] == told[1:6:2] and len(told) == 8, told
     assert "lost in the sync of version 2" in told[0] and "hangs" in told[2]
     assert len({record.process.pid for record in dismissed(job.attempt)}) == 4
-    rows = job.rows()
+    rows, groups = job.rows(), job.outcome().groups
+    assert (groups.trained, groups.lost, groups.duplicated) == (len(rows) * PROMPTS, 0, 0)
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     for row in rows:
         assert row["engines/groups/0"] + row.get("engines/groups/1", 0) == PROMPTS, row
