@@ -159,8 +159,10 @@ class RolloutForecast(Record):
 
 class Staleness(Record):
     versions: int
-    """Largest age, in versions, of a sample in training: ceil(longest completion / step); 0 if synchronous."""
+    """Largest age, in versions, of a token in training: `algorithm.max_staleness`, or what `auto` derives from the
+    plan, ceil(longest completion / step); 0 if synchronous."""
     mean: float
+    """Mean age of a token if engines have room for every batch that is handed out."""
     limit: int | None
     """`algorithm.max_staleness`."""
 

@@ -46,7 +46,8 @@ def problem_of(loaded: LoadedConfig, shape: Architecture, cluster: ClusterSpec) 
     return with_token_budget(Problem(
         shape=shape, workload=workload, cluster=cluster, pins=pins_of(loaded, cluster.gpu.device),
         coefficients=SiteCoefficients.of(cluster.coefficients), modes=MODES if mode == "auto" else (mode,),
-        asynchronous=asynchronous, lora_rank=config.model.lora_rank or 0,
+        asynchronous=asynchronous, border=asynchronous and config.rollout.swap == "border",
+        lora_rank=config.model.lora_rank or 0,
         route=config.weight_sync.route, bucket_bytes=int(config.weight_sync.bucket_mb * MIB),
         shadow=config.weight_sync.staging == "shadow",
         max_staleness=bound if asynchronous and bound != "auto" else None, overlap=config.algorithm.overlap,

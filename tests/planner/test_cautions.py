@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -70,6 +71,42 @@ def test_a_second_copy_that_saves_nothing_is_told():
     message = _messages(replace(found, problem=replace(found.problem, asynchronous=False)))["W015"]
     assert f"{found.rollout.memory.components['shadow'] / 1e9:.1f} GB per GPU" in message
     assert "W015" not in _messages(replace(found, problem=replace(found.problem, asynchronous=False, shadow=False)))
+
+
+def test_a_bound_beside_the_plans_need_is_told_with_both_numbers():
+    """The need: how many steps, as long as without a bound, the longest completion spans."""
+    free = best(problem(nodes=3, asynchronous=True))
+    needed = math.ceil(free.rollout.time.latency_max_s / free.step_s)
+    assert needed > 1 and "W018" not in _messages(free)
+
+    def told(bound: int) -> str:
+        return _messages(bounded(free, bound)).get("W018", "")
+
+    def bounded(found: Candidate, bound: int) -> Candidate:
+        posed = replace(found.problem, max_staleness=bound)
+        return replace(found, problem=posed, rollout=replace(found.rollout, problem=posed))
+
+    spans = f"the longest completion spans {needed} steps of {free.step_s:.1f} s"
+    assert told(needed) == "" and bounded(free, needed).step_s == free.step_s
+    assert told(1).startswith(f"algorithm.max_staleness = 1, and {spans}: the trainer waits")
+    assert f"a step takes {bounded(free, 1).step_s:.1f} s" in told(1) and bounded(free, 1).step_s > free.step_s
+    assert f"= {needed + 2}, and {spans}: with a bound of {needed}, samples are fresher" in told(needed + 2)
+
+
+def test_the_cost_of_swaps_at_borders_is_told():
+    """The same engines, with a step that waits for the longest completion of its batch."""
+    flying = best(problem(nodes=3, asynchronous=True))
+    posed = replace(flying.problem, border=True)
+    found = replace(flying, problem=posed, rollout=replace(flying.rollout, problem=posed))
+    c = found.problem.coefficients.rl
+    assert found.step_s == pytest.approx(
+        (max(found.rollout.seconds, found.training.seconds) + found.sync_s) * (1 + c.other_share))
+    lengths, work = found.problem.workload.lengths, found.problem.workload
+    assert found.rollout.seconds > lengths.expected_max(work.sequences) * found.rollout.engine.step_s(1, 0)
+    assert found.step_s > flying.step_s and found.staleness == 1
+    message = _messages(found)["W019"]
+    assert f"{found.step_s:.1f} s" in message and f"in_flight takes {flying.step_s:.1f} s" in message
+    assert "W019" not in _messages(flying)
 
 
 def test_a_cap_that_cuts_most_groups_is_told():

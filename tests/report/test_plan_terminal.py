@@ -52,7 +52,7 @@ def test_every_figure_is_the_plans():
             "74.1 s (65.2 s to 83 s) 80%", "9,996 prompts/h predicted (●), 8,533 to 11,755; target 10,000 (┃): "
             "within its uncertainty", "48 ms per output token, 1,020 tokens/s/GPU; 4,369 sequences in flight of 6,380",
             "load 68%",
-            "at most 5 versions, mean 1.6 (derived: longest completion 403 s over a step of 92.2 s)",
+            "at most 5 versions (algorithm.max_staleness 8), mean 1.6",
             "algorithm.max_staleness 8", "141 GB per copy", "> direct at least 390 ms, expected 2.4 s",
             "chain at least 410 ms, expected 4.9 s", "tree at least 410 ms, expected 3.1 s",
             "26.5 GB out, 17.6 GB in", "to disk every 20 steps: 141 GB per version, written and read back in 7.06 s",

@@ -75,6 +75,8 @@ def write_givens(book: Book, found: Candidate, source: Source) -> None:
     given(problem, "bucket_bytes", "sync.bucket_bytes", "bytes", "weight_sync.bucket_mb")
     if problem.shadow:
         given(problem, "shadow", "sync.shadow", "", "weight_sync.staging", value=1)
+    if problem.border:
+        given(problem, "border", "rollout.border", "", "rollout.swap", value=1)
     if problem.max_staleness is not None:
         given(problem, "max_staleness", "algorithm.max_staleness", "versions")
     if problem.running_kv == "dropped":

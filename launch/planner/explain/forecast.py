@@ -32,6 +32,7 @@ from launch.planner.explain.evaluate import book_of
 from launch.planner.explain.warnings import cautions
 from launch.planner.search.candidate import Candidate, step_seconds
 from launch.planner.search.search import Search
+from launch.planner.time.rollout import mean_staleness
 
 FRONT = 12
 """Number of cluster sizes at which the Pareto front is sampled."""
@@ -56,7 +57,8 @@ def forecast(search: Search | None, found: Candidate, sources: Mapping[str, str]
             tpot_s=rollout.time.tpot_s, tokens_per_s_per_gpu=rollout.time.tokens_per_s / rollout.layout.gpus,
             in_flight=rollout.time.in_flight * found.rollout_busy, capacity=rollout.time.slots,
             load=found.rollout_load, longest_s=rollout.time.latency_max_s, bound_by=rollout.time.limit),
-        staleness=Staleness(versions=found.staleness, mean=_mean_staleness(found), limit=problem.max_staleness),
+        staleness=Staleness(versions=problem.max_staleness or found.staleness, mean=_mean_staleness(found),
+                            limit=problem.max_staleness),
         sync=_sync(found).model_copy(update={"disk": _disk(found)}), reliability=Reliability(
             job_mtbf_hours=failures.job_mtbf_hours, checkpoint_s=failures.checkpoint_s,
             checkpoint_every_steps=failures.every_steps, restart_s=problem.coefficients.reliability.restart_s,
@@ -122,7 +124,7 @@ def _phases(found: Candidate) -> tuple[Phase, ...]:
     for name, seconds, partition in parts:
         if not seconds:
             continue
-        if name == "sync" and asynchronous and found.problem.shadow:
+        if name == "sync" and asynchronous and found.problem.swaps:
             partition = "training"              # engines continue; their swap is too short for the picture
         elif name == "sync":
             at = found.step_s - seconds
@@ -175,11 +177,11 @@ def _bottleneck(found: Candidate) -> str:
 
 
 def _mean_staleness(found: Candidate) -> float:
-    """Mean age of a sample in versions: those that pass while a completion of mean length is generated, plus half a
-    version while it waits for its batch."""
-    if not found.problem.asynchronous:
-        return 0.0
-    return found.rollout.time.latency_mean_s / found.step_s + 0.5
+    problem, time = found.problem, found.rollout.time
+    bound = problem.max_staleness or found.staleness
+    if not problem.in_flight:
+        return float(bound)         # engines that drain generate a batch between two commits
+    return mean_staleness(problem.workload.lengths, time.tpot_s, found.step_s, bound)
 
 
 def _sync(found: Candidate) -> SyncForecast:

@@ -33,6 +33,8 @@ DOCUMENTED: dict[str, str] = {
     "W015": "a second copy of the weights saves no time",
     "W016": "the communicators of the weight sync may not fit in GPU memory",
     "W017": "writing a version to disk takes longer than the steps between two versions",
+    "W018": "the bound on the staleness is not the plan's",
+    "W019": "engines finish all batches at every weight sync",
 }
 """Code -> meaning."""
 
@@ -54,7 +56,7 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
         worst = training.worst
         yield "W001", (f"stage {worst.stage} needs {worst.total / 1e9:.1f} GB of {training.memory.limit / 1e9:.1f} GB "
                        "per GPU: a lower trainer.token_budget, or trainer.recompute=full, would leave room")
-    if problem.asynchronous and rollout.time.limit == "KV capacity":
+    if problem.in_flight and rollout.time.limit == "KV capacity":
         # A request starts when another ends, so the queue does not grow without end, unlike that of a service near
         # full load. What matters is whether a long completion finds room or evicts others from the cache.
         cache = problem.kv_tokens or rollout.memory.kv_tokens
@@ -66,6 +68,11 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
     if found.staleness > 1:
         yield "W003", (f"a completion of {workload.lengths.cap:,} tokens spans {found.staleness} steps: weights change "
                        "while it is generated; keep algorithm.importance_cap, or use more prompts per step")
+    yield from _bound(found)
+    if problem.border:
+        yield "W019", ("rollout.swap = border: engines finish all batches before they take new weights, so that a step "
+                       f"takes {found.step_s:.1f} s, where rollout.swap=in_flight takes {found.in_flight_s:.1f} s with "
+                       "the same engines; it repeats bit for bit with rollout.deterministic")
     target = workload.target
     if target is not None and low < target:
         where = "within the uncertainty of the prediction" if high >= target else "out of reach"
@@ -104,11 +111,12 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
                        f"{workload.lengths.cap:,} tokens, and with them {capped:.0%} of the groups of "
                        f"{workload.group}: use a larger rollout.max_new_tokens, or no penalty for truncation")
     yield from _communicators(found)
-    if problem.shadow and not problem.asynchronous:
+    if problem.shadow and not problem.in_flight:
         copy = rollout.memory.weights
         yield "W015", (f"weight_sync.staging = shadow takes {copy / 1e9:.1f} GB per GPU from the KV cache, and a step "
                        "that generates with the newest weights waits for the sync all the same: "
-                       "weight_sync.staging=in_place, or algorithm.max_staleness of at least 1")
+                       "weight_sync.staging=in_place, or algorithm.max_staleness of at least 1 with "
+                       "rollout.swap=in_flight")
     if problem.disk_every and (disk := found.disk_s) > problem.disk_every * found.step_s:
         yield "W017", (f"a version of the weights takes {disk:,.0f} s to disk, and weight_sync.disk.every = "
                        f"{problem.disk_every} asks for one every {problem.disk_every * found.step_s:,.0f} s, so that "
@@ -116,6 +124,19 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
     if problem.cluster.coefficients.items() <= MEASURED.items():       # none, or those that are shipped for a CPU
         of = "a run on another machine" if problem.cluster.coefficients else "published runs"
         yield "W012", f"efficiencies are those of {of}: `megatron-rl plan calibrate RUN` measures yours"
+
+
+def _bound(found: Candidate) -> Iterator[tuple[str, str]]:
+    bound, needed = found.problem.max_staleness, found.needed_staleness(found.unbounded_s)
+    if bound is None:
+        return
+    spans = (f"algorithm.max_staleness = {bound}, and the longest completion spans {needed} "
+             f"step{'s' * (needed > 1)} of {found.unbounded_s:.1f} s")
+    if found.waits:
+        yield "W018", (f"{spans}: the trainer waits for it, and a step takes {found.step_s:.1f} s; a higher bound, or "
+                       "auto, makes the step shorter")
+    elif bound > needed:
+        yield "W018", f"{spans}: with a bound of {needed}, samples are fresher and no step is longer"
 
 
 def _communicators(found: Candidate) -> Iterator[tuple[str, str]]:

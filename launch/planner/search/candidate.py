@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.fabric.choose import SyncPrediction
@@ -146,7 +146,7 @@ class RolloutOption:
 
     @part
     def time(self) -> RolloutTime:
-        kind = AsynchronousRollout if self.problem.asynchronous else SynchronousRollout
+        kind = AsynchronousRollout if self.problem.in_flight else SynchronousRollout
         return kind(self.engine, self.demand)
 
     @line("tokens", "at least one sequence of the longest",
@@ -188,7 +188,7 @@ class RolloutOption:
         """Seconds of the longest completion and of the syncs that it may see, which a bound on the staleness limits; 0
         without a bound."""
         bound = self.problem.max_staleness
-        if bound is None or not self.problem.asynchronous:
+        if bound is None or not self.problem.in_flight:
             return 0.0
         return self.time.latency_max_s + bound * self.prefill_again_s
 
@@ -303,7 +303,7 @@ class Candidate:
     @part
     def step_s(self) -> float:
         return step_seconds(self.problem, self.rollout.seconds, self.training.seconds, self.sync_s,
-                            self.rollout.longest_s, self.rollout.swap_s if self.problem.shadow else 0.0,
+                            self.rollout.longest_s, self.rollout.swap_s if self.problem.swaps else 0.0,
                             self.rollout.completions)
 
     @property
@@ -312,7 +312,7 @@ class Candidate:
         problem = self.problem
         formula = ("(max over parts j of c_j + what j and later parts train, + sync)" if self.rollout.completions else
                    "(rollout + train + log-prob + reference + sync)" if not problem.asynchronous else
-                   "max(rollout + swap, train + log-prob + reference + sync)" if problem.shadow else
+                   "max(rollout + swap, train + log-prob + reference + sync)" if problem.swaps else
                    "(max(rollout, train + log-prob + reference) + sync)")
         floor = (", at least (longest completion + train + log-prob + reference + sync) / (staleness allowed + 1)"
                  if self.rollout.longest_s else "")
@@ -356,9 +356,7 @@ class Candidate:
     @property
     def waits(self) -> bool:
         """Whether the limit on staleness sets the length of the step."""
-        unbounded = step_seconds(self.problem, self.rollout.seconds, self.training.seconds, self.sync_s, 0.0,
-                                 self.rollout.swap_s if self.problem.shadow else 0.0, self.rollout.completions)
-        return self.step_s > unbounded
+        return self.step_s > self.unbounded_s
 
     @property
     def rollout_busy(self) -> float:
@@ -386,12 +384,30 @@ class Candidate:
 
     @property
     def staleness(self) -> int:
-        """Largest age of a sample in versions: ceil(longest completion / step), at most the bound; 0 if synchronous."""
+        """The bound on the staleness that the step needs: ceil(longest completion / step), at most the given bound. 0
+        if synchronous, 1 if engines drain at the border of a batch."""
         if not self.problem.asynchronous:
             return 0
-        decoding_s, bound = self.step_s - self.rollout.prefill_again_s, self.problem.max_staleness
-        spanned = max(1, minimum_staleness(self.rollout.time, decoding_s))
+        spanned, bound = self.needed_staleness(self.step_s), self.problem.max_staleness
         return spanned if bound is None else min(spanned, bound)
+
+    def needed_staleness(self, step_s: float) -> int:
+        """The bound with which no step of this length waits for a completion."""
+        if self.problem.border:
+            return 1
+        return max(1, minimum_staleness(self.rollout.time, step_s - self.rollout.prefill_again_s))
+
+    @property
+    def in_flight_s(self) -> float:
+        """Seconds of the step if these engines took new weights while completions run."""
+        problem = replace(self.problem, border=False)
+        return replace(self, problem=problem, rollout=replace(self.rollout, problem=problem)).step_s
+
+    @property
+    def unbounded_s(self) -> float:
+        """Seconds of the step without a bound on the staleness."""
+        return step_seconds(self.problem, self.rollout.seconds, self.training.seconds, self.sync_s, 0.0,
+                            self.rollout.swap_s if self.problem.swaps else 0.0, self.rollout.completions)
 
 
 def shares(problem: Problem) -> tuple[float, ...]:
@@ -415,16 +431,16 @@ def step_seconds(problem: Problem, rollout_s: float, training_s: float, sync_s: 
     `RolloutOption`."""
     return rl_step.combined_seconds(problem.asynchronous, rollout_s, training_s, sync_s,
                                     problem.coefficients.rl.other_share, longest_s, problem.max_staleness or 0,
-                                    swap_s if problem.shadow else None, completions)
+                                    swap_s if problem.swaps else None, completions)
 
 
 def max_num_seqs_to_try(problem: Problem, replicas: int) -> tuple[int, ...]:
-    """Values of `max_num_seqs` to try: the pinned one, or powers of two up to the tokens of an iteration. Synchronous
-    engines need no more than their share of a step; asynchronous ones run completions of several steps at once."""
+    """Values of `max_num_seqs` to try: the pinned one, or powers of two up to the tokens of an iteration. Engines that
+    drain need no more than their share of a step; the others run completions of several steps at once."""
     if problem.pins.max_num_seqs:
         return (problem.pins.max_num_seqs,)
     tokens = problem.pins.max_num_batched_tokens or MOST_SEQUENCES
-    asked = MOST_SEQUENCES if problem.asynchronous else -(-problem.workload.sequences // replicas)
+    asked = MOST_SEQUENCES if problem.in_flight else -(-problem.workload.sequences // replicas)
     return tuple(limit for limit in (FEWEST_SEQUENCES << power for power in range(7))
                  if limit == FEWEST_SEQUENCES or limit < 2 * asked and limit <= tokens)
 

@@ -51,6 +51,8 @@ class Problem:
     modes: tuple[Mode, ...] = ("disaggregated",)
     """The modes to search; several if the user asks for the fastest."""
     asynchronous: bool = False
+    border: bool = False
+    """Asynchronous engines take new weights after every batch that they have (`rollout.swap`)."""
     lora_rank: int = 0
     token_budget: int = 8192
     """Tokens of a micro-batch: the pinned number, or the one of `with_token_budget`."""
@@ -71,6 +73,17 @@ class Problem:
     disk_every: int = 0
     """Steps between two versions of the weights on disk; 0: none is written."""
     origin: Origin = field(default=Origin(), compare=False)
+
+    @property
+    def in_flight(self) -> bool:
+        """Engines run full over the borders of steps."""
+        return self.asynchronous and not self.border
+
+    @property
+    def swaps(self) -> bool:
+        """Engines stop only for the swap into a second copy. At a border they have nothing to do, and the next batch
+        waits for the whole sync."""
+        return self.shadow and not self.border
 
     @property
     def unit_gpus(self) -> int:
@@ -105,4 +118,5 @@ def with_token_budget(problem: Problem) -> Problem:
 def in_mode(problem: Problem, mode: Mode) -> Problem:
     """The problem in one mode. If trainer and engine take turns on a GPU, the run is synchronous without any overlap,
     and the engine receives no weights while it serves."""
-    return problem if mode == "disaggregated" else replace(problem, asynchronous=False, shadow=False, overlap=False)
+    return problem if mode == "disaggregated" else replace(
+        problem, asynchronous=False, border=False, shadow=False, overlap=False)

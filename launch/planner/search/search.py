@@ -211,7 +211,7 @@ class Search:
                 completions: Sequence[float]) -> float:
         """The step; a lower bound if the engines stop only for the swap, which counts as 0 here."""
         return combined_seconds(self.problem.asynchronous, rollout_s, training_s, sync_s, self._other_share, longest_s,
-                                self.problem.max_staleness or 0, 0.0 if self.problem.shadow else None, completions)
+                                self.problem.max_staleness or 0, 0.0 if self.problem.swaps else None, completions)
 
     def _better(self, found: Candidate | None, new: Candidate) -> Candidate:
         if found is None or (new.step_s, new.units) < (found.step_s, found.units):

@@ -312,3 +312,18 @@ def minimum_staleness(rollout: RolloutTime, step_s: float) -> int:
     """The smallest staleness that a strict first-in-first-out queue must allow: the longest response spans
     ceil(l_max TPOT / step) updates."""
     return math.ceil(rollout.latency_max_s / step_s - 1e-9)
+
+
+def mean_staleness(lengths: Lengths, tpot_s: float, step_s: float, bound: int) -> float:
+    """Mean age of a token in versions, where new weights reach running responses. A batch starts k versions early, when
+    a commit admits it, and its tokens become younger by one with every commit that their response lives to see:
+
+        k - sum over j = 1..k of P(a token comes at least j steps after its response began)
+
+    This holds for engines with room for the whole batch. Full engines begin later, and their tokens are younger.
+
+    Args:
+        bound: k.
+    """
+    return bound - sum(lengths.residual_survival(min(lengths.cap, number * step_s / tpot_s))
+                       for number in range(1, bound + 1))

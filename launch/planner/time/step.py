@@ -7,6 +7,10 @@
                (`overlapped_seconds`); asynchronous: (slower partition + weight sync) x
                (1 + other). With a second copy of the weights, only the trainer waits for the sync, and the engines
                stop for the swap.
+    border     (slower partition + weight sync) x (1 + other), where the rollout is that of a synchronous step: engines
+               that drain at the border of a batch (`rollout.swap: border`). At a commit all earlier batches are
+               generated, so the one batch that the commit admits is all that the engines have, for any bound k >= 1.
+               They need until its longest completion ends. The trainer updates meanwhile, on a batch that is there.
 
 Imbalance: a sequence is not split over DP ranks. If the longest sequence of an optimizer step is longer than a rank's
 share of the tokens, all ranks wait for the one that has it.

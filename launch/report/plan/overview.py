@@ -193,11 +193,9 @@ def _rollout(forecast: Forecast, console: Console) -> None:
     if not forecast.asynchronous:
         text = "0 versions: the step is synchronous"
     else:
-        text = (f"at most {plural(stale.versions, 'version')}, mean {significant(stale.mean, 2)} (derived: longest "
-                f"completion {seconds(rollout.longest_s)} over a step of {seconds(forecast.step_s)})")
-    if stale.limit is not None:
-        text += f"; algorithm.max_staleness {stale.limit}" + (
-            "" if stale.versions <= stale.limit else ": samples beyond it are dropped")
+        bound = (f"longest completion {seconds(rollout.longest_s)} over a step of {seconds(forecast.step_s)}"
+                 if stale.limit is None else f"algorithm.max_staleness {stale.limit}")
+        text = f"at most {plural(stale.versions, 'version')} ({bound}), mean {significant(stale.mean, 2)}"
     _line(console, "staleness", text)
 
 
