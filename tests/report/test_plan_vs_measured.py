@@ -83,6 +83,55 @@ def test_a_phase_far_off_with_right_lengths_points_at_the_calibration(forecast):
     assert any("train" in note and "plan calibrate" in note for note in far.notes)
 
 
+def overlapping(*, waited: float, step: float = 95.0, train: float = 64.0) -> list[dict]:
+    """Steps of an asynchronous run: engines generate all the time, but for half a second."""
+    return [{"step": step_, "time/step": step, "time/rollout": waited, "time/reward": 0.1, "time/train": train,
+             "time/logprob": 11.0, "time/sync": 2.5, "time/rollout_hidden": step - 0.5 - waited,
+             "sync/pause_seconds": 1.5, "idle/trainer": waited / step, "idle/engines": 0.5 / step,
+             "staleness/mean": 3.5, "staleness/max": 5.0} for step_ in range(1, 8)]
+
+
+def test_an_asynchronous_run_is_compared_by_what_it_waits_for_hides_and_stops():
+    """The prediction by hand: the trainer's phases, and a longest completion of several steps."""
+    forecast = example_plan().forecast
+    other = 0.05
+    share = forecast.numbers[0].model_copy(update={"key": "coefficients.rl.other_share", "value": other})
+    sync = forecast.sync.model_copy(update={"pauses": {"in_place": 2.0}})
+    forecast = forecast.model_copy(update={"numbers": (*forecast.numbers, share), "sync": sync})
+    seconds = {phase.name: phase.seconds for phase in forecast.phases}
+    trains = sum(seconds[name] for name in seconds if name not in ("rollout", "reward"))
+    assert forecast.rollout.longest_s > forecast.step_s > (1 + other) * trains
+    found = compare(forecast, overlapping(waited=15.0))
+    each = {phase.name: phase for phase in found.phases}
+    assert list(each)[:3] == ["waited", "hidden", "pause"] and "rollout" not in each
+    assert each["waited"].predicted.seconds == pytest.approx(forecast.step_s - (1 + other) * trains)
+    assert each["waited"].measured.median == pytest.approx(15.1)
+    assert each["waited"].predicted.seconds + each["hidden"].predicted.seconds == pytest.approx(forecast.step_s)
+    assert each["hidden"].measured.median == pytest.approx(95 - 0.5 - 15)
+    assert each["pause"].predicted.seconds == 2.0 and each["pause"].measured.median == 1.5
+    for phase in found.phases:
+        assert phase.predicted.low <= phase.predicted.seconds <= phase.predicted.high
+    notes = "\n".join(found.notes)
+    assert f"trainer {each['waited'].predicted.seconds / forecast.step_s:.0%} predicted, 16% measured" in notes
+    assert "engines 0% predicted, 1% measured" in notes
+    assert "at most 5, mean 1.6 predicted; at most 5, mean 3.5 measured" in notes
+    text = comparison_text(found)
+    assert max(map(len, text.splitlines())) <= 100 and "waited" in text and "hidden" in comparison_html(found)
+
+
+def test_a_trainer_that_is_predicted_never_to_wait_has_no_ratio():
+    forecast = example_plan().forecast
+    phases = tuple(phase.model_copy(update={"seconds": 2 * forecast.step_s} if phase.name == "train" else {})
+                   for phase in forecast.phases)
+    found = compare(forecast.model_copy(update={"phases": phases}), overlapping(waited=0.0))
+    waited = found.phases[0]
+    assert (waited.name, waited.predicted.seconds, waited.ratio) == ("waited", 0.0, None)
+    line = next(line for line in comparison_text(found).splitlines() if line.split()[:1] == ["waited"])
+    assert line.split()[-1] == "-" or line.endswith("-, not in range")
+    far = next(note for note in found.notes if "plan calibrate" in note)
+    assert "algorithm.max_staleness=0" in far
+
+
 @pytest.mark.parametrize("count", range(WARM_UP + FEWEST))
 def test_a_run_that_is_too_short_says_so(forecast, count):
     found = compare(forecast, rows(count))

@@ -5,6 +5,14 @@
     train      predicted: all optimizer steps                                measured: time/train
     sync       predicted: the weight sync                                    measured: time/sync
     step       predicted: the whole step                                     measured: time/step
+
+The phases of an asynchronous run overlap. Rollout is then compared by what it means for the step:
+
+    waited     predicted: the step less log-probs, training and sync         measured: time/rollout + time/reward
+    hidden     predicted: generation beside other work. A batch is under     measured: time/rollout_hidden
+               way for the seconds of its longest completion, or for those
+               of its rollout if these are more, and at most all the time
+    pause      predicted: the engines stop for the sync                      measured: sync/pause_seconds
 """
 
 from __future__ import annotations
@@ -40,6 +48,8 @@ KINDS = (Kind("rollout", ("rollout", "reward"), ("time/rollout", "time/rollout_h
          Kind("log-prob", ("logprob", "reference"), ("time/logprob",)),
          Kind("train", ("train",), ("time/train",)),
          Kind("sync", ("sync",), ("time/sync",)))
+WAITED, HIDDEN, PAUSE = ("time/rollout", "time/reward"), ("time/rollout_hidden",), ("sync/pause_seconds",)
+"""Metrics of the rollout of an asynchronous run."""
 
 
 class PredictedSeconds(Record):
@@ -64,8 +74,8 @@ class PhaseComparison(Record):
     name: str
     predicted: PredictedSeconds
     measured: Measured
-    ratio: float
-    """Measured over predicted."""
+    ratio: float | None
+    """Measured over predicted; null if nothing was predicted."""
     in_range: bool
     """Whether the measured median is in the predicted range."""
 
@@ -129,14 +139,17 @@ def compare(forecast: Forecast | None, rows: Sequence[Row], no_forecast: str = "
         made = len([row for row in rows if "time/step" in row])
         return _nothing(f"{made} step{'s' * (made != 1)}: plan and measurement are compared from {WARM_UP + FEWEST} "
                         f"on, since the first {WARM_UP} are warm-up and a median needs {FEWEST}")
-    phases = [found for kind in KINDS if (found := _phase(kind, forecast, measured))]
+    kinds = KINDS[1:] if forecast.asynchronous else KINDS
+    phases = [found for kind in kinds if (found := _phase(kind, forecast, measured))]
+    if forecast.asynchronous:
+        phases[:0] = _overlapping(forecast, measured)
     step = PredictedSeconds(seconds=forecast.step_s, low=forecast.step_low_s, high=forecast.step_high_s)
     phases.append(_comparison("step", step, seconds(measured, ("time/step",)), ("time/step",)))
     lengths = _lengths(forecast, measured)
     steps = Steps(first=int(measured[0]["step"]), last=int(measured[-1]["step"]), count=len(measured),
                   left_out=WARM_UP)
     return PlanVsMeasured(steps=steps, phases=tuple(phases), lengths=lengths,
-                          notes=tuple(_notes(phases, lengths)))
+                          notes=tuple(_notes(phases, lengths, forecast, measured)))
 
 
 def _nothing(why: str) -> PlanVsMeasured:
@@ -154,11 +167,45 @@ def _phase(kind: Kind, forecast: Forecast, rows: Sequence[Row]) -> PhaseComparis
     return _comparison(kind.name, predicted, times, kind.metrics)
 
 
+def _overlapping(forecast: Forecast, rows: Sequence[Row]) -> list[PhaseComparison]:
+    """What an asynchronous run waits for, hides and stops."""
+    waited, hidden = _waited(forecast), _hidden(forecast)
+    found = [_comparison("waited", waited, seconds(rows, WAITED), WAITED),
+             _comparison("hidden", hidden, seconds(rows, HIDDEN), HIDDEN)]
+    pause = forecast.sync.pauses.get(forecast.sync.staging)
+    if pause and (times := seconds(rows, PAUSE)):
+        sync = next(phase for phase in forecast.phases if phase.name == "sync")
+        spread = PredictedSeconds(seconds=pause, low=pause * sync.low / sync.seconds,
+                                  high=pause * sync.high / sync.seconds)
+        found.append(_comparison("pause", spread, times, PAUSE))
+    return found
+
+
+def _waited(forecast: Forecast) -> PredictedSeconds:
+    """The step less what the trainer does in it. Both ends of the range: the others at their other end."""
+    others = [phase for phase in forecast.phases if phase.name not in ("rollout", "reward")]
+    share = 1 + next((number.value for number in forecast.numbers if number.key == "coefficients.rl.other_share"), 0.0)
+    return PredictedSeconds(
+        seconds=max(0.0, forecast.step_s - share * sum(phase.seconds for phase in others)),
+        low=max(0.0, forecast.step_low_s - share * sum(phase.high for phase in others)),
+        high=max(0.0, forecast.step_high_s - share * sum(phase.low for phase in others)))
+
+
+def _hidden(forecast: Forecast) -> PredictedSeconds:
+    rollout = next(phase for phase in forecast.phases if phase.name == "rollout")
+    under_way = max(forecast.rollout.longest_s, rollout.seconds)
+    low, high = (under_way * end / rollout.seconds for end in (rollout.low, rollout.high))
+    waited = _waited(forecast)
+    return PredictedSeconds(seconds=max(0.0, min(forecast.step_s, under_way) - waited.seconds),
+                            low=max(0.0, min(forecast.step_low_s, low) - waited.high),
+                            high=max(0.0, min(forecast.step_high_s, high) - waited.low))
+
+
 def _comparison(name: str, predicted: PredictedSeconds, times: Sequence[float],
                 metrics: tuple[str, ...]) -> PhaseComparison:
     middle = median(times)
     return PhaseComparison(
-        name=name, predicted=predicted, ratio=middle / predicted.seconds,
+        name=name, predicted=predicted, ratio=middle / predicted.seconds if predicted.seconds else None,
         measured=Measured(median=middle, lowest=min(times), highest=max(times), metrics=metrics),
         in_range=predicted.low <= middle <= predicted.high)
 
@@ -183,7 +230,10 @@ def _lengths(forecast: Forecast, rows: Sequence[Row]) -> tuple[Length, ...]:
                  for name, assumed, found in pairs if assumed and found)
 
 
-def _notes(phases: Sequence[PhaseComparison], lengths: Sequence[Length]) -> Iterable[str]:
+def _notes(phases: Sequence[PhaseComparison], lengths: Sequence[Length], forecast: Forecast,
+           rows: Sequence[Row]) -> Iterable[str]:
+    if forecast.asynchronous:
+        yield from _asynchronous_notes(forecast, rows)
     keys = {"response": "workload.response.mean", "prompt": "workload.prompt_tokens"}
     explains = {"response": "rollout and training", "prompt": "prefill and training"}
     wrong = [each for each in lengths if each.name in keys and abs(each.ratio - 1) > LENGTH_TOLERANCE]
@@ -193,5 +243,19 @@ def _notes(phases: Sequence[PhaseComparison], lengths: Sequence[Length]) -> Iter
                f"{keys[each.name]}={each.measured:.4g} predicts this run")
     far = [phase.name for phase in phases if not phase.in_range and phase.name != "step"]
     if far and not wrong:
-        yield (f"{', '.join(far)} outside the predicted range, with lengths as assumed: "
-               "`megatron-rl plan calibrate` fits the site's coefficients to this run")
+        fits = ("`megatron-rl plan calibrate` fits the site's coefficients to a run with algorithm.max_staleness=0"
+                if forecast.asynchronous else
+                "`megatron-rl plan calibrate` fits the site's coefficients to this run")
+        yield f"{', '.join(far)} outside the predicted range, with lengths as assumed: {fits}"
+
+
+def _asynchronous_notes(forecast: Forecast, rows: Sequence[Row]) -> Iterable[str]:
+    step_s, waited, hidden = forecast.step_s, _waited(forecast).seconds, _hidden(forecast).seconds
+    idle = [mean_of(rows, name) for name in ("idle/trainer", "idle/engines")]
+    if None not in idle:
+        yield (f"idle: trainer {waited / step_s:.0%} predicted, {idle[0]:.0%} measured; engines "
+               f"{max(0.0, 1 - (waited + hidden) / step_s):.0%} predicted, {idle[1]:.0%} measured")
+    ages = [mean_of(rows, name) for name in ("staleness/mean", "staleness/max")]
+    if None not in ages:
+        yield (f"staleness: at most {forecast.staleness.versions}, mean {forecast.staleness.mean:.2g} predicted; "
+               f"at most {ages[1]:.3g}, mean {ages[0]:.2g} measured")

@@ -39,11 +39,15 @@ def comparison_text(found: PlanVsMeasured) -> str:
     for each in found.phases:
         ends = f"{seconds(each.predicted.low)} to {seconds(each.predicted.high)}"
         lines.append(f"{'':{LABEL}}{each.name:10}{seconds(each.predicted.seconds):>12}{ends:>22}"
-                     f"{seconds(each.measured.median):>12}{significant(each.ratio):>10}"
+                     f"{seconds(each.measured.median):>12}{_ratio(each.ratio):>10}"
                      f"{'' if each.in_range else ', not in range'}")
     lines += [f"{'':{LABEL}}{f'tokens per {each.name}':22}{significant(each.assumed, 4)} assumed, "
               f"{significant(each.measured, 4)} measured" for each in found.lengths]
     return "\n".join([*lines, *(field("", note) for note in found.notes)])
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else significant(ratio)
 
 
 def comparison_html(found: PlanVsMeasured | None) -> str:
@@ -58,7 +62,7 @@ def comparison_html(found: PlanVsMeasured | None) -> str:
          "measured, all steps": NUMBER, "measured / predicted": NUMBER, "in the range": TEXT},
         ((escape(each.name), seconds(each.predicted.seconds),
           f"{seconds(each.predicted.low)} to {seconds(each.predicted.high)}", seconds(each.measured.median),
-          f"{seconds(each.measured.lowest)} to {seconds(each.measured.highest)}", significant(each.ratio),
+          f"{seconds(each.measured.lowest)} to {seconds(each.measured.highest)}", _ratio(each.ratio),
           "yes" if each.in_range else "no") for each in found.phases))
     lengths = table(
         {"length": TEXT, "assumed": NUMBER, "measured mean": NUMBER, "measured / assumed": NUMBER},
