@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from launch import envvars
+from launch.config.resolved import ResolvedConfig
 from launch.files.shared import write_atomically
 from launch.files.waiting import listed
-from launch.plan.plan import Placement, Plan
+from launch.plan.plan import Placement, Plan, forecast_of
 from launch.report.run import rehearsal_table as table
 from launch.run.attempts import Attempt
 from launch.run.outcome import Outcome
@@ -106,7 +107,8 @@ def conclude(attempt: Attempt) -> Outcome:
     census = ray_file(attempt)
     ray = RayReport(**json.loads(census.read_text(encoding="utf-8"))) if census.exists() else None
     checks = [*compare(plan, placement, reports, given), *([ray_nodes(placement, ray)] if ray else [])]
-    document = to_document(placement, reports, checks) | ({"ray": asdict(ray)} if ray else {})
+    document = (to_document(placement, reports, checks) | {"run": _run_as_planned(config, plan)}
+                | ({"ray": asdict(ray)} if ray else {}))
     write_atomically(attempt.folder / "rehearsal.json", json.dumps(document, indent=1))
     write_atomically(attempt.folder / "rehearsal.txt", table.text(document) + "\n")
     failed = [check for check in checks if check.findings]
@@ -250,6 +252,14 @@ def to_document(placement: Placement, reports: Sequence[RankReport], checks: Seq
                         "findings": [asdict(finding) for finding in check.findings]} for check in checks],
             "environment": {role: _common([each.environment for each in reports if roles.get(each.process) == role])
                             for role in ("trainer", "rollout")}}
+
+
+def _run_as_planned(config: ResolvedConfig, plan: Plan) -> dict[str, Any]:
+    """How the job would roll out, and the rates of its plan. What no plan predicts is missing."""
+    forecast = forecast_of(plan)
+    planned = {} if forecast is None else {"step_s": forecast.step_s,
+                                           "prompts_per_hour": forecast.throughput.nominal}
+    return {"max_staleness": config.algorithm.max_staleness, "swap": config.rollout.swap, **planned}
 
 
 def _order(placement: Placement, report: RankReport) -> tuple[int, str, int]:

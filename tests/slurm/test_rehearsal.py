@@ -7,6 +7,7 @@ Megatron's rank order, computed here; only then against the placement.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -104,6 +105,19 @@ def test_the_report_is_printed_and_says_what_a_user_wants_to_know(full):
     assert text.strip() in full.output
     assert "256 processes on 32 nodes" in text and "no leaf: each belongs to one partition" in text
     assert full.outcome.status == "finished"
+
+
+def test_the_report_tells_the_asynchrony_and_the_rates_of_the_plan(full):
+    """As the job would run: the template's `auto`, with the bound that its plan derives."""
+    plan, config = full.attempt.plan(), full.attempt.config()
+    bound, forecast = plan.chosen["algorithm.max_staleness"], plan.forecast
+    assert forecast.asynchronous and bound == config.algorithm.max_staleness > 0
+    assert bound == math.ceil(forecast.rollout.longest_s / forecast.step_s)
+    assert full.report["run"] == {"max_staleness": bound, "swap": "in_flight", "step_s": forecast.step_s,
+                                  "prompts_per_hour": forecast.throughput.nominal}
+    text = " ".join((full.attempt.folder / "rehearsal.txt").read_text().split())
+    assert f"asynchronous: samples are at most {bound} versions old, rollout.swap in_flight" in text
+    assert f"{forecast.throughput.nominal:,.0f} prompts/h" in text
 
 
 def test_two_gpus_exchanged_on_one_node_fail_the_rehearsal(slurm, tmp_path):

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -19,8 +19,18 @@ from launch.planner.seats.cluster import bind
 from launch.ports import Ports
 from launch.report.run import rehearsal_table as table
 from launch.run import faults
+from launch.run.attempts import Attempt
 from launch.runtime.places import PlacedProcess, places, variables
-from launch.runtime.rehearsal import Comparison, RankReport, RayReport, compare, ray_nodes, to_document
+from launch.runtime.rehearsal import (
+    Comparison,
+    RankReport,
+    RayReport,
+    compare,
+    conclude,
+    node_file,
+    ray_nodes,
+    to_document,
+)
 from launch.runtime.workloads.rank_report import END, entry_of
 from launch.runtime.workloads.rehearse import SCRIPT, report_of
 from tests.slurm_cluster import REPOSITORY
@@ -146,6 +156,30 @@ def test_the_report_names_every_process_and_fits_the_terminal(prepared, placemen
     assert "ranks 0-7 on GPUs 0-7" in text and "are where the placement wants them" in text
     assert document["environment"]["trainer"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert document["environment"]["rollout"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
+@pytest.mark.parametrize("word, says", [
+    ("algorithm.max_staleness=auto", "asynchronous: samples are at most 4 versions old, rollout.swap in_flight"),
+    ("algorithm.max_staleness=0", "synchronous")])
+def test_the_result_tells_how_the_job_would_roll_out_and_the_rates_of_its_plan(tmp_path, placement, word, says):
+    made = prepare(str(REPOSITORY / "configs/70b/grpo.yaml"),
+                   ["trainer.tp=8", "trainer.pp=2", "trainer.cp=1", "trainer.dp=9", "rollout.tp=4", word,
+                    "rollout.replicas=28", f"cluster={REPOSITORY}/configs/clusters/h100x32.yaml"])
+    attempt = Attempt(tmp_path / "attempts/1")
+    attempt.folder.mkdir(parents=True)
+    attempt.write(made.loaded.config, made.plan, placement, {})
+    for node in placement.nodes:
+        said = [as_placed(place, variables(place, made.config, placement, "gpu", attempt.mark))
+                for place in places(placement) if place.node == node]
+        node_file(attempt, node).parent.mkdir(parents=True)
+        node_file(attempt, node).write_text(json.dumps(list(map(asdict, said))))
+    assert conclude(attempt).status == "finished"
+    forecast = made.plan.forecast
+    assert json.loads((attempt.folder / "rehearsal.json").read_text())["run"] == {
+        "max_staleness": made.config.algorithm.max_staleness, "swap": "in_flight", "step_s": forecast.step_s,
+        "prompts_per_hour": forecast.throughput.nominal}
+    text = " ".join((attempt.folder / "rehearsal.txt").read_text().split())
+    assert f"rollouts {says}; planned: a step of" in text and f"{forecast.throughput.nominal:,.0f} prompts/h" in text
 
 
 def test_an_engine_is_one_process_a_gpu_and_all_see_all_of_its_gpus(placement):

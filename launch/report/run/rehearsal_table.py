@@ -8,6 +8,7 @@ from typing import Any
 
 from launch.files.waiting import listed
 from launch.report.lines import WIDTH, field, ranges
+from launch.report.quantities import plural, seconds
 
 
 def text(document: Mapping[str, Any]) -> str:
@@ -30,6 +31,8 @@ def text(document: Mapping[str, Any]) -> str:
         lines.append(field("Ray", f"{len(document['ray']['found'])} nodes counted after "
                                   f"{document['ray']['counted_s']:.1f} s, an actor on each after "
                                   f"{document['ray']['actors_s']:.1f} s more"))
+    if "run" in document:
+        lines.append(field("rollouts", _rollouts(document["run"])))
     lines.append("")
     for check in document["checks"]:
         word = "ok" if not check["findings"] else "WRONG"
@@ -54,6 +57,16 @@ def _processes(members: Sequence[Mapping[str, Any]]) -> str:
         parts.append(f"{word} {ranges(list(engines))}{_where(list(engines.values()))}")
     parts += [each["process"] for each in members if each["role"] not in ("trainer", "rollout")]
     return "; ".join(parts)
+
+
+def _rollouts(run: Mapping[str, Any]) -> str:
+    """`asynchronous: samples are at most 4 versions old, ...`."""
+    bound = run["max_staleness"]
+    text = (f"asynchronous: samples are at most {plural(bound, 'version')} old, rollout.swap {run['swap']}" if bound
+            else "synchronous")
+    if "step_s" in run:
+        text += f"; planned: a step of {seconds(run['step_s'])}, {run['prompts_per_hour']:,.0f} prompts/h"
+    return text
 
 
 def _number(process: str) -> tuple[int, int]:
