@@ -191,7 +191,8 @@ def _ages(versions_N: np.ndarray, sampled_N: np.ndarray, version: int) -> np.nda
 
 
 def _interleave(prompts: list[np.ndarray], trajectories: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([part for pair in zip(prompts, trajectories, strict=True) for part in pair]).astype(dtype)
+    parts = [part for pair in zip(prompts, trajectories, strict=True) for part in pair]
+    return np.concatenate(parts, dtype=dtype, casting="unsafe")     # at once: a batch has millions of tokens
 
 
 def _kept(trajectory: Trajectory, config: Algorithm) -> bool:
