@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.async_scale import Rates, Scale, drawn, in_virtual_time, play
+from benchmarks.async_scale import Rates, Scale, drawn, in_virtual_time, play, rates_of
 from launch.config.auto import on_this_machine
 from launch.config.load import load_config
+from launch.planner.prepare import OnCluster, prepare
 from launch.planner.time.rollout import AsynchronousRollout, Demand, SynchronousRollout, mean_staleness
 from launch.planner.time.step import combined_seconds
 from launch.planner.workload.lengths import LogNormal
@@ -24,7 +25,7 @@ def wanted(slots: int) -> Demand:
     return Demand(PROMPTS, GROUP, 0, LENGTHS, ENGINES, slots, 1e9)
 
 
-def run(bound: int, slots: int, update_s: float, *, border: bool = False, steps: int = 60) -> Scale:
+def run(bound: int, slots: int, update_s: float, *, border: bool = False, steps: int = 40) -> Scale:
     rates = Rates(engines=ENGINES, slots=slots, max_num_seqs=slots, token_s=lambda running: TOKEN_S,
                   update_s=update_s, sync_s=SYNC_S, lengths=drawn(LENGTHS), cap=LENGTHS.cap, prompts=PROMPTS,
                   group=GROUP, prompt_tokens=1)
@@ -60,3 +61,14 @@ def test_samples_are_as_old_as_predicted(bound):
     found = run(bound, 512, update_s)
     predicted = mean_staleness(LENGTHS, TOKEN_S, found.step_s - SYNC_S, bound)
     assert found.staleness_max == bound and found.staleness_mean == pytest.approx(predicted, abs=0.05 * bound)
+
+
+def test_a_run_makes_the_planned_step_of_the_rates_of_the_70b_plan():
+    """28 engines and 256 groups of 16: the scheduler keeps them as full as the plan takes them to be."""
+    made = prepare("configs/70b/grpo.yaml")
+    assert isinstance(made, OnCluster)
+    rates, bound = rates_of(made), made.config.algorithm.max_staleness
+    found = in_virtual_time(play(rates, made.config.algorithm, bound, 12, looked_at=11))
+    assert (rates.update_s + rates.sync_s) * (1 - 1e-9) <= found.step_s <= made.plan.forecast.step_s
+    assert found.staleness_max == bound == made.plan.forecast.staleness.versions
+    assert found.staleness_mean == pytest.approx(made.plan.forecast.staleness.mean, abs=0.3)
