@@ -14,9 +14,14 @@ QUIET = ("run.resume=never", "eval.every=0", "eval.at_start=false", "eval.at_end
 """Overrides of a measured run that switch off everything a step does not need."""
 
 
-def train(config: str, run_dir: Path, overrides: Sequence[str], *, timeout_s: float, log: Path) -> list[Row]:
-    """Run `megatron-rl launch CONFIG --on local` into `run_dir`, as `run_logged` does. Returns the history."""
-    run_logged([sys.executable, "-m", "launch", "launch", config, "--on", "local", f"run.dir={run_dir.parent}",
+def train(config: str, run_dir: Path, overrides: Sequence[str], *, timeout_s: float, log: Path,
+          command: str = "launch") -> list[Row]:
+    """Run `megatron-rl launch CONFIG --on local` into `run_dir`, as `run_logged` does. Returns the history.
+
+    Args:
+        command: the module that is run as `megatron-rl`.
+    """
+    run_logged([sys.executable, "-m", command, "launch", config, "--on", "local", f"run.dir={run_dir.parent}",
                 f"run.name={run_dir.name}", *overrides], timeout_s=timeout_s, log=log)
     return metric_history(attempt_dirs(run_dir))
 

@@ -27,6 +27,7 @@ from launch.run.stop import STOP_FILE, stop_requested
 from launch.runtime import endings, hang, teardown
 from launch.runtime.ray_node import ADDRESS_VARIABLE, RaySession, ray_environment, start_head
 from launch.runtime.watch import View
+from launch.runtime.workloads.train import DRIVER
 
 LOOK_EVERY_S = 0.25
 DRIVER_GRACE_S = 10.0
@@ -119,7 +120,7 @@ class LocalJob:
         environment = ray_environment(self.config, self.device, self.attempt.mark, LOOPBACK)
         ray = start_head(self.session, self.ports, node=LOCAL_NODE, address=LOOPBACK, environment=environment,
                          log=self.attempt.logs / "ray.log")
-        driver = processes.start("driver", [sys.executable, "-m", "megatron_rl.train", str(self.attempt.folder)],
+        driver = processes.start("driver", [sys.executable, "-m", DRIVER, str(self.attempt.folder)],
                                  environment={**environment, **self.session.variables(), envvars.NODE: LOCAL_NODE,
                                               ADDRESS_VARIABLE: f"{LOOPBACK}:{self.ports.ray_gcs}"},
                                  log=self.attempt.logs / "driver.log")

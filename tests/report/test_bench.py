@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.asynchrony import Case as AsyncCase
+from benchmarks.asynchrony import Result, aims
 from benchmarks.results import compare, shortfall
 from benchmarks.run import Case, markdown, summarise
 from tests.report.synthetic import row
@@ -62,3 +64,29 @@ def test_results_fail_unless_the_gain_is_large_and_no_chance(gained, lost, misse
     for part in missed:
         assert part in said
     assert "p =" not in (said or "") or "p = 1" in missed
+
+
+def measured(step: float, **changes: float) -> Result:
+    """Iterations of 0.1 s, 64 slots, a batch of 1,920 tokens: 3 s of full engines, three times an update of 1 s."""
+    numbers = {"rollout": 2.0, "update": 1.0, "sync": 0.1, "iteration": 0.1, "tokens": 1920.0, "longest": 57.0}
+    return Result(step, ages=(1.0, 2.0), **(numbers | changes))
+
+
+def test_the_ideal_is_the_longest_of_rollout_update_and_completion():
+    assert [measured(5.0).ideal(bound) for bound in (0, 1, 4)] == pytest.approx([5.7, 3.0, 3.0])
+    assert measured(5.0, update=4.0).ideal(1) == pytest.approx(4.1)
+
+
+@pytest.mark.parametrize("two, zero, slower, verdicts", [
+    (3.3, 7.0, 1.0, ["met", "met"]), (3.31, 7.2, 1.0, ["missed", "missed"]),
+    (3.0, 14.0, 2.0, ["met", "met"])])      # a machine that is half as fast in one of the runs
+def test_aims_compare_times_of_one_run(two, zero, slower, verdicts):
+    results = {"former loop": measured(7.0), "k = 0": measured(zero, iteration=0.1 * slower), "k = 2": measured(two)}
+    said = aims({AsyncCase(name): result for name, result in results.items()})
+    assert [line.rpartition(": ")[2] for line in said] == verdicts
+
+
+def test_the_overlap_hides_what_the_step_is_shorter_by():
+    results = {name: measured(step) for name, step in
+               (("former loop", 7.0), ("k = 0", 7.0), ("k = 0, overlap", 6.35), ("k = 2", 3.0))}
+    assert "hides 65% of the update" in aims({AsyncCase(name): result for name, result in results.items()})[2]
