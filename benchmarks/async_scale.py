@@ -28,7 +28,7 @@ import psutil
 from launch.config.resolved import ResolvedAlgorithm
 from launch.planner.prepare import OnCluster, prepare
 from launch.planner.workload.lengths import Lengths
-from megatron_rl.algorithms.batch import build_policy_batch, in_epochs
+from megatron_rl.algorithms.batch import batch_statistics, build_policy_batches
 from megatron_rl.data.batch import Group, Prompt, Trajectory
 from megatron_rl.rewards.sample import Sample, Score
 from megatron_rl.rollout.sampling import Sampling
@@ -261,7 +261,8 @@ async def play(rates: Rates, algorithm: ResolvedAlgorithm, max_staleness: int, s
         if step % looked_at == 0:
             before = time.process_time()
             rewards = [np.array([score.total for score in scores]) for scores in batch.scores]
-            in_epochs(build_policy_batch(batch.groups, rewards, algorithm, rates.cap, version=step - 1)[0], 1)
+            batch_statistics(batch.groups, rewards, algorithm)
+            build_policy_batches(batch.groups, rewards, algorithm, rates.cap, version=step - 1)
             batch_s.append(time.process_time() - before)
             began += batch_s[-1]
             ages = [step - 1 - each.weight_versions for group in batch.groups for each in group.trajectories]
