@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 import numbers
 import re
-import sys
 import typing
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pydantic
 
 from launch.config.schema import Reward as RewardConfig
-from launch.errors import UserError, nearest
+from launch.errors import UserError
 from megatron_rl.rewards.functions import BUILTINS
 from megatron_rl.rewards.sample import Sample
+from megatron_rl.user_code import import_named, one_like
 
 OFFERED = ("prompt", "finish_reason", "completion_tokens")
 """Offered to every reward function as keywords, in addition to the data row's columns."""
@@ -82,31 +80,13 @@ def _resolve(path: str, where: str) -> Callable[..., Any]:
         return BUILTINS[path]
     module_name, colon, attribute = path.partition(":")
     if not (colon and module_name and attribute):
-        raise UserError(f"no built-in reward is called {path!r}", where=where, fix=_nearest(path, list(BUILTINS))
+        raise UserError(f"no built-in reward is called {path!r}", where=where, fix=one_like(path, list(BUILTINS))
                         + f" (built-in: {', '.join(BUILTINS)}), or name your own function as package.module:function")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # importing a module may raise anything
-        raise UserError(f"reward {path!r}: importing {module_name} fails with {type(error).__name__}: {error}",
-                        where=where, fix=f"make `python -c 'import {module_name}'` work from {Path.cwd()}, "
-                                         f"or set PYTHONPATH to the folder that holds it") from error
-    function = getattr(module, attribute, None)
-    if function is None:
-        public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise UserError(f"reward {path!r}: {module_name} has no {attribute!r}", where=where,
-                        fix=_nearest(attribute, public, module_name + ":") if public
-                        else f"define {attribute} in {module.__file__}")
+    function = import_named(path, "reward", where)
     if not callable(function):
         raise UserError(f"reward {path!r} is a {type(function).__name__}, not a function", where=where,
                         fix="name a function f(completion, answer, **columns) -> float")
     return function
-
-
-def _nearest(name: str, candidates: list[str], prefix: str = "") -> str:
-    close = nearest(name, candidates, alike=0.5)
-    return f"write {prefix}{close}" if close else f"write one of {', '.join(prefix + c for c in candidates)}"
 
 
 def _check_signature(name: str, function: Callable[..., Any], args: dict[str, Any], columns: Collection[str] | None,
@@ -149,7 +129,7 @@ def _check_args(name: str, function: Callable[..., Any], args: dict[str, Any],
         if arg not in by_keyword and not takes_all:
             choices = [parameter for parameter in by_keyword if parameter not in OFFERED]
             raise UserError(f"reward {name!r} takes no argument {arg!r} (found {value!r})",
-                            where=f"{where}.args.{arg}", fix=_nearest(arg, choices) if choices else "remove it")
+                            where=f"{where}.args.{arg}", fix=one_like(arg, choices) if choices else "remove it")
     if name not in BUILTINS:
         return
     for arg, annotation in typing.get_type_hints(function, include_extras=True).items():
