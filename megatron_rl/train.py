@@ -129,6 +129,7 @@ async def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monito
     while (part := await job.part(step)) is not None:       # while others of the batch are generated
         await accumulate(job, clock, policy_batches(config, part, step))
     batch = await job.batch(step)
+    state.taken(batch.heard)
     statistics = batch_statistics(batch.groups, batch.rewards, config.algorithm)
     batches = policy_batches(config, batch.rest, step)
     waited = await settle_disk(job, clock, monitor)

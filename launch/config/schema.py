@@ -283,6 +283,9 @@ class Data(Section):
     """`auto`: the tokenizer's template, if any. `none`: plain text."""
     shuffle: bool = True
     """Shuffle each epoch, with `run.seed`; false: file order."""
+    curriculum: str | None = Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    """Class that picks the prompts and hears their rewards, as `package.module:Class` (docs/prompts.md); null: the
+    epochs of `shuffle`."""
 
 
 class Disk(Section):

@@ -13,6 +13,7 @@ from launch.run.attempts import Attempt
 from megatron_rl.algorithms.staleness import StalenessBound
 from megatron_rl.data import dataset, template
 from megatron_rl.data.batch import Prompt
+from megatron_rl.data.curriculum import Guarded, load_curriculum
 from megatron_rl.data.sampler import BatchSampler, PromptSampler
 from megatron_rl.driver.ledger import Ledger
 from megatron_rl.layouts.step_folder import latest_complete
@@ -57,14 +58,11 @@ class RunState:
                                             system=config.data.system)
         rendering.check_end_token(template.stop_token_ids(tokenizer, config.model.path))
         content = dataset.fingerprint(prompts)
-
-        def order() -> PromptSampler:
-            return PromptSampler(len(prompts), config.run.seed, config.data.shuffle, content)
-
-        sampler = BatchSampler(order(), config.algorithm.prompts_per_step)
+        sampler = _sampler(config, prompts)
         exports = config.checkpoint.export == "last" and not attempt.exported(config.run.steps).exists()
         return RunState(config, prompts, held_out, sampler, {"data": content, "template": rendering.fingerprint()},
-                        StalenessBound(config.algorithm.max_staleness), Ledger(order()), exports=exports)
+                        StalenessBound(config.algorithm.max_staleness), Ledger(_order(config, prompts)),
+                        exports=exports)
 
     @property
     def columns(self) -> list[str]:
@@ -75,10 +73,15 @@ class RunState:
         """Draw the prompts of the next batch, ahead of its training."""
         return [self.prompts[row] for row in self.sampler.draw()]
 
-    def trained(self, step: int, prompts: Sequence[Prompt]) -> None:
-        """`step` is finished and trained the groups of `prompts`."""
-        self.sampler.trained()
-        self.ledger.settle(self.config.algorithm.prompts_per_step, [prompt.index for prompt in prompts])
+    def taken(self, rewards: Sequence[tuple[int, list[float]]]) -> None:
+        """The loop has the next batch. `rewards`: row and rewards of every group that was generated for it."""
+        self.sampler.taken(rewards)
+
+    def trained(self, step: int, prompts: Sequence[Prompt], replaced: Sequence[Prompt] = ()) -> None:
+        """`step` is finished and trained the groups of `prompts`. Dynamic sampling replaced those of `replaced`."""
+        picked = self.sampler.trained()
+        waiting = self.sampler.waiting if self.config.data.curriculum is None else []
+        self.ledger.settle(picked, [prompt.index for prompt in prompts], [prompt.index for prompt in replaced], waiting)
         self.step = step
 
     def extra(self) -> dict[str, Any]:
@@ -90,7 +93,7 @@ class RunState:
         """Continue from a checkpoint, or start a new run if `loaded` is None.
 
         Raises:
-            UserError: the run has already made all its steps, or its data or template changed.
+            UserError: the run has already made all its steps, or its data, template or curriculum changed.
         """
         if loaded is None:
             return
@@ -102,11 +105,31 @@ class RunState:
         if extra["identity"]["template"] != self.identity["template"]:
             raise UserError("the tokenizer or chat template changed since the checkpoint", where="model.path",
                             fix="restore the old files, or start a run with another run.name")
+        if extra["identity"]["data"] != self.identity["data"]:
+            raise UserError(f"the data set changed since the checkpoint: fingerprint {extra['identity']['data']} then, "
+                            f"{self.identity['data']} now", where="data.train",
+                            fix="restore the old data set, or start a run with another run.name")
         self.sampler.load_state_dict(extra["sampler"])
         self.staleness.load_state_dict(extra["staleness"])
         self.ledger.load_state_dict(extra["ledger"])
         self.step = self.saved = extra["step"]
         self.changes = list(loaded["changes"])
+
+
+def _order(config: ResolvedConfig, prompts: list[Prompt]) -> PromptSampler | None:
+    """The shuffled epochs, if they decide which prompts come."""
+    if config.data.curriculum is not None:
+        return None
+    return PromptSampler(len(prompts), config.run.seed, config.data.shuffle)
+
+
+def _sampler(config: ResolvedConfig, prompts: list[Prompt]) -> BatchSampler:
+    """Draws the batches of a run. The curriculum hears every batch as late as the bound on the staleness may make it.
+    """
+    name, algorithm = config.data.curriculum, config.algorithm
+    curriculum = _order(config, prompts) or load_curriculum(name or "", prompts, config.run.seed)
+    return BatchSampler(Guarded(curriculum, name or "the shuffled epoch", len(prompts)), algorithm.prompts_per_step,
+                        lag=algorithm.max_staleness)
 
 
 def refuse_old_export(state: RunState, attempt: Attempt) -> None:

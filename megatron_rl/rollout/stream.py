@@ -61,6 +61,12 @@ class ScoredBatch(ScoredGroups):
     bound: int
     """`max_staleness` when the batch was handed out."""
 
+    @property
+    def heard(self) -> list[tuple[int, list[float]]]:
+        """Row and rewards of every group."""
+        return [(int(group.prompt.index), [score.total for score in scores])
+                for group, scores in zip(self.groups, self.scores, strict=True)]
+
 
 @dataclass(eq=False)
 class _Batch:

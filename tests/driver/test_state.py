@@ -25,7 +25,9 @@ def loaded(state: RunState, step: int, **identity: str) -> dict:
 
 def test_it_goes_on_at_the_step_and_the_prompt_of_the_checkpoint(state, tmp_path):
     for step in (1, 2, 3):
-        state.trained(step, state.draw())
+        prompts = state.draw()
+        state.taken([(prompt.index, [1.0]) for prompt in prompts])
+        state.trained(step, prompts)
     state.staleness.now, state.ledger.trained = 1, 7
     checkpoint, following = loaded(state, 3), state.draw()
     other = RunState.from_data(state.config, Attempt(tmp_path))
@@ -50,3 +52,9 @@ def test_a_finished_run_that_was_not_exported_is_exported(state):
 def test_another_template_is_refused(state):
     with pytest.raises(UserError, match="template changed"):
         state.resume(loaded(state, 3, template="another"))
+
+
+def test_other_data_are_refused(state):
+    """NeMo-RL#2519."""
+    with pytest.raises(UserError, match="the data set changed since the checkpoint: fingerprint another then"):
+        state.resume(loaded(state, 3, data="another"))

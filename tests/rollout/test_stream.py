@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.data import carried
 from megatron_rl.data.batch import Group, Trajectory
+from megatron_rl.data.curriculum import Guarded
 from megatron_rl.data.sampler import BatchSampler, PromptSampler
 from megatron_rl.driver.ledger import Ledger
 from megatron_rl.rewards.sample import Score
@@ -97,7 +98,7 @@ class _Run:
     fault: Callable[[int, ScoredBatch], ScoredBatch] = staticmethod(lambda step, batch: batch)
     """What a broken stream would give instead of a batch."""
     step: int = 0
-    sampler: dict = field(default_factory=lambda: PromptSampler(ROWS, 0).state_dict())
+    sampler: dict | None = None
     rollouts: bytes = b""
     ahead: list[int] = field(default_factory=list)
     ledger: str = "null"
@@ -116,8 +117,10 @@ class _Run:
 
     async def go(self, world: _World, until: int, tmp_path=None) -> dict[str, int]:
         """Resume from the checkpoint, train up to a step and write a checkpoint there. Returns the stream's counts."""
-        sampler, ledger = BatchSampler(PromptSampler(ROWS, 0), PER_STEP), self._ledger()
-        sampler.load_state_dict(self.sampler)
+        sampler, ledger = BatchSampler(Guarded(PromptSampler(ROWS, 0), "", ROWS), PER_STEP,
+                                       lag=self.max_staleness), self._ledger()
+        if self.sampler is not None:
+            sampler.load_state_dict(self.sampler)
         scheduler = RolloutScheduler([world, world], max_num_seqs=6, vocabulary=VOCABULARY,
                                      deterministic=self.deterministic)
         stream = RolloutStream(lambda: [PROMPTS[row] for row in sampler.draw()], scheduler, world, SAMPLING,
@@ -139,9 +142,10 @@ class _Run:
                 parts.append(part)
                 await world.clock.later()           # forward and backward
                 await stream.generated(step)
-            batch = await stream.batch(step)
-            self._check_parts(step, [*parts, batch.rest], batch)
-            batch = self.fault(step, batch)
+            whole = await stream.batch(step)
+            self._check_parts(step, [*parts, whole.rest], whole)
+            sampler.taken(whole.heard)
+            batch = self.fault(step, whole)
             assert step not in self.trained
             self.bounds[step] = batch.bound
             self.trained[step] = [(group.prompt.index, [score.total for score in scores])
@@ -155,8 +159,9 @@ class _Run:
             scheduler.hold(step)
             await world.clock.later()               # the sync
             world.version = self.step = step
-            sampler.trained()
-            ledger.settle(PER_STEP, [group.prompt.index for group in batch.groups])
+            picked = sampler.trained()
+            ledger.settle([PROMPTS[row].index for row in picked], [group.prompt.index for group in batch.groups],
+                          waiting=sampler.waiting)
             if self.change is not None:
                 stream.max_staleness = self.change(step)
             scheduler.committed(step)
@@ -182,7 +187,7 @@ def _reference() -> dict[int, list[tuple[int, list[float]]]]:
     """Without a stream: the sampler's order."""
     sampler = PromptSampler(ROWS, 0)
     return {step: [(row, [float(f"{row}.{sample}") for sample in range(SAMPLING.n)])
-                   for row in (PROMPTS[at].index for at in sampler.next(PER_STEP))] for step in range(1, STEPS + 1)}
+                   for row in (PROMPTS[at].index for at in sampler.pick(PER_STEP))] for step in range(1, STEPS + 1)}
 
 
 @settings(max_examples=60, deadline=None)
@@ -290,8 +295,8 @@ def test_the_ledger_sees_a_checkpoint_whose_position_skips_or_repeats_a_batch(tm
     run = _Run(1)
     asyncio.run(run.go(_World(0), 4, tmp_path))
     position = PromptSampler(ROWS, 0)
-    position.next((4 + batches) * PER_STEP)
-    run.sampler = position.state_dict()
+    position.pick((4 + batches) * PER_STEP)
+    run.sampler = {**run.sampler, "state": position.state_dict()}
     asyncio.run(run.go(_World(1), 5, tmp_path))
     trained, lost, duplicated = run.counted
     assert trained == 5 * PER_STEP and lost == duplicated > 0
