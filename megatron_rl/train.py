@@ -33,8 +33,9 @@ from megatron_rl.driver.state import RunState, newest_checkpoint, refuse_old_exp
 from megatron_rl.layouts.step_folder import checkpoint_folder
 from megatron_rl.monitor.monitor import Monitor
 from megatron_rl.rewards.load import load_rewards
+from megatron_rl.rollout import refill
+from megatron_rl.rollout.pending import ScoredGroups
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.stream import ScoredGroups
 from megatron_rl.weight_sync.disk import NotWritten
 
 log = logging.getLogger("megatron_rl.train")
@@ -94,7 +95,12 @@ async def train(attempt: Attempt, clock: StepClock) -> Outcome:
 
         while state.step < config.run.steps and not stop_requested(attempt.folder):
             clock.begin(state.step + 1)
-            metrics = await take_step(job, state, clock, monitor)
+            try:
+                metrics = await take_step(job, state, clock, monitor)
+            except refill.CannotBeFilled:      # before anything of this step was trained
+                if state.step > state.saved:
+                    await save(job, state, clock)
+                raise
             last = state.step == config.run.steps
             try:
                 if due(state.step, config.eval.every) or (last and config.eval.at_end):
@@ -141,12 +147,15 @@ async def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monito
         updates = [await job.update(step, each) for each in last]
     control_staleness(state, step, batch.bound, updates, monitor)
     report = await job.sync(step, state.staleness.now)
-    state.trained(step, [group.prompt for group in batch.groups])
+    state.trained(step, [group.prompt for group in batch.groups],
+                  [group.prompt for group, _ in batch.replaced or ()])
     times = clock.end() | waited
     if due(step, config.weight_sync.disk.every) and not stop_requested(job.attempt.folder):
         job.begin_to_disk(step)
     monitor.samples(step, batch.groups, batch.rewards)
     metrics = step_metrics.of_step(step, batch.groups, batch.scores, statistics, updates, report, times)
+    if batch.replaced is not None:
+        metrics |= refill.metrics(batch.replaced, len(batch.groups))
     return metrics | job.engine_metrics() | {"staleness/bound": float(state.staleness.now)}
 
 

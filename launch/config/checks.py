@@ -39,6 +39,7 @@ def check(loaded: ResolvedLoaded, architecture: Architecture, device: Literal["c
     checker.lengths()
     checker.share_prompts()
     checker.batch()
+    checker.dynamic_sampling()
     checker.loss()
     checker.overlap()
     checker.old_policy()
@@ -231,6 +232,15 @@ class _Checker:
                      f"{al.prompts_per_step} prompts: some would be idle (a group stays on one engine)",
                      "rollout.replicas", "algorithm.prompts_per_step",
                      fix=f"use rollout.replicas <= {al.prompts_per_step}")
+
+    def dynamic_sampling(self) -> None:
+        al, key = self.config.algorithm, "algorithm.dynamic_sampling"
+        if al.dynamic_sampling.enabled and al.reserve == 0:
+            self.add(f"{key}.enabled = true with {key}.max_refill = 0: there is no reserve that could replace a group",
+                     f"{key}.max_refill", f"{key}.enabled", fix=f"use {key}.max_refill >= 1, or enabled: false")
+        if self.config.workload.flat_groups and not al.dynamic_sampling.enabled:
+            self.add(f"workload.flat_groups = {self.config.workload.flat_groups:g} has no effect with {key}.enabled = "
+                     "false", "workload.flat_groups", f"{key}.enabled", fix=f"set {key}.enabled, or remove flat_groups")
 
     def loss(self) -> None:
         al = self.config.algorithm

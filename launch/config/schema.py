@@ -192,6 +192,13 @@ class Rejection(Section):
         return (low if self.low is None else self.low, high if self.high is None else self.high)
 
 
+class DynamicSampling(Section):
+    enabled: bool = False
+    """Replace groups whose rewards are all equal, which teach nothing (DAPO, docs/prompts.md)."""
+    max_refill: NonNegativeInt = 3
+    """Reserve of a batch, in multiples of `prompts_per_step`. A batch that it does not fill ends the run."""
+
+
 class Algorithm(Section):
     group_size: int = Field(ge=2)
     """Completions per prompt (G)."""
@@ -239,6 +246,13 @@ class Algorithm(Section):
     this is on-policy (docs/async.md)."""
     truncated: Literal["keep", "mask"] = "keep"
     """`keep` or `mask` completions cut at `max_new_tokens` in the loss. Their reward always counts in the baseline."""
+    dynamic_sampling: DynamicSampling = DynamicSampling()
+    """Replacement of groups that teach nothing."""
+
+    @property
+    def reserve(self) -> int:
+        """Prompts that are drawn for a batch beyond those that it trains."""
+        return self.prompts_per_step * self.dynamic_sampling.max_refill if self.dynamic_sampling.enabled else 0
 
     @property
     def optimizer_steps(self) -> int:
@@ -369,6 +383,8 @@ class Workload(Section):
     """Mean prompt tokens; null: half of `rollout.max_prompt_tokens`."""
     response: Lengths = Lengths()
     """Distribution of completion lengths."""
+    flat_groups: float = Field(default=0.0, ge=0, lt=1)
+    """Expected share of groups with equal rewards, which `algorithm.dynamic_sampling` generates in addition."""
     target_prompts_per_hour: PositiveFloat | None = None
     """Throughput to compare the plan with."""
 

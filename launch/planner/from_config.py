@@ -174,6 +174,7 @@ def workload_of(loaded: LoadedConfig) -> Workload:
         max_prompt_tokens=longest_prompt,
         lengths=_lengths(loaded), logprob_pass=config.algorithm.old_logprobs == "recompute",
         interpolated=config.algorithm.old_logprobs == "interpolate",
+        flat_groups=config.workload.flat_groups if config.algorithm.dynamic_sampling.enabled else 0.0,
         reference=kl.beta > 0, reference_offload=kl.reference_offload,
         target=config.workload.target_prompts_per_hour, measured_lengths=asked.distribution == "file",
         assumed_sigma=asked.sigma if asked.distribution == "lognormal" else None,

@@ -29,9 +29,10 @@ from megatron_rl.driver.sync_plan import announced, differences, sync_plan
 from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.rewards.sample import Score, group_samples
 from megatron_rl.rollout.parts import FairShare
+from megatron_rl.rollout.pending import ScoredBatch, ScoredGroups
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.scheduler import RolloutScheduler
-from megatron_rl.rollout.stream import RolloutStream, ScoredBatch, ScoredGroups
+from megatron_rl.rollout.stream import RolloutStream
 from megatron_rl.weight_sync.coordinator import Endpoint, SyncCoordinator
 from megatron_rl.weight_sync.disk import VersionsOnDisk, WrittenVersion, write_folder
 from megatron_rl.weight_sync.protocol import SyncError, SyncReport
@@ -124,7 +125,7 @@ class Job:
                                 hang_s=config.run.hang_min_s / INSIDE_FIRST, first_s=config.run.deadline_s)
         self._stream = RolloutStream(
             draw, self._scheduler, self._rewards, Sampling.training(config), last=config.run.steps,
-            max_staleness=most, timed=self._clock.generating,
+            max_staleness=most, batch_size=config.algorithm.prompts_per_step, timed=self._clock.generating,
             share=FairShare.of(self.plan) if config.algorithm.overlap else None)
         self._stream.carry_over(carried, [min(bound, most) for bound in bounds])
 

@@ -129,7 +129,7 @@ def _sampler(config: ResolvedConfig, prompts: list[Prompt]) -> BatchSampler:
     name, algorithm = config.data.curriculum, config.algorithm
     curriculum = _order(config, prompts) or load_curriculum(name or "", prompts, config.run.seed)
     return BatchSampler(Guarded(curriculum, name or "the shuffled epoch", len(prompts)), algorithm.prompts_per_step,
-                        lag=algorithm.max_staleness)
+                        algorithm.reserve, lag=algorithm.max_staleness)
 
 
 def refuse_old_export(state: RunState, attempt: Attempt) -> None:

@@ -55,6 +55,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("group/reward_std", "reward", "mean standard deviation inside a group", "> 0"),
         Metric("group/dropped", "share", "groups with fewer than two trajectories, left out",
                "0"),
+        Metric("group/replaced_right", "groups", "replaced by dynamic sampling: every reward at least 1", "rises late"),
+        Metric("group/replaced_wrong", "groups", "replaced: no reward above 0", "falls"),
+        Metric("group/replaced_other", "groups", "replaced: equal rewards of another value, or rewards that failed",
+               "0"),
+        Metric("group/generated_per_trained", "–", "groups generated per group trained, the cost of dynamic sampling",
+               "< 2"),
     ),
     "Trajectories": (
         Metric("response/length_mean", "tokens", "mean sampled tokens, stop tokens included, tokens of tools not",

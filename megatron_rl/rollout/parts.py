@@ -6,6 +6,7 @@ unused. What no part takes is trained last, whatever its size.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -29,14 +30,15 @@ class FairShare:
         return cls(groups=max(-(-batch.prompts_per_step // PARTS), -(-micro_batches // batch.group_size)),
                    tokens=micro_batches * batch.token_budget if training.pp > 1 else 0)
 
-    def next_part(self, complete: Mapping[int, Group], taken: Collection[int], count: int,
+    def next_part(self, complete: Mapping[int, Group], scored: Collection[int], taken: Collection[int], count: int,
                   in_order: bool) -> list[int]:
         """The places of the groups of the next part; empty if too few are complete, or if all others are complete.
 
         Args:
-            complete: generated and scored groups of the batch by place.
+            complete: the groups that are ready to be trained, by place.
+            scored: their places, and with dynamic sampling also those of groups without spread.
             taken: places in earlier parts.
-            count: number of groups in the batch.
+            count: number of groups that the batch trains.
             in_order: parts are the shortest runs of places that are large enough, whatever is complete. So they never
                 depend on timing. The last one is what remains.
         """
@@ -44,10 +46,11 @@ class FairShare:
             ready = sorted(complete.keys() - taken)
             return ready if len(complete) < count and self._reached(ready, complete) else []
         run: list[int] = []
-        for place in range(len(taken), count - 1):
-            if place not in complete:
+        for place in itertools.takewhile(lambda place: place in scored, itertools.count()):
+            if place in complete and place not in taken:
+                run.append(place)
+            if len(taken) + len(run) == count:
                 break
-            run.append(place)
             if self._reached(run, complete):
                 return run
         return []

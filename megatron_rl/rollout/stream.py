@@ -8,6 +8,10 @@ where `version` is the newest version that the engines have committed. Batches a
 trained at version b - 1, and its oldest token is at most `max_staleness` versions old. Nothing is dropped, and which
 prompts a batch holds never depends on timing. With `max_staleness` 0 the loop is synchronous. `max_staleness` may
 change during the run: every batch keeps the bound under which it was handed out.
+
+With dynamic sampling a batch has more prompts than it trains: its own reserve. It trains the first groups with spread,
+in the order of its prompts. A prompt of the reserve is handed out for each group that turns out to have no spread. So
+exactly the prompts up to the last group that is trained are generated, in whatever order groups arrive.
 """
 
 from __future__ import annotations
@@ -17,85 +21,25 @@ import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Protocol
-
-import numpy as np
 
 from megatron_rl.data.batch import Group, Prompt
 from megatron_rl.data.carried import CarriedGroup
 from megatron_rl.rewards.sample import Sample, Score, group_samples
 from megatron_rl.rollout.parts import FairShare
+from megatron_rl.rollout.pending import PendingBatch, ScoredBatch, ScoredGroups
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.scheduler import RolloutScheduler
 
 Timed = Callable[[int], AbstractContextManager[None]]
+Arrived = Callable[[int, Group, bool], asyncio.Task[None]]
+"""Takes the group of a place, and whether a checkpoint had it. Returns the task that scores it."""
 
 
 class RewardClient(Protocol):
     """The stream's view of the reward workers."""
 
     def score(self, samples: Sequence[Sample]) -> Awaitable[list[Score]]: ...
-
-
-@dataclass(frozen=True)
-class ScoredGroups:
-    """Groups of a batch, in the order of its prompts."""
-
-    groups: list[Group]
-    scores: list[list[Score]]
-    """`scores[g][i]` belongs to `groups[g].trajectories[i]`."""
-
-    @property
-    def rewards(self) -> list[np.ndarray]:
-        """float64 [G] of each group."""
-        return [np.array([score.total for score in group], dtype=np.float64) for group in self.scores]
-
-
-@dataclass(frozen=True)
-class ScoredBatch(ScoredGroups):
-    """A complete batch."""
-
-    rest: ScoredGroups
-    """The groups that no part has. Without parts, all of them."""
-    bound: int
-    """`max_staleness` when the batch was handed out."""
-
-    @property
-    def heard(self) -> list[tuple[int, list[float]]]:
-        """Row and rewards of every group."""
-        return [(int(group.prompt.index), [score.total for score in scores])
-                for group, scores in zip(self.groups, self.scores, strict=True)]
-
-
-@dataclass(eq=False)
-class _Batch:
-    """A batch that was handed out and not yet trained."""
-
-    step: int
-    """The step that trains it."""
-    prompts: Sequence[Prompt]
-    bound: int
-    """`max_staleness` when it was handed out."""
-    again: bool
-    """It was handed out already before the checkpoint."""
-    groups: dict[int, Group] = field(default_factory=dict)
-    """By place in `prompts`, as they are generated."""
-    scores: dict[int, list[Score]] = field(default_factory=dict)
-    taken: set[int] = field(default_factory=set)
-    """Places of the groups that parts have."""
-
-    def at(self, places: Iterable[int]) -> ScoredGroups:
-        places = list(places)
-        return ScoredGroups([self.groups[place] for place in places], [self.scores[place] for place in places])
-
-    @property
-    def generated(self) -> bool:
-        return len(self.groups) == len(self.prompts)
-
-    @property
-    def complete(self) -> bool:
-        return len(self.scores) == len(self.prompts)
 
 
 class RolloutStream:
@@ -109,17 +53,20 @@ class RolloutStream:
         max_staleness: how many versions a batch may be handed out ahead of its turn. The loop may set another one
             before `committed`.
         last: the last step of the run.
+        batch_size: how many groups of a batch are trained; the other prompts that `draw` returns are its reserve, for
+            dynamic sampling. None: all.
         share: the smallest part of a batch that may be trained before the others; None: there are no parts.
         timed: opens a span for the generation of one batch, given its step.
     """
 
     def __init__(self, draw: Callable[[], Sequence[Prompt]], scheduler: RolloutScheduler, rewards: RewardClient,
-                 sampling: Sampling, *, max_staleness: int, last: int,
+                 sampling: Sampling, *, max_staleness: int, last: int, batch_size: int | None = None,
                  share: FairShare | None = None, timed: Timed = lambda step: contextlib.nullcontext()) -> None:
         self._draw, self._scheduler, self._rewards, self._sampling = draw, scheduler, rewards, sampling
         self.max_staleness, self._last, self._timed = max_staleness, last, timed
-        self._share = share
-        self._batches: dict[int, _Batch] = {}
+        self._batch_size, self._share = batch_size, share
+        self._turn = asyncio.Lock()
+        self._batches: dict[int, PendingBatch] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._carried: dict[tuple[int, int], CarriedGroup] = {}
         self._carried_bounds: Sequence[int] = ()
@@ -140,13 +87,16 @@ class RolloutStream:
             pass
 
     async def generated(self, step: int, arrived: Callable[[], None] = lambda: None) -> None:
-        """Wait until every group of a batch is generated, or until `part` has one to give. `arrived` is called as
-        groups of any batch come in.
+        """Wait until every group of a batch is generated, or until `part` has one to give; with dynamic sampling also
+        scored, because that decides what is generated. `arrived` is called as groups of any batch come in.
 
         Raises:
-            UserError, ComponentFailed, NotServing: generation or a reward failed, in this or in a later batch.
+            UserError, ComponentFailed, NotServing: generation or a reward failed, in this or in a later batch, or the
+                reserve of this batch did not suffice.
         """
         await self._until(lambda: self._batches[step].generated or bool(self._next_part(step)), arrived)
+        if (failure := self._batches[step].failure) is not None:
+            raise failure
 
     async def part(self, step: int, arrived: Callable[[], None] = lambda: None) -> ScoredGroups | None:
         """Wait until a part of a batch can be trained while others of its groups are not complete, and give it. None:
@@ -163,7 +113,8 @@ class RolloutStream:
         return part
 
     async def drained(self, arrived: Callable[[], None] = lambda: None) -> None:
-        """Wait until every group that was handed out is generated. Raises like `generated`."""
+        """Wait until every batch that was handed out is generated. Raises like `generated`, but not for a reserve that
+        did not suffice."""
         await self._until(lambda: all(batch.generated for batch in self._batches.values()), arrived)
 
     async def batch(self, step: int, arrived: Callable[[], None] = lambda: None) -> ScoredBatch:
@@ -172,13 +123,12 @@ class RolloutStream:
         Raises:
             RuntimeError: a token breaks the bound on the staleness. Only an error in this program leads to that.
         """
+        await self.generated(step, arrived)
         await self._until(lambda: self._batches[step].complete, arrived)
         batch = self._batches.pop(step)
-        places = range(len(batch.prompts))
-        whole = batch.at(places)
-        _check_staleness(batch, whole.groups)
-        return ScoredBatch(whole.groups, whole.scores, batch.at(place for place in places if place not in batch.taken),
-                           batch.bound)
+        result = batch.result()
+        _check_staleness(batch, result.groups)
+        return result
 
     def finished_ahead(self) -> list[CarriedGroup]:
         """The generated groups of batches that are not trained yet, for the checkpoint."""
@@ -207,63 +157,87 @@ class RolloutStream:
         step = self._next
         if step > min(self._last, version + 1 + bound):
             return False
-        batch = self._batches[step] = _Batch(step, self._draw(), bound, again)
-        self.counts["handed_out"] += len(batch.prompts)
+        prompts = self._draw()
+        batch = self._batches[step] = PendingBatch(step, prompts, self._batch_size or len(prompts), bound, again)
+        self.counts["handed_out"] += batch.size
         task = asyncio.create_task(self._produce(batch), name=f"batch {step}")
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         self._next += 1
         return True
 
-    async def _produce(self, batch: _Batch) -> None:
+    async def _produce(self, batch: PendingBatch) -> None:
         async with asyncio.TaskGroup() as scoring:
 
-            def arrived(place: int, group: Group) -> None:
+            def arrived(place: int, group: Group, carried: bool) -> asyncio.Task[None]:
+                self.counts["carried"] += carried
+                self.counts["generated"] += not carried
+                self.counts["generated_again"] += batch.again and not carried
                 batch.groups[place] = group
                 self._changed.set()
-                scoring.create_task(self._score(batch, place))
-
-            def generated(place: int, group: Group) -> None:
-                self.counts["generated"] += 1
-                self.counts["generated_again"] += batch.again
-                arrived(place, group)
+                return scoring.create_task(self._score(batch, place))
 
             with self._timed(batch.step):
-                for place, group in self._usable(batch).items():
-                    self.counts["carried"] += 1
-                    arrived(place, group)
-                missing = [place for place in range(len(batch.prompts)) if place not in batch.groups]
-                if not self._scheduler.deterministic:
+                if self._scheduler.deterministic:
+                    await self._in_rounds(batch, arrived)
+                else:
                     async with asyncio.TaskGroup() as generating:
-                        for place in missing:
-                            generating.create_task(self._generate(batch, place, generated))
-                elif missing:
-                    groups = await self._scheduler.rollout(batch.prompts, self._sampling, batch.step)
-                    for place, group in enumerate(groups):
-                        generated(place, group)
-
-    async def _generate(self, batch: _Batch, place: int, arrived: Callable[[int, Group], None]) -> None:
-        arrived(place, await self._scheduler.group(batch.prompts[place], self._sampling, batch.step))
-
-    async def _score(self, batch: _Batch, place: int) -> None:
-        batch.scores[place] = await self._rewards.score(group_samples(batch.groups[place]))
+                        for place in range(batch.size):
+                            generating.create_task(self._one_by_one(batch, place, arrived))
+        batch.close()
         self._changed.set()
 
-    def _usable(self, batch: _Batch) -> dict[int, Group]:
-        """The groups of the checkpoint that belong to this batch and keep the bound, by place. A deterministic batch is
-        generated as a whole or not at all."""
-        found = {place: carried.group(prompt) for place, prompt in enumerate(batch.prompts)
-                 if (carried := self._carried.pop((batch.step, place), None)) is not None
-                 and carried.prompt_index == prompt.index and len(carried.trajectories) == self._sampling.n
-                 and carried.oldest >= batch.step - 1 - batch.bound}
-        return {} if self._scheduler.deterministic and len(found) < len(batch.prompts) else found
+    async def _one_by_one(self, batch: PendingBatch, first: int, arrived: Arrived) -> None:
+        """Generate the group of a place. With dynamic sampling, go on with the reserve until one has spread."""
+        place: int | None = first
+        while place is not None:
+            carried = self._carried_group(batch, place)
+            group = carried or await self._scheduler.group(batch.prompts[place], self._sampling, batch.step)
+            scored = arrived(place, group, carried is not None)
+            if not batch.dynamic:
+                return
+            await scored
+            place = None if place in batch.spread else batch.next_place()
+            self.counts["handed_out"] += place is not None
+
+    async def _in_rounds(self, batch: PendingBatch, arrived: Arrived) -> None:
+        """Generate a batch in rounds, each of them whole and by its place in the batch: first the prompts that are
+        trained, then as many of the reserve as there are groups without spread. No other batch comes between."""
+        async with self._turn:
+            places = range(batch.size)
+            while places:
+                groups = [self._carried_group(batch, place) for place in places]
+                made = [group for group in groups if group is not None]
+                carried = len(made) == len(places)
+                if not carried:
+                    made = await self._scheduler.rollout([batch.prompts[place] for place in places], self._sampling,
+                                                         batch.step)
+                scored = [arrived(place, group, carried) for place, group in zip(places, made, strict=True)]
+                if not batch.dynamic:
+                    return
+                await asyncio.gather(*scored)
+                missing = batch.size - len(batch.spread)
+                places = range(places.stop, min(places.stop + missing, len(batch.prompts)))
+                self.counts["handed_out"] += len(places)
+
+    async def _score(self, batch: PendingBatch, place: int) -> None:
+        batch.scored(place, await self._rewards.score(group_samples(batch.groups[place])))
+        self._changed.set()
+
+    def _carried_group(self, batch: PendingBatch, place: int) -> Group | None:
+        """The group of the checkpoint for a place of a batch, if it belongs there and keeps the bound."""
+        carried, prompt = self._carried.pop((batch.step, place), None), batch.prompts[place]
+        if (carried is None or carried.prompt_index != prompt.index or len(carried.trajectories) != self._sampling.n
+                or carried.oldest < batch.step - 1 - batch.bound):
+            return None
+        return carried.group(prompt)
 
     def _next_part(self, step: int) -> list[int]:
         if self._share is None:
             return []
         batch = self._batches[step]
-        complete = {place: batch.groups[place] for place in batch.scores}
-        return self._share.next_part(complete, batch.taken, len(batch.prompts), self._scheduler.deterministic)
+        return self._share.next_part({place: batch.groups[place] for place in batch.trained()}, batch.scores.keys(),
+                                     batch.taken, batch.size, self._scheduler.deterministic)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -282,7 +256,7 @@ class RolloutStream:
             arrived()
 
 
-def _check_staleness(batch: _Batch, groups: Sequence[Group]) -> None:
+def _check_staleness(batch: PendingBatch, groups: Sequence[Group]) -> None:
     version = batch.step - 1
     for group in groups:
         for trajectory in group.trajectories:

@@ -58,3 +58,21 @@ def test_other_data_are_refused(state):
     """NeMo-RL#2519."""
     with pytest.raises(UserError, match="the data set changed since the checkpoint: fingerprint another then"):
         state.resume(loaded(state, 3, data="another"))
+
+
+def test_a_class_of_the_users_picks_and_hears_and_its_reserve_counts(tmp_path):
+    config = prepare("configs/tiny/grpo.yaml", ("data.curriculum=tests.data.test_curriculum:Log", "run.seed=4",
+                                                "algorithm.prompts_per_step=2", "algorithm.max_staleness=1",
+                                                "algorithm.dynamic_sampling.enabled=true",
+                                                "algorithm.dynamic_sampling.max_refill=1"), "cpu").config
+    state = RunState.from_data(config, Attempt(tmp_path))
+    first, _ = state.draw(), state.draw()
+    state.taken([(prompt.index, [0.5, 1.0]) for prompt in first[:3]])
+    state.trained(1, first[1:3], first[:1])
+    assert (state.ledger.trained, state.ledger.lost, state.ledger.duplicated) == (2, 0, 0)
+    state.draw()
+    calls = state.sampler.state_dict()["unheard"], state.sampler._ahead[-1].state["calls"]
+    rows = [prompt.index for prompt in first]
+    assert len(rows) == 4 and calls[0] == [{"rewards": [[row, [0.5, 1.0]] for row in rows[:3]], "unused": rows[3:]}]
+    assert calls[1][0] == ["seed", 4] and [call[0] for call in calls[1][1:]] == [
+        "pick", "pick", "hear", "hear", "hear", "put_back", "pick"]

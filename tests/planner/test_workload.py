@@ -36,6 +36,13 @@ def test_what_is_not_said_is_taken_from_the_limits():
     assert work.prompt_tokens == 256 and work.lengths.mean == 2048 and work.target is None
 
 
+def test_dynamic_sampling_generates_the_flat_groups_in_addition():
+    off, on = (workload_of(loaded("70b/grpo.yaml", "workload.flat_groups=0.2",
+                                  f"algorithm.dynamic_sampling.enabled={enabled}")) for enabled in ("false", "true"))
+    assert (off.generated_prompts, on.generated_prompts) == (256, 320)
+    assert on.sequences == off.sequences == 4096        # what is trained
+
+
 def test_fixed_histogram_and_file(tmp_path):
     fixed = workload_of(loaded("70b/grpo.yaml", "workload.response.distribution=fixed"))
     assert fixed.lengths == Counted.of({2048: 1.0}, cap=8192)

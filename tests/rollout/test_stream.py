@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,15 +21,18 @@ from megatron_rl.data.sampler import BatchSampler, PromptSampler
 from megatron_rl.driver.ledger import Ledger
 from megatron_rl.rewards.sample import Score
 from megatron_rl.rollout.parts import FairShare
+from megatron_rl.rollout.pending import ScoredBatch
+from megatron_rl.rollout.refill import CannotBeFilled
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.scheduler import RolloutScheduler
-from megatron_rl.rollout.stream import RolloutStream, ScoredBatch
+from megatron_rl.rollout.stream import RolloutStream
 from tests.report.plan_example import example_plan
 from tests.rollout.engines import VOCABULARY, make_prompts
 
 SAMPLING = Sampling(n=2, temperature=1.0, max_new_tokens=8)
 ROWS, PER_STEP, STEPS = 10, 4, 7
 PROMPTS = make_prompts(ROWS)
+RESERVE = 3 * PER_STEP
 
 
 class _Clock:
@@ -47,6 +51,8 @@ class _World:
     """Engines and rewards that take any time, and the version that the engines serve."""
 
     seed: int
+    flat: frozenset[int] = frozenset()
+    """Rows whose groups get equal rewards."""
     version: int = 0
     generated: list[tuple[int, int]] = field(default_factory=list)
     """(prompt, version at the end of each group)."""
@@ -75,7 +81,7 @@ class _World:
 
     async def score(self, samples) -> list[Score]:
         await self.clock.later()
-        return [Score(float(sample.completion)) for sample in samples]
+        return [Score(1.0 if sample.prompt_index in self.flat else float(sample.completion)) for sample in samples]
 
 
 @dataclass
@@ -84,6 +90,9 @@ class _Run:
 
     max_staleness: int
     deterministic: bool = False
+    reserve: int = 0
+    per_step: int = PER_STEP
+    sampling: Sampling = SAMPLING
     share: FairShare | None = None
     parts: dict[int, list[list[int]]] = field(default_factory=dict)
     """Step -> prompts of its parts, and of the rest."""
@@ -97,6 +106,8 @@ class _Run:
     """Step -> bound from then on."""
     fault: Callable[[int, ScoredBatch], ScoredBatch] = staticmethod(lambda step, batch: batch)
     """What a broken stream would give instead of a batch."""
+    heard: list[tuple[int, list[float]]] = field(default_factory=list)
+    """Row and rewards of every group, replaced ones included, of the trained batches."""
     step: int = 0
     sampler: dict | None = None
     rollouts: bytes = b""
@@ -117,14 +128,15 @@ class _Run:
 
     async def go(self, world: _World, until: int, tmp_path=None) -> dict[str, int]:
         """Resume from the checkpoint, train up to a step and write a checkpoint there. Returns the stream's counts."""
-        sampler, ledger = BatchSampler(Guarded(PromptSampler(ROWS, 0), "", ROWS), PER_STEP,
-                                       lag=self.max_staleness), self._ledger()
+        sampler, ledger = BatchSampler(Guarded(PromptSampler(ROWS, 0), "", ROWS), self.per_step,
+                                       self.reserve, self.max_staleness), self._ledger()
         if self.sampler is not None:
-            sampler.load_state_dict(self.sampler)
+            sampler.load_state_dict(json.loads(json.dumps(self.sampler)))
         scheduler = RolloutScheduler([world, world], max_num_seqs=6, vocabulary=VOCABULARY,
                                      deterministic=self.deterministic)
-        stream = RolloutStream(lambda: [PROMPTS[row] for row in sampler.draw()], scheduler, world, SAMPLING,
-                               max_staleness=self.max_staleness, last=STEPS, share=self.share)
+        stream = RolloutStream(lambda: [PROMPTS[row] for row in sampler.draw()], scheduler, world,
+                               self.sampling, max_staleness=self.max_staleness, last=STEPS, batch_size=self.per_step,
+                               share=self.share)
         if self.rollouts:
             (tmp_path / carried.FILE).write_bytes(self.rollouts)
             stream.carry_over(carried.read(tmp_path / carried.FILE),
@@ -146,6 +158,7 @@ class _Run:
             self._check_parts(step, [*parts, whole.rest], whole)
             sampler.taken(whole.heard)
             batch = self.fault(step, whole)
+            self.heard += batch.heard
             assert step not in self.trained
             self.bounds[step] = batch.bound
             self.trained[step] = [(group.prompt.index, [score.total for score in scores])
@@ -161,7 +174,8 @@ class _Run:
             world.version = self.step = step
             picked = sampler.trained()
             ledger.settle([PROMPTS[row].index for row in picked], [group.prompt.index for group in batch.groups],
-                          waiting=sampler.waiting)
+                          [group.prompt.index for group, _ in batch.replaced or ()],
+                          [PROMPTS[row].index for row in sampler.waiting])
             if self.change is not None:
                 stream.max_staleness = self.change(step)
             scheduler.committed(step)
@@ -183,32 +197,59 @@ class _Run:
         self.parts[step] = [[group.prompt.index for group in part.groups] for part in parts]
 
 
-def _reference() -> dict[int, list[tuple[int, list[float]]]]:
-    """Without a stream: the sampler's order."""
-    sampler = PromptSampler(ROWS, 0)
-    return {step: [(row, [float(f"{row}.{sample}") for sample in range(SAMPLING.n)])
-                   for row in (PROMPTS[at].index for at in sampler.pick(PER_STEP))] for step in range(1, STEPS + 1)}
+def _reference(flat: frozenset[int] = frozenset(), reserve: int = 0, bounds: Mapping[int, int] | None = None
+               ) -> dict[int, list[tuple[int, list[float]]]]:
+    """Without a stream, one batch after the other: the first rows with spread. The rows behind them come back first in
+    the batch that is handed out when this one is trained, `bounds[step] + 1` steps later."""
+    fresh, back, behind, heard, trained = PromptSampler(ROWS, 0), deque(), {}, 0, {}
+    for step in range(1, STEPS + 1):
+        while heard < step - 1 - (bounds or {}).get(step, 0):
+            heard += 1
+            back.extend(behind[heard])
+        rows = [back.popleft() if back else fresh.pick(1)[0] for _ in range(PER_STEP + reserve)]
+        kept = [at for at, row in enumerate(rows) if PROMPTS[row].index not in flat][:PER_STEP]
+        behind[step] = rows[kept[-1] + 1:]
+        trained[step] = [(row, [float(f"{row}.{sample}") for sample in range(SAMPLING.n)])
+                         for row in (PROMPTS[rows[at]].index for at in kept)]
+    return trained
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 10_000), bounds=st.lists(st.integers(0, 4), min_size=1, max_size=4),
-       deterministic=st.booleans(), share=st.sampled_from([None, FairShare(1, 0), FairShare(2, 0), FairShare(1, 25)]),
-       data=st.data())
+       deterministic=st.booleans(), flat=st.one_of(st.none(), st.frozensets(st.integers(0, ROWS - 1), max_size=6)),
+       share=st.sampled_from([None, FairShare(1, 0), FairShare(2, 0), FairShare(1, 25)]), data=st.data())
 def test_every_group_is_trained_once_in_its_batch_whatever_the_timing_and_the_resumes(
-        tmp_path_factory, seed, bounds, deterministic, share, data):
-    """Also with another bound after each resume, and in parts. No token is older than the bound. The ledger says so."""
-    run, folder = _Run(bounds[0], deterministic, share), tmp_path_factory.mktemp("run")
+        tmp_path_factory, seed, bounds, deterministic, flat, share, data):
+    """Also with another bound after each resume, with dynamic sampling (`flat`: rows without spread), and in parts. No
+    token is older than the bound. The ledger says so."""
+    reserve, flat = (0, frozenset()) if flat is None else (RESERVE, frozenset(PROMPTS[row].index for row in flat))
+    run, folder = _Run(bounds[0], deterministic, reserve, share=share), tmp_path_factory.mktemp("run")
+    bound_of: dict[int, int] = {}
     for number, bound in enumerate(bounds):
         until = STEPS if number == len(bounds) - 1 else data.draw(st.integers(run.step, STEPS))
         run.max_staleness, began = bound, run.step
-        asyncio.run(run.go(_World(seed + number), until, folder))
+        asyncio.run(run.go(_World(seed + number, flat), until, folder))
         assert all(run.ages[step][1] <= run.bounds[step] <= bound for step in range(began + 1, until + 1))
         assert run.counted == (until * PER_STEP, 0, 0)
-    assert run.trained == _reference()
+        bound_of |= dict.fromkeys(range(began + 1, until + 1), bound)
+    assert run.trained == _reference(flat, reserve, bound_of)
     if share is None:
         assert all(len(parts) == 1 for parts in run.parts.values())
     elif deterministic and not share.tokens:
         assert all(list(map(len, parts)) == ([1] * 4 if share.groups == 1 else [2, 2]) for parts in run.parts.values())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_reserve_is_generated_only_as_far_as_it_is_needed(deterministic):
+    """A batch is generated up to its last group that is trained, in whatever order its groups arrive."""
+    flat = frozenset(PROMPTS[row].index for row in range(4))
+    world, run = _World(1, flat), _Run(0, deterministic, RESERVE)
+    counts = asyncio.run(run.go(world, STEPS))
+    assert run.trained == _reference(flat, RESERVE)
+    assert counts["handed_out"] == counts["generated"] == len(world.generated)
+    order = [PROMPTS[row].index for row in PromptSampler(ROWS, 0).pick(len(world.generated))]
+    assert sorted(row for row, _ in world.generated) == sorted(order)
+    assert [row for row in order if row not in flat] == [row for step in run.trained.values() for row, _ in step]
 
 
 def test_groups_that_are_complete_are_given_while_others_run():
@@ -282,9 +323,10 @@ def _with_a_group_for_another(step: int, batch: ScoredBatch) -> ScoredBatch:
 @pytest.mark.parametrize("fault, counted", [(_without_a_group, (STEPS * PER_STEP - 1, 1, 0)),
                                             (_with_a_group_twice, (STEPS * PER_STEP + 1, 0, 1)),
                                             (_with_a_group_for_another, (STEPS * PER_STEP, 1, 1))])
-def test_the_ledger_sees_a_group_that_is_dropped_or_trained_twice(tmp_path, fault, counted):
+@pytest.mark.parametrize("reserve", [0, RESERVE])
+def test_the_ledger_sees_a_group_that_is_dropped_or_trained_twice(tmp_path, fault, counted, reserve):
     """Also after a resume."""
-    run = _Run(2, fault=fault)
+    run = _Run(2, fault=fault, reserve=reserve)
     asyncio.run(run.go(_World(0), 4, tmp_path))
     asyncio.run(run.go(_World(1), STEPS, tmp_path))
     assert run.counted == counted
@@ -324,17 +366,68 @@ def test_generation_runs_ahead_by_the_bound_and_no_further():
     assert asyncio.run(ahead(2)) == [3, 4, 5, 5, 5, 5]
 
 
-def test_finished_groups_of_a_checkpoint_are_not_generated_again(tmp_path):
-    """Killed after step 2 with two batches ahead: what was finished is used as it was, with its versions."""
-    run, world = _Run(max_staleness=2), _World(3)
+@pytest.mark.parametrize("reserve", [0, RESERVE])
+def test_finished_groups_of_a_checkpoint_are_not_generated_again(tmp_path, reserve):
+    """Killed after step 2 with two batches ahead: what was finished is used as it was, with its versions. A group
+    without spread stays replaced."""
+    flat = frozenset({PROMPTS[5].index, PROMPTS[6].index} if reserve else ())
+    whole, unbroken = _Run(max_staleness=2, reserve=reserve), _World(3, flat)
+    asyncio.run(whole.go(unbroken, STEPS))
+    run, world = _Run(max_staleness=2, reserve=reserve), _World(3, flat)
     asyncio.run(run.go(world, 2))
     (tmp_path / carried.FILE).write_bytes(run.rollouts)
     kept = [(group.step, group.place) for group in carried.read(tmp_path / carried.FILE)]
     assert kept and all(step > 2 for step, _ in kept)
+    trained = [group for step in (1, 2) for group in run.trained[step]]
+    replaced = len(run.heard) - len(trained)
+    again = _World(4, flat)
+    asyncio.run(run.go(again, STEPS, tmp_path))
+    assert len(trained) + replaced + len(kept) + len(again.generated) == len(unbroken.generated)
+    assert run.trained == whole.trained == _reference(flat, reserve, dict.fromkeys(range(1, STEPS + 1), 2))
+
+
+@pytest.mark.parametrize("change", [{"sampling": Sampling(n=3, temperature=1.0, max_new_tokens=8)}, {"per_step": 3}])
+def test_another_group_or_batch_size_after_a_resume_generates_what_is_ahead_again(tmp_path, change):
+    """No row is lost or repeated, and no group has the old size."""
+    run = _Run(max_staleness=2)
+    asyncio.run(run.go(_World(3), 2))
+    assert run.rollouts
+    for name, value in change.items():
+        setattr(run, name, value)
     again = _World(4)
     asyncio.run(run.go(again, STEPS, tmp_path))
-    assert len(again.generated) == (STEPS - 2) * PER_STEP - len(kept)
-    assert run.trained == _reference()
+    rows = [row for step in range(1, STEPS + 1) for row, _ in run.trained[step]]
+    assert rows == [PROMPTS[row].index for row in PromptSampler(ROWS, 0).pick(len(rows))]
+    assert len(rows) == 2 * PER_STEP + (STEPS - 2) * run.per_step
+    assert {len(rewards) for step in range(3, STEPS + 1) for _, rewards in run.trained[step]} == {run.sampling.n}
+    if "sampling" in change:
+        assert len(again.generated) == (STEPS - 2) * PER_STEP
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_batch_that_its_reserve_does_not_fill_ends_the_run_at_its_own_step(seed, deterministic):
+    """Batch 3 is hopeless, and is known to be while batch 1 is generated: batches 1 and 2 are trained first."""
+    async def run() -> list[int]:
+        world, drawn, trained = _World(seed, frozenset(PROMPTS[row].index for row in (6, 7, 8))), iter(range(99)), []
+        scheduler = RolloutScheduler([world], max_num_seqs=64, vocabulary=VOCABULARY, deterministic=deterministic)
+        batches = [PROMPTS[0:3], PROMPTS[3:6], [*PROMPTS[6:8], PROMPTS[8], PROMPTS[9]]]
+        stream = RolloutStream(lambda: batches[next(drawn)], scheduler, world, SAMPLING, max_staleness=2, last=3,
+                               batch_size=2)
+        scheduler.committed(0)
+        stream.committed(0)
+        await stream.drained()
+        with pytest.raises(CannotBeFilled) as caught:
+            for step in (1, 2, 3):
+                batch = await stream.batch(step)
+                assert batch.replaced == [] and len(batch.groups) == len(batch.heard) == 2
+                trained.append(step)
+        assert "step 3: dynamic sampling generated 4 groups, and 1 of them have different rewards, where the batch " \
+               "needs 2 (algorithm.dynamic_sampling.max_refill = 1): the prompts are too easy" in str(caught.value)
+        await stream.close()
+        return trained
+
+    assert asyncio.run(run()) == [1, 2]
 
 
 def test_a_failure_in_a_later_batch_is_raised_at_once():

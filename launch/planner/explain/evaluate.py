@@ -89,6 +89,8 @@ def write_givens(book: Book, found: Candidate, source: Source) -> None:
         given(workload, name, f"workload.{name}", unit, "workload")
     if workload.epochs > 1:
         given(workload, "epochs", "workload.epochs", "passes", "workload")
+    if workload.flat_groups:
+        given(workload, "flat_groups", "workload.flat_groups", "share", "workload")
     for name, unit in (("cap", "tokens"), ("mean", "tokens"), ("second_moment", "tokens^2")):
         given(workload.lengths, name, f"workload.response_{name}", unit, "workload")
     book.describe(workload.lengths, *(f"workload.response_{name}" for name in ("mean", "second_moment", "cap")))

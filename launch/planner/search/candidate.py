@@ -135,7 +135,7 @@ class RolloutOption:
     memory = made(RolloutMemory, shape="problem.shape", layout="layout", gpu="problem.cluster.gpu",
                   coefficients="problem.coefficients.memory", max_tokens="problem.workload.longest",
                   sync_bytes="sync_bytes", second_copy="problem.shadow", requantised="requantised")
-    demand = made(Demand, prompts="problem.workload.prompts", group="problem.workload.group",
+    demand = made(Demand, prompts="problem.workload.generated_prompts", group="problem.workload.group",
                   prompt_tokens="problem.workload.prompt_tokens", lengths="problem.workload.lengths",
                   replicas="layout.replicas", max_num_seqs="layout.max_num_seqs", kv_tokens="kv_tokens")
 
@@ -181,7 +181,7 @@ class RolloutOption:
     def seconds(self) -> float:
         """Seconds of the rollout of a GRPO step. Synchronous: until the longest completion ends. Asynchronous: the
         number of completions divided by their rate, and what the engines prefill again after the sync."""
-        return rl_step.rollout_seconds(self.engine_s, self.problem.workload.sequences, self.problem.coefficients.rl)
+        return rl_step.rollout_seconds(self.engine_s, self.demand.responses, self.problem.coefficients.rl)
 
     @part
     def longest_s(self) -> float:

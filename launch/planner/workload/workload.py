@@ -33,6 +33,9 @@ class Workload:
     """Passes of the optimizer over the completions."""
     interpolated: bool = False
     """Old log-probs are interpolated, which costs nothing."""
+    flat_groups: float = 0.0
+    """Share of groups that dynamic sampling replaces: the engines generate 1 / (1 - share) groups for each trained one.
+    """
     prompt_copies: float = 1.0
     """Packed copies of a prompt per completion: 1, or 1 / G if the completions share one."""
     measured_lengths: bool = False
@@ -45,6 +48,11 @@ class Workload:
     @property
     def sequences(self) -> int:
         return self.prompts * self.group
+
+    @property
+    def generated_prompts(self) -> int:
+        """Prompts that the engines generate in a step."""
+        return math.ceil(self.prompts / (1 - self.flat_groups) - 1e-9)
 
     @property
     def longest(self) -> int:
