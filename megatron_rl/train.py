@@ -1,6 +1,6 @@
 """The driver: the GRPO loop, top to bottom. `python -m megatron_rl.train ATTEMPT_FOLDER`.
 
-    roll out -> reward -> advantage -> (old and reference log-probs) -> update -> weight sync -> eval, save
+    roll out -> reward -> advantage -> (old, reference, teacher log-probs) -> update -> weight sync -> eval, save
 
 The actors behind `Job` do all heavy work. This process needs neither torch nor vLLM.
 """
@@ -199,12 +199,14 @@ async def settle_disk(job: Job, clock: StepClock, monitor: Monitor, phase: str =
 
 
 async def with_fixed_logprobs(job: Job, batch: PolicyBatch) -> PolicyBatch:
-    """Add the log-probs that stay fixed during the update: proximal and reference."""
+    """Add the log-probs that stay fixed during the update: proximal, reference and teacher."""
     algorithm = job.config.algorithm
     if algorithm.old_logprobs == "recompute":
         batch = replace(batch, old_logprobs_N=await job.logprobs(batch, "policy"))
     if algorithm.kl.beta > 0:
         batch = replace(batch, reference_logprobs_N=await job.logprobs(batch, "reference"))
+    if algorithm.distillation.teacher is not None:
+        batch = replace(batch, teacher_logprobs_N=await job.logprobs(batch, "teacher"))
     return batch
 
 

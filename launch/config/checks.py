@@ -23,10 +23,11 @@ KV_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 
 
 def check(loaded: ResolvedLoaded, architecture: Architecture, device: Literal["cpu", "gpu"],
-          gpus: int | None = None) -> None:
+          gpus: int | None = None, teacher: Architecture | None = None) -> None:
     """Run all checks.
 
     Args:
+        teacher: the architecture of `algorithm.distillation.teacher`, if there is one.
         gpus: number of GPUs of the machine, if known. Used only with `device == "gpu"`.
 
     Raises:
@@ -44,6 +45,9 @@ def check(loaded: ResolvedLoaded, architecture: Architecture, device: Literal["c
     checker.overlap()
     checker.old_policy()
     checker.rejection()
+    checker.distillation()
+    if teacher is not None:
+        checker.teacher(teacher)
     checker.optimizer()
     checker.engine()
     checker.staging()
@@ -301,6 +305,51 @@ class _Checker:
             if low >= high:
                 self.add(f"{key}.low = {low:g} is not below {key}.high = {high:g}", f"{key}.low", f"{key}.high",
                          fix=f"use {key}.low < {high:g}")
+
+    def distillation(self) -> None:
+        al, key = self.config.algorithm.distillation, "algorithm.distillation"
+        if al.teacher is None:
+            for name in ("coef", "form", "estimator", "offload"):
+                if self._is_set(f"{key}.{name}"):
+                    self.add(f"{key}.{name} = {json.dumps(self.loaded.value(f'{key}.{name}'))} has no effect with "
+                             f"{key}.teacher = null", f"{key}.{name}", f"{key}.teacher",
+                             fix=f"set {key}.teacher, or remove {name}")
+            if not any(each.weight for each in self.config.reward.functions):
+                self.add("every weight of reward.functions is 0, and there is no teacher: nothing can be learned",
+                         "reward.functions.0.weight", f"{key}.teacher", fix=f"set a weight, or {key}.teacher")
+        elif al.form == "advantage" and self._is_set(f"{key}.estimator"):
+            self.add(f"{key}.estimator = {al.estimator} has no effect with {key}.form = advantage", f"{key}.estimator",
+                     f"{key}.form", fix=f"use {key}.form = loss, or remove estimator")
+
+    def _is_set(self, key: str) -> bool:
+        """Whether the user wrote the key."""
+        return self.loaded.sources[key].kind in ("file", "override")
+
+    def teacher(self, teacher: Architecture) -> None:
+        """The teacher runs on the ranks of the policy, with the same sizes, on the policy's tokens."""
+        a, t, key = self.architecture, self.config.trainer, "algorithm.distillation.teacher"
+        for units, what in ((teacher.heads, "attention heads"), (teacher.kv_heads, "KV heads"),
+                            (teacher.ffn, "columns of the feed-forward layer")):
+            if units % t.tp:
+                both = divisors(a.heads, a.kv_heads, a.ffn, teacher.heads, teacher.kv_heads, teacher.ffn)
+                self.add(f"trainer.tp = {t.tp} does not divide the teacher's {units} {what}", "trainer.tp", key,
+                         fix=f"use trainer.tp = {both}, which also divides the policy")
+                break
+        if teacher.layers < t.pp:
+            self.add(f"trainer.pp = {t.pp} has more stages than the teacher has layers ({teacher.layers})",
+                     "trainer.pp", key, fix=f"use trainer.pp <= {teacher.layers}")
+        elif t.vpp > 1 and teacher.layers % (t.pp * t.vpp):
+            self.add(f"trainer.pp x trainer.vpp = {t.pp} x {t.vpp} does not divide the teacher's {teacher.layers} "
+                     "layers", "trainer.pp", "trainer.vpp", key, fix="use trainer.vpp = 1")
+        if teacher.vocab < a.vocab:
+            self.add(f"the teacher has {teacher.vocab} token ids and the policy {a.vocab}: the policy can sample ids "
+                     "without a probability under the teacher", key, "model.path",
+                     fix=f"use a teacher with a vocab_size of at least {a.vocab} in its config.json")
+        r = self.config.rollout
+        if r.max_prompt_tokens + r.max_new_tokens > teacher.max_positions:
+            self.add(f"rollout.max_prompt_tokens + max_new_tokens = {r.max_prompt_tokens + r.max_new_tokens} exceeds "
+                     f"the teacher's {teacher.max_positions} positions", "rollout.max_prompt_tokens",
+                     "rollout.max_new_tokens", key, fix=f"keep their sum <= {teacher.max_positions}")
 
     def optimizer(self) -> None:
         o = self.config.trainer.optimizer

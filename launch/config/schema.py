@@ -174,6 +174,21 @@ class KL(Section):
     """Keep the reference model in host memory between passes."""
 
 
+class Distillation(Section):
+    teacher: str | None = None
+    """Hugging Face folder of a frozen teacher with the policy's tokenizer (docs/distillation.md); null: none.
+    `megatron-rl plan` also accepts a built-in name."""
+    coef: PositiveFloat = 1.0
+    """Weight of the reverse KL to the teacher."""
+    form: Literal["advantage", "loss"] = "advantage"
+    """`advantage`: the negative KL of each token is added to its advantage. `loss`: an estimate of the KL is added to
+    the loss."""
+    estimator: Literal["k2", "k3"] = "k2"
+    """KL estimator of `form: loss`. The expected gradient of `k2` is that of the reverse KL."""
+    offload: bool = False
+    """Keep the teacher in host memory between passes."""
+
+
 class Rejection(Section):
     rule: Literal["none", "icepop", "sequence", "geometric", "off_policy"] = "none"
     """Which tokens leave the policy loss (docs/corrections.md). `icepop`: tokens whose ratio trainer / behaviour is
@@ -238,6 +253,8 @@ class Algorithm(Section):
     """Tokens and sequences left out of the policy loss because they are off-policy."""
     kl: KL = KL()
     """KL term against the reference model."""
+    distillation: Distillation = Distillation()
+    """On-policy distillation: KL term against a teacher."""
     max_staleness: Literal["auto"] | NonNegativeInt = 0
     """Maximum age of a sampled token in weight versions: how many batches generation runs ahead of training. 0:
     synchronous. `auto`: the plan's (docs/async.md)."""

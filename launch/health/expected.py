@@ -39,6 +39,8 @@ class Expected:
     """Model folder that every node reads; None if the job reads none."""
     model_weights: bool = True
     """Whether the weights are read, not only the configuration and the tokenizer."""
+    teacher: str | None = None
+    """Folder of the teacher (`algorithm.distillation`), if there is one."""
     libraries: tuple[str, ...] = ()
     """Distributions that the workload imports."""
     scratch: str | None = None
@@ -73,6 +75,7 @@ def expected_of(config: RunConfig, cluster: ClusterSpec | None, device: envvars.
                  for role in ("trainer", "rollout")}
     common = Expected(device=device, cpus=cpus, scratch=profile.scratch, libraries=LIBRARIES if computes else (),
                       model=config.model.path if computes else None, model_weights=config.model.init == "load",
+                      teacher=config.algorithm.distillation.teacher if computes else None,
                       port_base=config.run.port_base,
                       environment={"training": variables["trainer"], "rollout": variables["rollout"]})
     if cluster is None or device == "cpu":

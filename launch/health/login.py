@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from launch import envvars
-from launch.config.load import LoadedConfig, load_config
-from launch.config.locate import check_data_files, model_folder
+from launch.config.load import load_config
+from launch.config.locate import check_data_files, check_model_files
 from launch.errors import UserError
 from launch.health.check import Check, critical, ok, warning
 from launch.health.checks import versions
-from launch.model.folder import check_model_folder
 from launch.planner.prepare import Prepared, prepare
 from launch.run.faults import trains
 
@@ -42,7 +41,7 @@ def check_login(config: str, overrides: Sequence[str] = (), device: Literal["aut
         return checks, None
     prepared = attempt("plan.feasible", lambda: prepare(config, overrides, device), _plan_text)
     if trains(loaded.config):
-        attempt("paths.model", lambda: _model(loaded), lambda folder: f"{folder} is complete")
+        attempt("paths.model", lambda: check_model_files(loaded), lambda _: f"{loaded.config.model.path} is complete")
         attempt("paths.data", lambda: check_data_files(loaded), lambda _: "the data files exist")
     checks += [_run_dir(Path(loaded.config.run.dir)), _stack()]
     return checks, prepared
@@ -52,12 +51,6 @@ def _plan_text(prepared: Prepared) -> str:
     training = prepared.plan.training.world_size
     rollout = sum(engine.tp for engine in prepared.plan.rollout.engines)
     return f"plan {prepared.plan.fingerprint()}: {training} training ranks, {rollout} rollout ranks"
-
-
-def _model(loaded: LoadedConfig) -> Path:
-    folder = model_folder(loaded)
-    check_model_folder(folder, weights=loaded.config.model.init == "load", where=loaded.where("model.path"))
-    return folder
 
 
 def _run_dir(folder: Path) -> Check:

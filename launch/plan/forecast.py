@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-PhaseName = Literal["rollout", "reward", "logprob", "reference", "train", "sync"]
+PhaseName = Literal["rollout", "reward", "logprob", "reference", "teacher", "train", "sync"]
 Partitions = Literal["training", "rollout", "both"]
 TargetVerdict = Literal["reached", "within its uncertainty", "missed", "no target"]
 

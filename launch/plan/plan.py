@@ -77,6 +77,14 @@ class BatchPlan(Frozen):
     """Whether the completions of a group share one copy of their prompt in a micro-batch."""
 
 
+class TeacherPlan(Frozen):
+    """The frozen teacher of on-policy distillation. It is on the policy's ranks, with the same parallel sizes."""
+
+    architecture: Architecture
+    padded_vocab: int
+    layers_of_stage: tuple[tuple[tuple[int, ...], ...], ...]
+
+
 class Plan(Frozen):
     schema_version: int = SCHEMA_VERSION
     config_hash: str
@@ -85,6 +93,8 @@ class Plan(Frozen):
     training: TrainingPlan
     rollout: RolloutPlan
     batch: BatchPlan
+    teacher: TeacherPlan | None = None
+    """None without `algorithm.distillation.teacher`."""
     no_forecast: str = ""
     """The reason if nothing is predicted."""
     chosen: dict[str, bool | int | float | str] = {}
@@ -97,6 +107,13 @@ class Plan(Frozen):
         values enter through `config_hash`."""
         prediction = {"forecast", "no_forecast", "chosen"}
         return hashlib.sha256(self.model_dump_json(exclude=prediction).encode()).hexdigest()[:16]
+
+    def of_teacher(self) -> Plan:
+        """This plan with the teacher as its model."""
+        assert self.teacher is not None, "the run has no teacher"
+        training = self.training.model_copy(update={
+            "padded_vocab": self.teacher.padded_vocab, "layers_of_stage": self.teacher.layers_of_stage})
+        return self.model_copy(update={"architecture": self.teacher.architecture, "training": training})
 
     def predicted(self, forecast: Forecast) -> ForecastPlan:
         """The same plan with its forecast."""

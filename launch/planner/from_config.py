@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from launch.errors import UserError
 from launch.model.architecture import VOCAB_MULTIPLE, Architecture
 from launch.model.padding import round_up, sequence_multiple
 from launch.plan.layouts import layers_of_stage, rank_coordinates
-from launch.plan.plan import BatchPlan, EnginePlan, Plan, RolloutPlan, TrainingPlan
+from launch.plan.plan import BatchPlan, EnginePlan, Plan, RolloutPlan, TeacherPlan, TrainingPlan
 from launch.planner.search.candidate import FEWEST_SEQUENCES, Candidate
 from launch.planner.search.problem import MODES, Origin, Problem, with_token_budget
 from launch.planner.search.space import KEY_OF_PIN, RECOMPUTE, Pins
@@ -30,8 +31,12 @@ ASYNCHRONOUS_FROM = 1_000_000
 samples are worth more than the seconds."""
 
 
-def problem_of(loaded: LoadedConfig, shape: Architecture, cluster: ClusterSpec) -> Problem:
+def problem_of(loaded: LoadedConfig, shape: Architecture, cluster: ClusterSpec,
+               teacher: Architecture | None = None) -> Problem:
     """The problem that a configuration poses for a cluster.
+
+    Args:
+        teacher: the model of `algorithm.distillation.teacher`, if there is one.
 
     Raises:
         UserError: the response lengths are impossible.
@@ -41,6 +46,7 @@ def problem_of(loaded: LoadedConfig, shape: Architecture, cluster: ClusterSpec) 
     workload, bound = workload_of(loaded), config.algorithm.max_staleness
     asynchronous = workload.sequences * workload.lengths.mean >= ASYNCHRONOUS_FROM if bound == "auto" else bound > 0
     given = {"model": loaded.where("model.path"), "workload": f"{loaded.path}, workload", "cluster": config.cluster}
+    given |= {"teacher": loaded.where("algorithm.distillation.teacher")} if teacher else {}
     given |= {key: str(source) for key, source in loaded.sources.items() if source.kind in ("file", "override")
               and key.startswith(("trainer.", "rollout.")) and key not in opened}
     return with_token_budget(Problem(
@@ -53,6 +59,8 @@ def problem_of(loaded: LoadedConfig, shape: Architecture, cluster: ClusterSpec) 
         max_staleness=bound if asynchronous and bound != "auto" else None, overlap=config.algorithm.overlap,
         running_kv="none" if not asynchronous or config.rollout.swap == "border"
         or config.weight_sync.in_flight == "drain" else "kept" if config.rollout.keep_kv else "dropped",
+        # A copy, since the book tells objects apart by their identity.
+        teacher=replace(teacher) if teacher else None,
         spare_nodes=config.placement.spare_nodes, disk_every=config.weight_sync.disk.every,
         origin=Origin(loaded.path, {key: loaded.where(key) for key in loaded.sources}, given)))
 
@@ -60,7 +68,7 @@ def problem_of(loaded: LoadedConfig, shape: Architecture, cluster: ClusterSpec) 
 def problem_of_attempt(config_yaml: Path, plan: Plan, cluster: ClusterSpec) -> Problem:
     """The problem of an attempt, with all its chosen values pinned."""
     resolved = load_config(config_yaml).resolved(plan.chosen)
-    return problem_of(resolved, plan.architecture, cluster)
+    return problem_of(resolved, plan.architecture, cluster, plan.teacher.architecture if plan.teacher else None)
 
 
 def pins_of(loaded: LoadedConfig, device: Literal["cpu", "gpu"]) -> Pins:
@@ -91,7 +99,9 @@ def least(loaded: LoadedConfig, problem: Problem, architecture: Architecture) ->
     elif pins.sequence_parallel and pins.tp is None:
         values["trainer.tp"] = 2            # the search tries only TP > 1
     if pins.pp is None and (pins.vpp or 1) > 1:
-        fitting = (pp for pp in range(2, architecture.layers + 1) if architecture.layers % (pp * (pins.vpp or 1)) == 0)
+        models = [architecture, *([problem.teacher] if problem.teacher else [])]
+        fitting = (pp for pp in range(2, architecture.layers + 1)
+                   if all(each.layers % (pp * (pins.vpp or 1)) == 0 for each in models))
         values["trainer.pp"] = next(fitting, 2)
     return loaded.resolved(values)
 
@@ -121,12 +131,13 @@ def chosen_values(found: Candidate, loaded: LoadedConfig) -> dict[str, Any]:
 
 
 def plan_of(config: ResolvedConfig, architecture: Architecture, device: Literal["cpu", "gpu"],
-            chosen: Mapping[str, Any] | None = None) -> Plan:
+            chosen: Mapping[str, Any] | None = None, teacher: Architecture | None = None) -> Plan:
     """The plan of a run, without a forecast. Pure: the same inputs give the same bytes. Run
     `launch.config.checks.check` first, since it explains values that contradict each other.
 
     Args:
         chosen: the values of the configuration that the user did not write.
+        teacher: the model of `algorithm.distillation.teacher`, if there is one.
 
     Raises:
         UserError: the layers cannot be laid out over the pipeline.
@@ -135,8 +146,7 @@ def plan_of(config: ResolvedConfig, architecture: Architecture, device: Literal[
     training = TrainingPlan(
         tp=trainer.tp, pp=trainer.pp, vpp=trainer.vpp, cp=trainer.cp, dp=trainer.dp,
         sequence_parallel=trainer.sequence_parallel,
-        padded_vocab=round_up(architecture.vocab, VOCAB_MULTIPLE * trainer.tp),
-        layers_of_stage=layers_of_stage(architecture.layers, trainer.pp, trainer.vpp),
+        **_of_model(architecture, config),
         ranks=rank_coordinates(trainer.tp, trainer.cp, trainer.dp, trainer.pp))
     engines = tuple(EnginePlan(replica=replica, tp=rollout.tp) for replica in range(rollout.replicas))
     shared = trainer.share_prompts != "off" and auto.can_share_prompts(trainer.cp, trainer.sequence_parallel, device)
@@ -146,7 +156,16 @@ def plan_of(config: ResolvedConfig, architecture: Architecture, device: Literal[
         updates_per_batch=algorithm.optimizer_steps, token_budget=trainer.token_budget,
         sequence_multiple=sequence_multiple(trainer.tp, trainer.cp, trainer.sequence_parallel), share_prompts=shared)
     return Plan(config_hash=config_hash(config), architecture=architecture, device=device, training=training,
-                rollout=RolloutPlan(tp=rollout.tp, engines=engines), batch=batch, chosen=dict(chosen or {}))
+                rollout=RolloutPlan(tp=rollout.tp, engines=engines), batch=batch,
+                teacher=TeacherPlan(architecture=teacher, **_of_model(teacher, config)) if teacher else None,
+                chosen=dict(chosen or {}))
+
+
+def _of_model(architecture: Architecture, config: ResolvedConfig) -> dict[str, Any]:
+    """What the trainer's sizes make of a model."""
+    trainer = config.trainer
+    return {"padded_vocab": round_up(architecture.vocab, VOCAB_MULTIPLE * trainer.tp),
+            "layers_of_stage": layers_of_stage(architecture.layers, trainer.pp, trainer.vpp)}
 
 
 def config_hash(config: ResolvedConfig) -> str:
@@ -176,6 +195,7 @@ def workload_of(loaded: LoadedConfig) -> Workload:
         interpolated=config.algorithm.old_logprobs == "interpolate",
         flat_groups=config.workload.flat_groups if config.algorithm.dynamic_sampling.enabled else 0.0,
         reference=kl.beta > 0, reference_offload=kl.reference_offload,
+        teacher_offload=config.algorithm.distillation.offload,
         target=config.workload.target_prompts_per_hour, measured_lengths=asked.distribution == "file",
         assumed_sigma=asked.sigma if asked.distribution == "lognormal" else None,
         assumed_mean=asked.distribution == "lognormal" and asked.mean is None)

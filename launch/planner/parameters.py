@@ -160,6 +160,12 @@ class RankParameters:
         return tuple(StageParameters(self, number) for number in range(self.pp))
 
 
+class TeacherParameters(RankParameters):
+    """Parameters of the frozen teacher on the ranks of the policy's layout."""
+
+    PREFIX = "teacher.parameters"
+
+
 @dataclass(eq=False)
 class StageParameters:
     """Parameters on one rank of a pipeline stage."""
@@ -169,7 +175,7 @@ class StageParameters:
 
     @property
     def PREFIX(self) -> str:
-        return f"parameters.stage{self.number}"
+        return f"{self.of.PREFIX}.stage{self.number}"
 
     @line("", "layers of this stage")
     @part
@@ -214,6 +220,13 @@ def rank_parameters(shape: Architecture, tp: int, ep: int, etp: int, pp: int,
                     layers: tuple[int, ...]) -> RankParameters:
     """See `RankParameters`. Cached, because a search asks for the same ones a thousand times."""
     return RankParameters(shape, tp, ep, etp, pp, layers)
+
+
+@lru_cache(maxsize=4096)
+def teacher_parameters(shape: Architecture, tp: int, ep: int, etp: int, pp: int,
+                       layers: tuple[int, ...]) -> TeacherParameters:
+    """See `TeacherParameters`. Cached as `rank_parameters`."""
+    return TeacherParameters(shape, tp, ep, etp, pp, layers)
 
 
 def parameters_of(shape: Architecture, layout: TrainingLayout) -> RankParameters:

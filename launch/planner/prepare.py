@@ -21,7 +21,6 @@ from launch.config.resolved import ResolvedConfig
 from launch.errors import UserError
 from launch.model.architecture import Architecture
 from launch.model.builtin import from_builtin, known
-from launch.model.folder import check_model_folder
 from launch.model.hf_config import from_hf_config
 from launch.plan.plan import ForecastPlan, Plan
 from launch.planner.explain.forecast import forecast
@@ -136,12 +135,14 @@ def prepare_for(loaded: LoadedConfig, cluster: ClusterSpec | None = None, *, to_
     """
     model = model_of(loaded)
     if to_run and trains(loaded.config):
-        _check_files(loaded)
+        locate.check_model_files(loaded)
+        locate.check_data_files(loaded)
     problem = posed(loaded, cluster, model)
+    teacher = problem.teacher
     search, found = best_of(problem)
     chosen = chosen_values(found, loaded)
     config = loaded.resolved(chosen).config
-    plan = plan_of(config, model, problem.cluster.gpu.device, chosen).predicted(
+    plan = plan_of(config, model, problem.cluster.gpu.device, chosen, teacher).predicted(
         forecast(search, found, problem.sources(chosen)))
     seating = place(found.training.layout, found.rollout.layout, problem.cluster, mode=found.mode,
                     spares=problem.spare_nodes, gpu_order=found.sync.gpu_order if found.sync else (),
@@ -169,22 +170,28 @@ def posed(loaded: LoadedConfig, cluster: ClusterSpec | None = None, model: Archi
                         where=loaded.where("cluster"))
     spec = cluster or load_cluster(loaded.config.cluster)
     architecture = model or model_of(loaded)
-    problem = problem_of(loaded, architecture, spec)
+    teacher = teacher_of(loaded)
+    problem = problem_of(loaded, architecture, spec, teacher)
     check_pins(problem if largest is None else problem.on(with_nodes(spec, largest)))
-    check(least(loaded, problem, architecture), architecture, spec.gpu.device)
+    check(least(loaded, problem, architecture), architecture, spec.gpu.device, teacher=teacher)
     return problem
 
 
-def model_of(loaded: LoadedConfig) -> Architecture:
+def model_of(loaded: LoadedConfig, key: str = "model.path") -> Architecture:
     """The model of a configuration, for a plan only: a folder, or the name of a built-in model.
 
     Raises:
         UserError: it is neither.
     """
-    name = loaded.config.model.path
+    name = loaded.value(key)
     if not Path(name).is_dir() and (known(name) or "/" not in name):
-        return from_builtin(name, loaded.where("model.path"))
-    return from_hf_config(locate.model_folder(loaded), planning=True)
+        return from_builtin(name, loaded.where(key))
+    return from_hf_config(locate.model_folder(loaded, key), planning=True)
+
+
+def teacher_of(loaded: LoadedConfig) -> Architecture | None:
+    """The teacher of a configuration, as `model_of`; None if it has none."""
+    return None if loaded.value(locate.TEACHER) is None else model_of(loaded, locate.TEACHER)
 
 
 def _on_this_machine(loaded: LoadedConfig, described: ClusterSpec | None, device: Literal["auto", "cpu", "gpu"],
@@ -197,12 +204,15 @@ def _on_this_machine(loaded: LoadedConfig, described: ClusterSpec | None, device
     chosen = auto.local_values(loaded.config)
     resolved = loaded.resolved(chosen)
     folder = locate.model_folder(loaded)
-    architecture = _check_files(loaded) if to_run else from_hf_config(folder)
+    architecture = locate.check_model_files(loaded) if to_run else from_hf_config(folder)
+    if to_run:
+        locate.check_data_files(loaded)
+    teacher = teacher_of(loaded)
     kind = local.device(device)
     count = len(local.gpus()) if kind == "gpu" else 0
     # A plan for GPUs can be made on a machine without any; a run cannot.
-    check(resolved, architecture, kind, gpus=count if kind == "gpu" and (to_run or count) else None)
-    plan = plan_of(resolved.config, architecture, kind, chosen)
+    check(resolved, architecture, kind, gpus=count if kind == "gpu" and (to_run or count) else None, teacher=teacher)
+    plan = plan_of(resolved.config, architecture, kind, chosen, teacher)
 
     def unpredicted(why: UserError) -> Prepared:
         return Prepared(loaded, resolved.config, folder, plan.model_copy(update={"no_forecast": why.what}))
@@ -212,7 +222,7 @@ def _on_this_machine(loaded: LoadedConfig, described: ClusterSpec | None, device
     except UserError as error:              # there are no figures for this GPU
         return unpredicted(error)
     try:
-        problem = problem_of(resolved, architecture, machine)
+        problem = problem_of(resolved, architecture, machine, teacher)
     except UserError as error:              # wrong assumptions about the data do not affect a run
         if not to_run:
             raise
@@ -222,11 +232,3 @@ def _on_this_machine(loaded: LoadedConfig, described: ClusterSpec | None, device
                "rollout": loaded.path}
     return PreparedForecast(loaded, resolved.config, folder, plan.predicted(forecast(None, found, sources)), found)
 
-
-def _check_files(loaded: LoadedConfig) -> Architecture:
-    """Check the files that only a run needs: tokenizer, complete weights, data files."""
-    folder = locate.model_folder(loaded)
-    architecture = check_model_folder(folder, weights=loaded.config.model.init == "load",
-                                      where=f"{loaded.where('model.path')}: {folder.absolute()}")
-    locate.check_data_files(loaded)
-    return architecture

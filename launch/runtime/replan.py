@@ -90,8 +90,9 @@ def _smaller(sizes: SmallerSizes, planned: OnCluster) -> OnCluster:
     chosen = {**planned.plan.chosen, "trainer.dp": sizes.dp, "rollout.replicas": sizes.replicas,
               "placement.training_nodes": sizes.training_nodes}
     resolved = planned.loaded.resolved(chosen)
-    plan = plan_of(resolved.config, planned.plan.architecture, planned.plan.device, chosen)
-    problem = problem_of(resolved, planned.found.problem.shape, planned.cluster)
+    teacher = planned.found.problem.teacher
+    plan = plan_of(resolved.config, planned.plan.architecture, planned.plan.device, chosen, teacher)
+    problem = problem_of(resolved, planned.found.problem.shape, planned.cluster, teacher)
     found = pinned_candidate(problem, plan, planned.found.mode)
     return replace(planned, config=resolved.config, found=found, needed=sizes.nodes,
                    plan=plan.predicted(forecast(None, found, problem.sources(chosen))))

@@ -79,9 +79,11 @@ def mounts(profile: Profile, folders: Sequence[Path] = ()) -> list[str]:
 
 
 def folders_of(config: RunConfig) -> list[Path]:
-    """Folders of the model and the data that the nodes' processes read."""
+    """Folders of the models and the data that the nodes' processes read."""
+    teacher = config.algorithm.distillation.teacher
+    models = [Path(name) for name in (config.model.path, teacher) if name is not None]
     files = [Path(name) for name in (config.data.train, config.data.eval) if name is not None]
-    return [folder for folder in (Path(config.model.path), *(file.parent for file in files)) if folder.is_dir()]
+    return [folder for folder in (*models, *(file.parent for file in files)) if folder.is_dir()]
 
 
 def _handed_on(environment: Mapping[str, str]) -> list[str]:

@@ -21,7 +21,8 @@ POSITIONS = ("to_1k", "to_4k", "to_16k", "beyond")
 _EDGES = (1024, 4096, 16384)
 _OF_THE_BATCH = ("train/loss", "train/tokens")
 """Sums that are not means over tokens."""
-_COUNTS = {"drift/divergence": "train/tokens", "correction/rejected_sequences": "correction/sequences"}
+_COUNTS = {"drift/divergence": "train/tokens", "correction/rejected_sequences": "correction/sequences",
+           "distill/kl": "train/tokens", "distill/teacher_logprob": "train/tokens"}
 _INTERNAL = ("tokens", "sequences", "weight", "weight_squared")
 """What `means` uses up, of every family except `train`."""
 

@@ -9,6 +9,7 @@ import torch
 
 from launch.config.schema import Algorithm, Rejection
 from megatron_rl.algorithms.corrections import importance_weight, in_band, interpolated_logprobs, near_or_positive
+from megatron_rl.algorithms.distillation import teacher_advantages, teacher_loss
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.losses import PolicyLoss, cispo_loss, clipped_loss, gspo_loss
 from megatron_rl.algorithms.mismatch import correction_sums, drift_sums, mismatch_sums
@@ -19,15 +20,15 @@ from megatron_rl.algorithms.sequences import Sequences
 def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torch.Tensor | None,
                     advantages_T: torch.Tensor, weights_T: torch.Tensor, behaviour_logprobs_T: torch.Tensor,
                     old_logprobs_T: torch.Tensor | None, reference_logprobs_T: torch.Tensor | None,
-                    ages_T: torch.Tensor, positions_T: torch.Tensor,
-                    sequences: Sequences) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+                    ages_T: torch.Tensor, positions_T: torch.Tensor, sequences: Sequences,
+                    teacher_logprobs_T: torch.Tensor | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Compute the loss of T tokens, which is a part of the batch's loss, and their metrics:
 
         loss = sum_t weight_t (keep_t w_t L_t + beta KL_t - entropy_coef H_t)
 
     L is the policy loss (`losses`), KL an estimate against the reference (`kl`), H the entropy, w the importance weight
-    from the sampling engine (mu) to pi_old, and keep is 0 for a rejected token (`corrections`). The configuration
-    chooses pi_old:
+    from the sampling engine (mu) to pi_old, and keep is 0 for a rejected token (`corrections`). A teacher adds to the
+    advantage or to the loss (`distillation`). The configuration chooses pi_old:
 
     | `algorithm.old_logprobs` | optimizer steps per batch | mode | pi_old | w |
     |---|---|---|---|---|
@@ -50,6 +51,7 @@ def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torc
         ages_T: number of versions between the token's and the one at the start of the step, int64 [T].
         positions_T: position in the completion, int64 [T].
         sequences: which tokens belong together. Used, collectively, only by what has a quantity of the sequence.
+        teacher_logprobs_T: given if and only if `config.distillation` has a teacher.
     Returns:
         The loss (float32 scalar), and float32 scalars without gradient: sums over the tokens with weight, which
         `mismatch.means` turns into metrics after summing over micro-batches and ranks, and maxima, whose names end in
@@ -59,7 +61,7 @@ def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torc
     Raises:
         ValueError: a tensor that the configuration needs is missing, or one that it excludes is given.
     """
-    _check(config, entropy_T, old_logprobs_T, reference_logprobs_T)
+    _check(config, entropy_T, old_logprobs_T, reference_logprobs_T, teacher_logprobs_T)
     mask_T = weights_T != 0
 
     def in_loss(values_T: torch.Tensor) -> torch.Tensor:
@@ -71,6 +73,10 @@ def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torc
     given_T = None if old_logprobs_T is None else in_loss(old_logprobs_T)
     old_logprobs_T = _proximal(config, logprobs_T, behaviour_logprobs_T, given_T, ages_T)
     apart = _Apart(logprobs_T.detach(), old_logprobs_T, behaviour_logprobs_T, mask_T, sequences)
+    if teacher_logprobs_T is not None:
+        teacher_logprobs_T = in_loss(teacher_logprobs_T)
+        if config.distillation.form == "advantage":
+            advantages_T = advantages_T + teacher_advantages(config.distillation, old_logprobs_T, teacher_logprobs_T)
     policy = _policy_loss(config, logprobs_T, old_logprobs_T, advantages_T, apart)
     loss_T, correction = _corrected(config, policy.loss_T, advantages_T, ages_T, mask_T, apart)
     per_token = {
@@ -84,6 +90,11 @@ def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torc
         kl_T = kl_estimate(logprobs_T, reference_logprobs_T, config.kl.estimator)
         loss_T = loss_T + config.kl.beta * kl_T
         per_token["train/kl"] = kl_T
+    if teacher_logprobs_T is not None:
+        if config.distillation.form == "loss":
+            loss_T = loss_T + teacher_loss(config.distillation, logprobs_T, teacher_logprobs_T)
+        per_token |= {"distill/kl": kl_estimate(logprobs_T, teacher_logprobs_T, "k1"),
+                      "distill/teacher_logprob": teacher_logprobs_T}
     if entropy_T is not None:
         entropy_T = in_loss(entropy_T)
         loss_T = loss_T - config.entropy_coef * entropy_T
@@ -195,11 +206,15 @@ def _kept(rejection: Rejection, advantages_T: torch.Tensor, apart: _Apart) -> to
 
 
 def _check(config: Algorithm, entropy_T: torch.Tensor | None, old_logprobs_T: torch.Tensor | None,
-           reference_logprobs_T: torch.Tensor | None) -> None:
+           reference_logprobs_T: torch.Tensor | None, teacher_logprobs_T: torch.Tensor | None) -> None:
     if (config.old_logprobs == "recompute") != (old_logprobs_T is not None):
         given = "missing" if old_logprobs_T is None else "given"
         raise ValueError(f"old log-probs are {given} with algorithm.old_logprobs: {config.old_logprobs}")
     if config.kl.beta > 0 and reference_logprobs_T is None:
         raise ValueError(f"reference log-probs are missing with algorithm.kl.beta: {config.kl.beta}")
+    if (config.distillation.teacher is not None) != (teacher_logprobs_T is not None):
+        given = "missing" if teacher_logprobs_T is None else "given"
+        raise ValueError(f"the teacher's log-probs are {given} with algorithm.distillation.teacher: "
+                         f"{config.distillation.teacher}")
     if config.entropy_coef > 0 and entropy_T is None:
         raise ValueError(f"the entropy is missing with algorithm.entropy_coef: {config.entropy_coef}")

@@ -101,6 +101,8 @@ class PolicyBatch:
     """float32 proximal log-probs, or None (see `algorithm.old_logprobs`)."""
     reference_logprobs_N: np.ndarray | None = None
     """float32, or None if `algorithm.kl.beta` is 0."""
+    teacher_logprobs_N: np.ndarray | None = None
+    """float32, or None without `algorithm.distillation.teacher`."""
     normaliser: float = 1.0
     """Divides the loss and its gradient. The normalisers of the parts of a batch add up."""
     extras: dict = field(default_factory=dict)

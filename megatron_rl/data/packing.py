@@ -46,6 +46,8 @@ class Predictions:
     """float32 or None, as in the batch."""
     reference_logprobs_P: torch.Tensor | None
     """float32 or None, as in the batch."""
+    teacher_logprobs_P: torch.Tensor | None
+    """float32 or None, as in the batch."""
     ages_P: torch.Tensor
     """int64, as in the batch."""
     positions_P: torch.Tensor
@@ -218,7 +220,8 @@ def _predictions(batch: PolicyBatch, sequences: _Sequences, rows_P: np.ndarray, 
         rows_P=torch.from_numpy(rows_P), labels_P=values(batch.tokens_N, np.int64),
         weights_P=values(batch.loss_weights_N), advantages_P=values(batch.advantages_N),
         behaviour_logprobs_P=values(batch.behaviour_logprobs_N), old_logprobs_P=given(batch.old_logprobs_N),
-        reference_logprobs_P=given(batch.reference_logprobs_N), ages_P=values(batch.ages_N, np.int64),
+        reference_logprobs_P=given(batch.reference_logprobs_N),
+        teacher_logprobs_P=given(batch.teacher_logprobs_N), ages_P=values(batch.ages_N, np.int64),
         positions_P=torch.from_numpy(np.where(real_P, position_P, 0)),
         sequence_P=torch.from_numpy(np.where(real_P, place_B[number_P], 0)), index_P=torch.from_numpy(index_P))
 

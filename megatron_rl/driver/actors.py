@@ -83,7 +83,7 @@ class TrainerActor:
         return self.trainer.update(batch)
 
     @guarded
-    def logprobs(self, batch: PolicyBatch, model: Literal["policy", "reference"]) -> np.ndarray:
+    def logprobs(self, batch: PolicyBatch, model: Literal["policy", "reference", "teacher"]) -> np.ndarray:
         return self.trainer.logprobs(batch, model)
 
     @guarded

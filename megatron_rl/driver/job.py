@@ -173,8 +173,8 @@ class Job:
         scores = (score for part in parts.values() for score in part)
         return [[next(scores) for _ in group.trajectories] for group in groups]
 
-    async def logprobs(self, batch: PolicyBatch, model: Literal["policy", "reference"]) -> np.ndarray:
-        """Compute the log-probs of the batch's tokens under the trainer's `policy` or `reference`, float32 [N]."""
+    async def logprobs(self, batch: PolicyBatch, model: Literal["policy", "reference", "teacher"]) -> np.ndarray:
+        """Compute the log-probs of the batch's tokens under a model of the trainer, float32 [N]."""
         batch = shared(batch)
         answers = await gather({rank.name: rank.logprobs(batch, model) for rank in self._trainers}, "logprobs")
         return next(iter(answers.values()))

@@ -68,9 +68,10 @@ def entropy_collapse(history: Sequence[Row]) -> TrainingWarning | None:
 
 
 def no_signal(history: Sequence[Row]) -> TrainingWarning | None:
-    """Nearly every group has equal rewards although the task is not solved, so there is no gradient."""
+    """Nearly every group has equal rewards although the task is not solved, so there is no gradient. A teacher gives
+    one without rewards."""
     shares, rewards = _series(history, "group/zero_variance"), _series(history, "reward/mean")
-    if len(shares) < WINDOW or min(shares[-WINDOW:]) < 0.95 or _has_learned(rewards):
+    if "distill/kl" in history[-1] or len(shares) < WINDOW or min(shares[-WINDOW:]) < 0.95 or _has_learned(rewards):
         return None
     share = fmean(shares[-WINDOW:])
     return _warning("NO_SIGNAL", history[-1],

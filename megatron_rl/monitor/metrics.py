@@ -78,7 +78,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("time/rollout", "s", "waiting for the trajectories of the batch, or for the engines at a border"),
         Metric("time/rollout_hidden", "s", "generation beside other work, not in `time/rollout`"),
         Metric("time/reward", "s", "waiting for scores, after the last trajectory of the batch"),
-        Metric("time/logprob", "s", "passes for old and reference log-probs"),
+        Metric("time/logprob", "s", "passes for old, reference and teacher log-probs"),
         Metric("time/train", "s", "forward, backward and optimizer of all updates"),
         Metric("time/train_hidden", "s", "training and log-prob passes while the same batch is still generated, in "
                "`time/train` and `time/logprob` (`algorithm.overlap`)"),
@@ -111,6 +111,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("train/sequences", "–", "sequences in the updates"),
         Metric("train/microbatches", "–", "micro-batches per data parallel rank"),
         Metric("train/skipped", "–", "updates skipped for a gradient that is not finite", "0"),
+    ),
+    "Distillation": (
+        Metric("distill/kl", "nats",
+               "KL(policy || teacher) (`algorithm.distillation`), mean of log policy - log teacher over sampled tokens",
+               "falls towards 0"),
+        Metric("distill/teacher_logprob", "nats", "mean log-prob of the sampled tokens under the teacher", "rises"),
     ),
     "Engine against trainer": (
         Metric("mismatch/kl", "nats",

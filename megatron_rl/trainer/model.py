@@ -62,6 +62,12 @@ def build_model(architecture: Architecture, plan: TrainingPlan, trainer: Resolve
     return chunks
 
 
+def named_parameters(chunks: list) -> dict[str, torch.Tensor]:
+    """The live parameters of a rank's chunks, by their names in `layouts.megatron.megatron_layout`."""
+    return {f"chunk{i}.{name}": parameter.detach() for i, chunk in enumerate(chunks)
+            for name, parameter in chunk.named_parameters()}
+
+
 def select_output_rows(chunk: torch.nn.Module, rows_P: torch.Tensor) -> None:
     """Let the next forward make the logits of these rows only, in this order, repeated ones as often: prompts and
     padding cost no vocabulary projection and no memory for their logits.

@@ -35,7 +35,8 @@ class Objective(Protocol):
     def __call__(self, *, logprobs_T: torch.Tensor, entropy_T: torch.Tensor, advantages_T: torch.Tensor,
                  weights_T: torch.Tensor, behaviour_logprobs_T: torch.Tensor, old_logprobs_T: torch.Tensor | None,
                  reference_logprobs_T: torch.Tensor | None, ages_T: torch.Tensor, positions_T: torch.Tensor,
-                 sequences: Sequences) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+                 sequences: Sequences,
+                 teacher_logprobs_T: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss (a plain sum over these tokens, with weights) and sums for metrics, all scalars."""
 
 
@@ -72,7 +73,8 @@ def run_step(chunks: list, plan: Plan, batch: PolicyBatch, objective: Objective,
             logprobs_T=logprobs_P, entropy_T=entropy_P, advantages_T=predictions.advantages_P,
             weights_T=predictions.weights_P, behaviour_logprobs_T=predictions.behaviour_logprobs_P,
             old_logprobs_T=predictions.old_logprobs_P, reference_logprobs_T=predictions.reference_logprobs_P,
-            ages_T=predictions.ages_P, positions_T=predictions.positions_P,
+            teacher_logprobs_T=predictions.teacher_logprobs_P, ages_T=predictions.ages_P,
+            positions_T=predictions.positions_P,
             sequences=Sequences(predictions.sequence_P, micro.sequences, _add_over_context_parallel))
         sums.append({name: value.detach() for name, value in {"train/loss": loss, **parts}.items()})
         return loss
@@ -204,6 +206,7 @@ def _names(objective: Objective, batch: PolicyBatch) -> list[str]:
     _, parts = objective(
         logprobs_T=zero, entropy_T=zero, advantages_T=zero, weights_T=zero, behaviour_logprobs_T=zero,
         old_logprobs_T=None if batch.old_logprobs_N is None else zero,
-        reference_logprobs_T=None if batch.reference_logprobs_N is None else zero, ages_T=first, positions_T=first,
+        reference_logprobs_T=None if batch.reference_logprobs_N is None else zero,
+        teacher_logprobs_T=None if batch.teacher_logprobs_N is None else zero, ages_T=first, positions_T=first,
         sequences=Sequences(first, 1))
     return ["train/loss", *parts]

@@ -31,11 +31,11 @@ from megatron_rl.layouts.step_folder import Exported, Part, changed_since
 from megatron_rl.layouts.tiles import ParamLayout
 from megatron_rl.trainer import cpu, rng
 from megatron_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
+from megatron_rl.trainer.frozen import FrozenModel, copy_of, read_from
 from megatron_rl.trainer.initial_weights import draw_layout
-from megatron_rl.trainer.model import DTYPES, build_model, sum_model_grads
+from megatron_rl.trainer.model import DTYPES, build_model, named_parameters, sum_model_grads
 from megatron_rl.trainer.optimizer import PolicyOptimizer, learning_rate
 from megatron_rl.trainer.parallel import device_of_rank
-from megatron_rl.trainer.reference import ReferenceModel
 from megatron_rl.trainer.step import run_logprobs, run_step, schedule_of
 
 
@@ -52,7 +52,7 @@ class _Part:
 
 
 class MegatronTrainer:
-    """One rank's shard of the policy, its optimizer, and the reference.
+    """One rank's shard of the policy, its optimizer, the reference and the teacher.
 
     The caller has joined the process group (`parallel.initialise`). Weights are undefined before
     `load_initial_weights`.
@@ -68,15 +68,17 @@ class MegatronTrainer:
         self._implementation: Implementation = "local" if cpu.needed() else "transformer_engine"
         self._layout = megatron_layout(plan.architecture, plan.training, rank, self._implementation)
         self._objective = partial(token_objective, config.algorithm)
-        self._reference: ReferenceModel | None = None
+        self._reference: FrozenModel | None = None
+        self._teacher: FrozenModel | None = None
         self._parts: list[_Part] = []
         """The parts of the next optimizer step whose gradients are in Megatron's buffers."""
 
     def load_initial_weights(self) -> None:
-        """Fill the policy from the model folder or from `run.seed`, and freeze a copy as the reference if beta > 0.
+        """Fill the policy from the model folder or from `run.seed`, freeze a copy as the reference if beta > 0, and
+        load the teacher if there is one.
 
         Raises:
-            UserError: the folder's weights are missing, truncated, or do not match its config.json.
+            UserError: a folder's weights are missing, truncated, or do not match its config.json.
         """
         architecture = self.plan.architecture
         canonical = canonical_tensors(architecture)
@@ -89,8 +91,18 @@ class MegatronTrainer:
         self.optimizer.weights_changed()
         kl = self.config.algorithm.kl
         if kl.beta > 0:
-            self._reference = ReferenceModel(self._chunks, self.plan, self.config.trainer, self.device,
-                                             offload=kl.reference_offload)
+            self._reference = FrozenModel(self.plan, self.config.trainer, self.device, copy_of(self._chunks),
+                                          offload=kl.reference_offload)
+        self._load_teacher()
+
+    def _load_teacher(self) -> None:
+        distillation = self.config.algorithm.distillation
+        if distillation.teacher is not None and self._teacher is None:
+            plan = self.plan.of_teacher()
+            self._teacher = FrozenModel(
+                plan, self.config.trainer, self.device,
+                read_from(distillation.teacher, plan, self.coordinates.rank, self._implementation),
+                offload=distillation.offload)
 
     def accumulate(self, batch: PolicyBatch) -> None:
         """Add the gradient of a part of the next optimizer step's batch. Every rank has the part in full. Weights do
@@ -135,14 +147,17 @@ class MegatronTrainer:
                           "train/sequences": float(sum(part.sequences for part in parts)),
                           "train/microbatches": float(sum(part.microbatches for part in parts))}
 
-    def logprobs(self, batch: PolicyBatch, model: Literal["policy", "reference"] = "policy") -> np.ndarray:
+    def logprobs(self, batch: PolicyBatch,
+                 model: Literal["policy", "reference", "teacher"] = "policy") -> np.ndarray:
         """Log-probs of the sampled tokens at the sampling temperature: float32 [N] on every rank, 0 for others."""
         temperature = self.config.rollout.temperature
         if model == "policy":
             return run_logprobs(self.optimizer.chunks, self.plan, batch, temperature)
-        if self._reference is None:
-            raise RuntimeError("there is no reference model: algorithm.kl.beta is 0, or no weights have been loaded")
-        return self._reference.logprobs(batch, temperature)
+        frozen = self._reference if model == "reference" else self._teacher
+        if frozen is None:
+            key = "algorithm.kl.beta is 0" if model == "reference" else "algorithm.distillation.teacher is null"
+            raise RuntimeError(f"there is no {model} model: {key}, or no weights have been loaded")
+        return frozen.logprobs(batch, temperature)
 
     def layout(self) -> list[ParamLayout]:
         """Layout of this rank's parameters, as tiles of the Hugging Face tensors."""
@@ -150,8 +165,7 @@ class MegatronTrainer:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """This rank's live parameters, by their names in `layout()`."""
-        return {f"chunk{i}.{name}": parameter.detach() for i, chunk in enumerate(self._chunks)
-                for name, parameter in chunk.named_parameters()}
+        return named_parameters(self._chunks)
 
     def save(self, folder: str | Path, extra: dict[str, Any], rollouts: bytes = b"") -> int:
         """Write a checkpoint to `folder` (`checkpoints/step-000050`) and keep the newest `checkpoint.keep` ones.
@@ -172,7 +186,8 @@ class MegatronTrainer:
                                self.config.checkpoint.keep, rollouts)
 
     def load(self, folder: str | Path, identity: dict[str, str] | None = None) -> dict[str, Any]:
-        """Continue from a checkpoint, in this layout or another. The reference stays at the initial weights.
+        """Continue from a checkpoint, in this layout or another. The reference stays at the initial weights, and the
+        teacher at its own.
 
         Args:
             identity: the current value of `extra["identity"]`.
@@ -187,6 +202,7 @@ class MegatronTrainer:
         """
         if self.config.algorithm.kl.beta > 0 and self._reference is None:
             self.load_initial_weights()
+        self._load_teacher()
         loaded = load_checkpoint(Path(folder), self._chunks, self.optimizer, self.coordinates, self._sizes(),
                                  self._model_facts())
         if not loaded.rng_restored:
@@ -222,6 +238,7 @@ class MegatronTrainer:
                      for name, value in config.trainer.optimizer.model_dump().items()}
         sizes = {f"trainer.{name}": str(size) for name, size in self._sizes().items()}
         return {"plan": self.plan.fingerprint(), "model.path": config.model.path, "model.init": config.model.init,
+                "algorithm.distillation.teacher": str(config.algorithm.distillation.teacher),
                 "run.seed": str(config.run.seed), "run.steps": str(config.run.steps), **optimizer, **sizes}
 
 

@@ -130,6 +130,14 @@ CASES = [
      ["warmup_steps = 300 covers all 300 optimizer steps of the run"], ["trainer.optimizer.warmup_steps=299"]),
     (["algorithm.kl.reference_offload=true"], ["reference_offload = true", "algorithm.kl.beta = 0"],
      ["algorithm.kl.beta=0.01"]),
+    (["algorithm.distillation.coef=2.0"], ["algorithm.distillation.coef = 2.0 has no effect", "teacher = null"],
+     ["algorithm.distillation.teacher=a/folder"]),
+    (["reward.functions=[{function: exact_match, weight: 0}]"],
+     ["every weight of reward.functions is 0, and there is no teacher", "or algorithm.distillation.teacher"],
+     ["algorithm.distillation.teacher=a/folder"]),
+    (["algorithm.distillation.estimator=k3", "algorithm.distillation.teacher=configs/tiny/model"],
+     ["algorithm.distillation.estimator = k3 has no effect", "form = advantage"],
+     ["algorithm.distillation.form=loss"]),
 ]
 
 
@@ -180,6 +188,35 @@ def test_rules_about_the_model(run_yaml, change, words, fragments):
         check(load_config(run_yaml, words), architecture, "cpu")
     for fragment in fragments:
         assert fragment in str(error.value)
+
+
+@pytest.mark.parametrize("change, words, fragments", [
+    ({"num_key_value_heads": 1}, [], ["trainer.tp = 2 does not divide the teacher's 1 KV heads", "use trainer.tp = 1"]),
+    ({"num_attention_heads": 12, "num_key_value_heads": 6}, ["trainer.tp=4"],
+     ["trainer.tp = 4 does not divide the teacher's 6 KV heads", "use trainer.tp = 1 or 2, which also divides"]),
+    ({"num_hidden_layers": 1}, [], ["trainer.pp = 2 has more stages than the teacher has layers (1)"]),
+    ({"num_hidden_layers": 6}, ["trainer.vpp=2"],
+     ["trainer.pp x trainer.vpp = 2 x 2 does not divide the teacher's 6 layers", "use trainer.vpp = 1"]),
+    ({"vocab_size": 64}, [], ["the teacher has 64 token ids and the policy 96"]),
+    ({"max_position_embeddings": 16}, [], ["max_new_tokens = 24 exceeds the teacher's 16 positions"])])
+def test_a_teacher_must_run_where_the_policy_does(run_yaml, tmp_path, cli, change, words, fragments):
+    """A teacher of other sizes, otherwise the policy's own folder, which passes."""
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    words = [f"algorithm.distillation.teacher={teacher}", *words]
+    (teacher / "config.json").write_text(json.dumps(TINY_MODEL | {"num_hidden_layers": 4}))
+    assert cli("plan", run_yaml, "--device", "cpu", *words)[0] == 0
+    (teacher / "config.json").write_text(json.dumps(TINY_MODEL | change))
+    code, out, err = cli("plan", run_yaml, "--device", "cpu", *words)
+    assert code == 2 and out == ""
+    for fragment in [*fragments, "algorithm.distillation.teacher"]:
+        assert fragment in err
+
+
+def test_a_missing_teacher_is_told_with_its_key(run_yaml, cli):
+    code, _, err = cli("plan", run_yaml, "--device", "cpu", "algorithm.distillation.teacher=models/none")
+    assert code == 2 and "the model folder models/none does not exist" in err
+    assert "set algorithm.distillation.teacher to" in err and str(Path.cwd() / "models/none") in err
 
 
 def test_kv_heads_below_rollout_tp_are_legal(run_yaml, tiny_architecture):

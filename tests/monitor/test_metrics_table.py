@@ -40,12 +40,13 @@ def _rows_of_the_objective() -> set[str]:
     generator, rows = torch.Generator().manual_seed(0), set()
     ages_T = torch.arange(20) % 5
     for rejection in ({"rule": "icepop"}, {"rule": "sequence"}):
-        config = Algorithm.model_validate({"group_size": 2, "prompts_per_step": 2, "rejection": rejection})
+        config = Algorithm.model_validate({"group_size": 2, "prompts_per_step": 2, "rejection": rejection,
+                                           "distillation": {"teacher": "teacher"}})
         _, sums = token_objective(
             config, logprobs_T=torch.randn(20, generator=generator), entropy_T=None, advantages_T=torch.ones(20),
             weights_T=torch.ones(20), behaviour_logprobs_T=torch.randn(20, generator=generator), old_logprobs_T=None,
-            reference_logprobs_T=None, ages_T=ages_T, positions_T=torch.arange(20) // 5 * 6000,
-            sequences=Sequences(ages_T, 5))
+            reference_logprobs_T=None, teacher_logprobs_T=torch.randn(20, generator=generator), ages_T=ages_T,
+            positions_T=torch.arange(20) // 5 * 6000, sequences=Sequences(ages_T, 5))
         found = {name: lookup(name) for name in means({name: value.item() for name, value in sums.items()})}
         assert not [name for name, row in found.items() if row is None]
         rows |= {row.name for row in found.values()}

@@ -64,6 +64,10 @@ def case(name: str) -> Candidate:
     if name == "offloaded reference, recomputation":
         return _pinned("disaggregated", problem(nodes=6, work=replace(LONG, reference=True, reference_offload=True)),
                        layout | {"recompute": ("full",)})
+    if name == "teacher":
+        work = replace(LONG, teacher_offload=True, reference=True)
+        return _pinned("disaggregated", replace(problem(nodes=6, work=work), teacher=builtin("qwen2.5-7b")),
+                       layout | {"vpp": 1})
     if name == "experts":
         return _pinned("disaggregated", problem(builtin("qwen3-30b-a3b"), nodes=8, asynchronous=True),
                        layout | {"ep": 2, "dp": 8}, {"tp": 2})
@@ -83,8 +87,8 @@ def case(name: str) -> Candidate:
 
 
 CASES = ("async", "async, second copy", "sync", "many updates", "lora", "fp8", "fp32", "reference",
-         "offloaded reference, recomputation", "experts", "TP over nodes", "colocated", "hybrid", "cache of a CPU",
-         "one node")
+         "offloaded reference, recomputation", "teacher", "experts", "TP over nodes", "colocated", "hybrid",
+         "cache of a CPU", "one node")
 PLACES = ("problem", "problem.shape", "problem.cluster", "problem.cluster.gpu", "problem.workload",
           "problem.workload.lengths", "training.layout", "rollout.layout",
           *(f"problem.coefficients.{name}" for name in (

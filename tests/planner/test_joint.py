@@ -18,7 +18,7 @@ from launch.planner.prepare import posed
 from launch.planner.search.candidate import Candidate, RolloutOption, TrainingOption
 from launch.planner.search.problem import Problem
 from launch.planner.search.search import Search
-from launch.planner.search.space import Pins
+from launch.planner.search.space import Pins, Space
 from launch.planner.time.step import refit_seconds
 from launch.planner.workload.lengths import LogNormal
 from tests.planner.problems import SMALL, best, builtin, loaded, problem, workload
@@ -203,6 +203,36 @@ def test_a_reference_takes_its_weights_worth_of_memory():
     more = careful.training.worst.total - lean.training.worst.total
     weights = careful.training.worst.components["weights"]
     assert careful.training.worst.components["reference"] == weights <= more <= 1.05 * weights
+
+
+def test_a_teacher_takes_its_own_weights_and_a_pass_of_its_own():
+    """Three stages of a 32B teacher beside a 7B policy, whose parameters decide neither."""
+    student, teacher = builtin("qwen2.5-7b"), builtin("qwen2.5-32b")
+    pins = Pins(tp=4, pp=2, cp=1, vpp=1, training_nodes=1)
+    alone, taught, hosted = (
+        best(replace(problem(student, nodes=3, pins=pins, work=workload(teacher_offload=offload)), teacher=teacher))
+        if offload is not None else best(problem(student, nodes=3, pins=pins)) for offload in (None, False, True))
+    layer = 2 * 5120 * (40 + 8) * 128 + 3 * 5120 * 27648
+    ends = 152064 * 5120                                    # embedding on the first stage, head on the last
+    for stage in taught.training.memory.stages:
+        matrices = (32 * layer + ends) / 4 * 2              # bf16, over TP
+        assert stage.components["teacher"] == pytest.approx(matrices, rel=1e-3)
+        assert stage.resident - alone.training.memory.stages[stage.stage].resident == stage.components["teacher"]
+    assert hosted.training.worst.total < taught.training.worst.total
+    assert hosted.host_bytes == pytest.approx(8 * matrices, rel=1e-3) and not taught.host_bytes
+    ratio = taught.training.teacher_s / (taught.training.train_s / 3)
+    assert 0.7 * 32 / 7 < ratio < 2 * 32 / 7
+    assert alone.training.teacher_s == 0 and taught.training.seconds == pytest.approx(
+        alone.training.seconds + taught.training.teacher_s)
+
+
+def test_the_search_tries_only_layouts_that_divide_the_teacher():
+    """A teacher with 2 KV heads allows no TP above 2, one with 3 layers no PP above 3."""
+    teacher = replace(SMALL, kv_heads=2, layers=3)
+    layouts = list(Space(SMALL, 8, Pins(), teacher).training())
+    assert {layout.tp for layout in layouts} == {1, 2} and max(layout.pp for layout in layouts) <= 3
+    assert all(3 % (layout.pp * layout.vpp) == 0 for layout in layouts if layout.vpp > 1)
+    assert max(layout.tp for layout in Space(SMALL, 8, Pins()).training()) > 2
 
 
 def test_lora_syncs_adapters():

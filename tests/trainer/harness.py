@@ -39,7 +39,9 @@ def run_config(folder: Path | str, **trainer) -> ResolvedConfig:
 
 
 def make_plan(config: ResolvedConfig, device: Literal["cpu", "gpu"] = "cpu") -> Plan:
-    return plan_of(config, from_hf_config(config.model.path), device)
+    folder = config.algorithm.distillation.teacher
+    teacher = None if folder is None else from_hf_config(folder)
+    return plan_of(config, from_hf_config(config.model.path), device, teacher=teacher)
 
 
 def make_batch(lengths: list[int], vocab: int, seed: int = 0, tools: float = 0.0) -> PolicyBatch:

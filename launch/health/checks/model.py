@@ -15,11 +15,15 @@ def check(expected: Expected) -> list[Check]:
     """Reads headers only. The fingerprint is compared across nodes, because copies on local disks become stale."""
     if expected.model is None:
         return []
-    folder = Path(expected.model)
+    folder, shards, digest = Path(expected.model), [], hashlib.sha256()
     try:
-        check_model_folder(folder, weights=expected.model_weights)
-        shards = sorted(folder.glob("*.safetensors")) if expected.model_weights else []
-        digest = hashlib.sha256((folder / "config.json").read_bytes())
+        for name, weights in ((expected.model, expected.model_weights), (expected.teacher, True)):
+            if name is None:
+                continue
+            folder = Path(name)
+            check_model_folder(folder, weights=weights)
+            digest.update((folder / "config.json").read_bytes())
+            shards += sorted(folder.glob("*.safetensors")) if weights else []
         for shard in shards:
             digest.update(f"{shard.name} {shard.stat().st_size}\n".encode())
     except UserError as error:
@@ -28,5 +32,5 @@ def check(expected: Expected) -> list[Check]:
         return [critical("model.files", str(folder), f"{error.filename or folder}: {error.strerror}",
                          "make the file system with the model readable on this node")]
     size = sum(shard.stat().st_size for shard in shards)
-    return [ok("model.files", str(folder), f"complete: {len(shards)} files, {size / GIB:.1f} GiB"),
+    return [ok("model.files", expected.model, f"complete: {len(shards)} files, {size / GIB:.1f} GiB"),
             ok("model.fingerprint", digest.hexdigest()[:16], "")]

@@ -141,7 +141,7 @@ def calibrate(run: Path, cluster_file: str, *others: Path) -> Calibration:
 def phase_seconds(found: Candidate) -> dict[str, float]:
     """Predicted seconds of the recipe's phases, by the names of `launch.planner.calibrate.measured`."""
     training = found.training
-    every = {"rollout": found.rollout.seconds, "log-prob": training.logprob_s + training.reference_s,
+    every = {"rollout": found.rollout.seconds, "log-prob": training.passes_s,
              "train": training.train_s, "sync": found.sync_s}
     return {name: value for name, value in every.items() if value}
 
@@ -179,7 +179,7 @@ def _logprob(fitting: _Fitting) -> _Fit:
     factor = f"{RL}.logprob_factor"
     points = [(seconds / fitting.value(factor), 0.0, run.measured["log-prob"])
               for run, found in zip(fitting.runs, fitting.candidates(), strict=True)
-              if (seconds := found.training.logprob_s + found.training.reference_s) and run.measured.get("log-prob")]
+              if (seconds := found.training.passes_s) and run.measured.get("log-prob")]
     if not points:
         return (), "no run has a log-prob pass"
     return fitting.set({factor: _slope(points, 0.0)}), ""

@@ -1,7 +1,7 @@
 """Predicted and measured times of a run, side by side. Every number is labelled as one or the other.
 
     rollout    predicted: generation, and host work per response             measured: time/rollout + _hidden + reward
-    log-prob   predicted: the passes for old and for reference log-probs     measured: time/logprob
+    log-prob   predicted: passes for old, reference and teacher log-probs    measured: time/logprob
     train      predicted: all optimizer steps                                measured: time/train
     sync       predicted: the weight sync                                    measured: time/sync
     step       predicted: the whole step                                     measured: time/step
@@ -45,7 +45,7 @@ class Kind:
 
 
 KINDS = (Kind("rollout", ("rollout", "reward"), ("time/rollout", "time/rollout_hidden", "time/reward")),
-         Kind("log-prob", ("logprob", "reference"), ("time/logprob",)),
+         Kind("log-prob", ("logprob", "reference", "teacher"), ("time/logprob",)),
          Kind("train", ("train",), ("time/train",)),
          Kind("sync", ("sync",), ("time/sync",)))
 WAITED, HIDDEN, PAUSE = ("time/rollout", "time/reward"), ("time/rollout_hidden",), ("sync/pause_seconds",)

@@ -35,8 +35,13 @@ def book_of(found: Candidate, sources: Mapping[str, str]) -> Book:
     training, rollout = found.training, found.rollout
     held, memory, engine = training.held, training.memory, rollout.memory
     _ = found.parameters    # reading it writes its lines, which must come first
-    book.write(training.work, held, *held.stages, memory, *memory.stages)
-    for time in (training.time, training.forward):
+    passes = [training.time, training.forward]
+    book.write(training.work, held, *held.stages)
+    if found.problem.teacher:
+        book.write(training.teacher, *training.teacher.stages)
+        passes.append(training.teacher_forward)
+    book.write(memory, *memory.stages)
+    for time in passes:
         book.write(time.layer, time.head, time)
     book.write(training, engine, rollout.engine, rollout.time, rollout)
     if found.sync is not None:
@@ -65,6 +70,8 @@ def write_givens(book: Book, found: Candidate, source: Source) -> None:
                 given(target, each.name, f"{prefix}.{key}", UNITS.get(key, ""), value=number)
 
     given_fields("model", problem.shape)
+    if problem.teacher:
+        given_fields("teacher", problem.teacher)
     if problem.lora_rank:
         given(problem, "lora_rank", "model.lora_rank", "")
     given_fields("gpu", cluster.gpu)

@@ -118,7 +118,8 @@ def _phases(found: Candidate) -> tuple[Phase, ...]:
     updating: Partitions = "training" if apart else "both"
     parts: tuple[tuple[PhaseName, float, Partitions], ...] = (
         ("rollout", found.rollout.seconds, generating), ("logprob", training.logprob_s, updating),
-        ("reference", training.reference_s, updating), ("train", training.train_s, updating),
+        ("reference", training.reference_s, updating), ("teacher", training.teacher_s, updating),
+        ("train", training.train_s, updating),
         ("sync", found.sync_s, "both"))
     at, rows = 0.0, []
     for name, seconds, partition in parts:
@@ -145,8 +146,8 @@ def throughput_of(found: Candidate) -> Throughput:
     for end in (1, 0):      # all phases at their slow end, then all at their fast end
         rollout = found.rollout.seconds * _spread(found, "rollout")[end]
         training = sum(seconds * _spread(found, name)[end] for name, seconds in (
-            ("train", found.training.train_s), ("logprob", found.training.logprob_s),
-            ("reference", found.training.reference_s)))
+            ("train", found.training.train_s),
+            ("passes", found.training.passes_s)))
         rates.append(3600 * problem.workload.prompts
                      / step_seconds(problem, rollout, training, found.sync_s * _spread(found, "sync")[end],
                                     found.rollout.longest_s * _spread(found, "rollout")[end], found.rollout.swap_s,

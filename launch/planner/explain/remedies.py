@@ -96,6 +96,9 @@ def _changes(problem: Problem) -> Iterator[_Change]:
         yield _Change(1.1, "weight_sync.staging=in_place", lambda it: replace(it, shadow=False))
     if problem.spare_nodes:
         yield _Change(1.2, "placement.spare_nodes=0", lambda it: replace(it, spare_nodes=0))
+    if problem.teacher and not work.teacher_offload:
+        yield _Change(1.5, "algorithm.distillation.offload=true",
+                      lambda it: replace(it, workload=replace(it.workload, teacher_offload=True)))
     if work.reference and not work.reference_offload:
         yield _Change(1.5, "algorithm.kl.reference_offload=true",
                       lambda it: replace(it, workload=replace(it.workload, reference_offload=True)))

@@ -158,5 +158,6 @@ def _communicators(found: Candidate) -> Iterator[tuple[str, str]]:
 def _offloaded(found: Candidate) -> str:
     work = found.problem.workload
     what = ["the reference's weights"] if work.reference and work.reference_offload else []
+    what += ["the teacher's weights"] if found.problem.teacher and work.teacher_offload else []
     what += ["the trainer's state while engines generate"] if found.mode == "colocated" else []
     return " and ".join(what)

@@ -32,8 +32,8 @@ WEIGHT_BYTES = {"bf16": 2, "fp8": 2, "fp32": 4}
 MASTER_BYTES = {"bf16": 12, "fp8": 12, "fp32": 8}
 """Bytes per parameter of the optimizer state: two fp32 Adam moments, and an fp32 master copy unless weights are
 fp32."""
-COMPONENTS = ("weights", "gradients", "optimizer", "adapters", "sync", "unsharded", "reference", "activations",
-              "logits", "workspace", "allocator")
+COMPONENTS = ("weights", "gradients", "optimizer", "adapters", "sync", "unsharded", "reference", "teacher",
+              "activations", "logits", "workspace", "allocator")
 """Components of a stage, besides the context."""
 MANY = 1 << 30
 """Enough micro-batches to fill any pipeline."""
@@ -62,6 +62,10 @@ class TrainingMemory:
     """Staging buffers of the weight sync that stay allocated."""
     lora_rank: int = 0
     """> 0: adapters of this rank are trained on all dense matrices; the weights are frozen."""
+    teacher: RankParameters | None = None
+    """Of the frozen teacher of on-policy distillation; not read if `teacher_kept` is `none`."""
+    teacher_kept: Reference = "none"
+    """Where the teacher is kept while the policy trains."""
     engine: TrainerEngine = "megatron-rl"
     """Decides the number of copies of the logits, and the sharding (`fsdp`)."""
     dropout: bool = False
@@ -194,6 +198,22 @@ class StageMemory:
         copy = WEIGHT_BYTES[self.of.layout.precision] * self.held.total
         return copy if self.of.reference == "device" else max(0, copy - self.activations)
 
+    @line("bytes", lambda self: "bytes per parameter x the teacher's parameters" + (
+        "" if self.of.teacher_kept == "device" else ", beyond the bytes of activations and of an offloaded reference"),
+        written=nonzero)
+    def teacher(self) -> int:
+        """An offloaded teacher is on the device only during its own pass, as an offloaded reference during its."""
+        if self.of.teacher_kept == "device":
+            return self.teacher_weights
+        free = self.activations + (self.reference if self.of.reference == "offloaded" else 0)
+        return max(0, self.teacher_weights - free)
+
+    @part
+    def teacher_weights(self) -> int:
+        if self.of.teacher_kept == "none" or self.of.teacher is None:
+            return 0
+        return WEIGHT_BYTES[self.of.layout.precision] * self.of.teacher.stages[self.stage].total
+
     @line("bytes", "chunks x layers / VPP x tokens x bytes per token and layer", written=nonzero)
     def activations(self) -> int:
         of = self.of
@@ -212,7 +232,7 @@ class StageMemory:
     def allocated(self) -> int:
         """Peak, as reported by `torch.cuda.max_memory_allocated`."""
         return (self.weights + self.gradients + self.optimizer + self.adapters + self.sync + self.unsharded
-                + self.reference + self.activations + self.logits + self.workspace)
+                + self.reference + self.teacher + self.activations + self.logits + self.workspace)
 
     @line("bytes", lambda self: "share x allocated" + (" + fragmentation x activations" if self.fragments else ""))
     def allocator(self) -> int:
@@ -246,7 +266,14 @@ class StageMemory:
     def resident(self) -> int:
         """Bytes that stay allocated between steps."""
         return (self.weights + self.gradients + self.optimizer + self.adapters + self.sync
-                + (self.reference if self.of.reference == "device" else 0))
+                + (self.reference if self.of.reference == "device" else 0)
+                + (self.teacher if self.of.teacher_kept == "device" else 0))
+
+    @part
+    def pinned(self) -> int:
+        """Bytes of frozen weights in host memory."""
+        return ((self.weights if self.of.reference == "offloaded" else 0)
+                + (self.teacher_weights if self.of.teacher_kept == "offloaded" else 0))
 
     @property
     def components(self) -> dict[str, int]:
@@ -297,11 +324,13 @@ class FsdpMemory(StageMemory):
 def training_memory(shape: Architecture, layout: TrainingLayout, micro_batch_tokens: int, gpu: Gpu,
                     coefficients: MemoryCoefficients = DEFAULT, *, micro_batches: int = MANY,
                     engine: TrainerEngine = "megatron-rl", reference: Reference = "none",
-                    sync_bucket_bytes: int = 0, lora_rank: int = 0, dropout: bool = False,
+                    sync_bucket_bytes: int = 0, lora_rank: int = 0, teacher: RankParameters | None = None,
+                    teacher_kept: Reference = "none", dropout: bool = False,
                     expandable_segments: bool = True) -> TrainingMemory:
     """Memory of every pipeline stage; see `TrainingMemory`."""
     return TrainingMemory(shape, layout, parameters_of(shape, layout), gpu, coefficients, micro_batch_tokens,
-                          micro_batches, reference, sync_bucket_bytes, lora_rank, engine, dropout, expandable_segments)
+                          micro_batches, reference, sync_bucket_bytes, lora_rank, teacher, teacher_kept, engine,
+                          dropout, expandable_segments)
 
 
 def verdict(total: int, limit: int, coefficients: MemoryCoefficients) -> Verdict:

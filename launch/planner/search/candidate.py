@@ -14,17 +14,17 @@ from launch.fabric.choose import SyncPrediction
 from launch.fabric.estimate import swap_seconds
 from launch.fabric.lanes import ClusterFabric
 from launch.plan.book import line, made, nonzero, part
-from launch.plan.layouts import RolloutLayout, TrainingLayout, stage_layers, wide_bytes
+from launch.plan.layouts import RolloutLayout, TrainingLayout, layers_of_stage, stage_layers, wide_bytes
 from launch.planner.memory.rollout import ColocatedMemory, RolloutMemory
 from launch.planner.memory.training import Reference, StageMemory, TrainingMemory
-from launch.planner.parameters import count, lora_count, rank_parameters
+from launch.planner.parameters import count, lora_count, rank_parameters, teacher_parameters
 from launch.planner.search.problem import Mode, Problem
 from launch.planner.time import step as rl_step
 from launch.planner.time.decode import Engine
 from launch.planner.time.handover import handover_seconds
 from launch.planner.time.reliability import Failures, disk_seconds
 from launch.planner.time.rollout import AsynchronousRollout, Demand, RolloutTime, SynchronousRollout, minimum_staleness
-from launch.planner.time.training import LogprobTime, TrainingTime
+from launch.planner.time.training import LogprobTime, TeacherTime, TrainingTime
 from launch.planner.workload.work import PackedWork
 
 TRAINER_BUCKETS, ENGINE_BUCKETS = 2, 6
@@ -56,15 +56,20 @@ class TrainingOption:
 
     held = made(rank_parameters, shape="problem.shape", tp="layout.tp", ep="layout.ep", etp="layout.etp",
                 pp="layout.pp", layers="stage_layers")
+    teacher = made(teacher_parameters, shape="problem.teacher", tp="layout.tp", ep="layout.ep", etp="layout.etp",
+                   pp="layout.pp", layers="teacher_layers")
+    """Read only if the problem has a teacher."""
     work = made(PackedWork, workload="problem.workload", layout="layout", token_budget="problem.token_budget")
     memory = made(TrainingMemory, shape="problem.shape", layout="layout", held="held", gpu="problem.cluster.gpu",
                   coefficients="problem.coefficients.memory", micro_batch_tokens="problem.token_budget",
                   micro_batches="work.micro_batches", reference="reference", sync_bucket_bytes="sync_bytes",
-                  lora_rank="problem.lora_rank")
+                  lora_rank="problem.lora_rank", teacher="teacher", teacher_kept="teacher_kept")
     time = made(TrainingTime, **_PASS, lora_rank="problem.lora_rank")
     """One optimizer step."""
     forward = made(LogprobTime, **_PASS)
     """One forward pass over the same sequences."""
+    teacher_forward = made(TeacherTime, **{**_PASS, "shape": "problem.teacher", "held": "teacher"})
+    """One forward pass of the teacher over the same sequences; read only if the problem has one."""
 
     @line("", "max(1, (prompt + E[longest of a step]) / (tokens / DP))")
     @part
@@ -98,15 +103,40 @@ class TrainingOption:
     def reference_s(self) -> float:
         return self.pass_s if self.problem.workload.reference else 0.0
 
+    @line("s", "train x teacher's forward / training x factor", written=nonzero)
+    @part
+    def teacher_s(self) -> float:
+        if self.problem.teacher is None:
+            return 0.0
+        return rl_step.pass_seconds(self.train_s / self.problem.workload.epochs, self.time.total_s,
+                                    self.teacher_forward.total_s, self.problem.coefficients.rl)
+
+    @property
+    def passes_s(self) -> float:
+        """Seconds of all passes without gradients in a GRPO step."""
+        return self.logprob_s + self.reference_s + self.teacher_s
+
     @property
     def seconds(self) -> float:
         """Seconds of training in a GRPO step: all optimizer steps and log-prob passes."""
-        return self.train_s + self.logprob_s + self.reference_s
+        return self.train_s + self.passes_s
 
     @property
     def reference(self) -> Reference:
         workload = self.problem.workload
         return "none" if not workload.reference else "offloaded" if workload.reference_offload else "device"
+
+    @property
+    def teacher_kept(self) -> Reference:
+        problem = self.problem
+        return "none" if problem.teacher is None else "offloaded" if problem.workload.teacher_offload else "device"
+
+    @property
+    def teacher_layers(self) -> tuple[int, ...]:
+        teacher, layout = self.problem.teacher, self.layout
+        if teacher is None:
+            return ()
+        return tuple(sum(map(len, stage)) for stage in layers_of_stage(teacher.layers, layout.pp, layout.vpp))
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
@@ -286,14 +316,14 @@ class Candidate:
     def sync_s(self) -> float:
         return self.handover_s if self.sync is None else in_ticks(self.problem, self.sync.seconds)
 
-    @line("bytes", "ranks of a node x (reference's weights, where offloaded + resident state, where colocated), "
-                   "largest stage", key="memory.host.needed", written=nonzero)
+    @line("bytes", "ranks of a node x (weights of reference and teacher, where offloaded + resident state, where "
+                   "colocated), largest stage", key="memory.host.needed", written=nonzero)
     @part
     def host_bytes(self) -> int:
-        """Pinned bytes on the host of the fullest node: the weights of an offloaded reference, and the trainer's state
-        while a colocated engine generates. Pinned pages cannot be swapped out."""
-        memory, stages = self.training.memory, self.training.memory.stages
-        offloaded = max(stage.weights for stage in stages) if memory.reference == "offloaded" else 0
+        """Pinned bytes on the host of the fullest node: the weights of an offloaded reference or teacher, and the
+        trainer's state while a colocated engine generates. Pinned pages cannot be swapped out."""
+        stages = self.training.memory.stages
+        offloaded = max(stage.pinned for stage in stages)
         asleep = max(stage.resident for stage in stages) if self.mode == "colocated" else 0
         if not offloaded + asleep:
             return 0
@@ -310,11 +340,12 @@ class Candidate:
     def formula(self) -> str:
         """The formula of the step, in words."""
         problem = self.problem
+        training = "train + log-prob + reference" + (" + teacher" if problem.teacher else "")
         formula = ("(max over parts j of c_j + what j and later parts train, + sync)" if self.rollout.completions else
-                   "(rollout + train + log-prob + reference + sync)" if not problem.asynchronous else
-                   "max(rollout + swap, train + log-prob + reference + sync)" if problem.swaps else
-                   "(max(rollout, train + log-prob + reference) + sync)")
-        floor = (", at least (longest completion + train + log-prob + reference + sync) / (staleness allowed + 1)"
+                   f"(rollout + {training} + sync)" if not problem.asynchronous else
+                   f"max(rollout + swap, {training} + sync)" if problem.swaps else
+                   f"(max(rollout, {training}) + sync)")
+        floor = (f", at least (longest completion + {training} + sync) / (staleness allowed + 1)"
                  if self.rollout.longest_s else "")
         return f"{formula} x (1 + other){floor}"
 

@@ -72,6 +72,8 @@ class Problem:
     """Nodes that the plan does not use."""
     disk_every: int = 0
     """Steps between two versions of the weights on disk; 0: none is written."""
+    teacher: Architecture | None = None
+    """The frozen teacher of on-policy distillation, on the training ranks."""
     origin: Origin = field(default=Origin(), compare=False)
 
     @property

@@ -57,7 +57,7 @@ class Search:
     def __post_init__(self) -> None:
         self.asked = self.problem
         self.problem = problem = in_mode(self.problem, self.mode)
-        self.space = Space(problem.shape, problem.cluster.gpus_per_node, problem.pins)
+        self.space = Space(problem.shape, problem.cluster.gpus_per_node, problem.pins, problem.teacher)
         self._layouts = [layout for layout in self.space.training() if self._packs(layout)]
         self._variants = {layout: tuple(self.space.recomputations(layout)) for layout in self._layouts}
         self._engines = list(self.space.rollout())

@@ -73,6 +73,8 @@ class Space:
     shape: Architecture
     gpus_per_node: int
     pins: Pins
+    teacher: Architecture | None = None
+    """Has the parallel sizes of the training ranks, but need not divide evenly over the pipeline."""
     rejected: dict[str, str] = field(default_factory=dict)
     """Rejected value, such as `TP 16` -> the reason."""
 
@@ -123,13 +125,12 @@ class Space:
                                     cuda_graphs=self.pins.cuda_graphs)
 
     def _training_tp(self) -> Iterator[int]:
-        shape = self.shape
         for tp in self._sizes(self.pins.tp, "TP"):
             if tp == 1 and self.pins.sequence_parallel and self.pins.tp is None:
                 self._reject("TP 1", "trainer.sequence_parallel shards the sequence over a TP group")
                 continue
-            for what, size in (("heads", shape.heads), ("KV heads", shape.kv_heads),
-                               ("MLP columns", shape.moe_ffn or shape.ffn)):
+            for what, size in (*_divided_by_tp(self.shape, ""),
+                               *(_divided_by_tp(self.teacher, " of the teacher") if self.teacher else ())):
                 if size % tp:
                     self._reject(f"TP {tp}", f"it does not divide the {size} {what}")
                     break
@@ -161,6 +162,8 @@ class Space:
                                          "uneven stages)")
             elif pp > self.shape.layers:
                 self._reject(f"PP {pp}", f"the model has {self.shape.layers} layers")
+            elif self.teacher and pp > self.teacher.layers:
+                self._reject(f"PP {pp}", f"the teacher has {self.teacher.layers} layers")
             else:
                 yield pp
 
@@ -170,11 +173,19 @@ class Space:
             if vpp > 1 and (pp == 1 or rest or per_stage % vpp):
                 self._reject(f"PP {pp} VPP {vpp}", f"PP x VPP does not divide the {self.shape.layers} layers"
                              if pp > 1 else "VPP interleaves pipeline stages")
+            elif vpp > 1 and self.teacher and self.teacher.layers % (pp * vpp):
+                self._reject(f"PP {pp} VPP {vpp}", f"PP x VPP does not divide the {self.teacher.layers} layers of the "
+                                                   "teacher")
             else:
                 yield vpp
 
     def _reject(self, what: str, why: str) -> None:
         self.rejected.setdefault(what, why)
+
+
+def _divided_by_tp(shape: Architecture, whose: str) -> Iterator[tuple[str, int]]:
+    yield from ((f"heads{whose}", shape.heads), (f"KV heads{whose}", shape.kv_heads),
+                (f"MLP columns{whose}", shape.moe_ffn or shape.ffn))
 
 
 def _divisors(number: int) -> tuple[int, ...]:

@@ -176,11 +176,13 @@ class TrainingTime(Pass):
     def tokens_per_s_per_gpu(self) -> float:
         return self.work.tokens / (self.total_s * self.layout.gpus)
 
-    @line("", "L (2 h q + 2 h kv + 3 h ffn) + V h; of experts, k", key="parameters.matrices")
+    @line("", "L (2 h q + 2 h kv + 3 h ffn) + V h; of experts, k", key="parameters.matrices",
+          written=lambda self, value: self.trains)
     def matrices(self) -> int:
         return matrix_parameters(self.shape)
 
-    @line("FLOP", "6 M + 6 L A l (training, causal, no recompute)", key="parameters.flops_per_token")
+    @line("FLOP", "6 M + 6 L A l (training, causal, no recompute)", key="parameters.flops_per_token",
+          written=lambda self, value: self.trains)
     def flops_per_token(self) -> float:
         return 6.0 * self.matrices + 6 * (self.shape.layers * self.shape.q_width * self.work.attention_length)
 
@@ -232,6 +234,12 @@ class LogprobTime(TrainingTime):
 
     PREFIX = "logprob"
     trains = False
+
+
+class TeacherTime(LogprobTime):
+    """One forward pass of the teacher over the same micro-batches."""
+
+    PREFIX = "teacher.logprob"
 
 
 def training_time(shape: Architecture, layout: TrainingLayout, work: Work, cluster: ClusterSpec,

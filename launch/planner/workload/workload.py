@@ -31,6 +31,8 @@ class Workload:
     """Target in prompts per hour."""
     epochs: int = 1
     """Passes of the optimizer over the completions."""
+    teacher_offload: bool = False
+    """The teacher (`Problem.teacher`) is in host memory between passes."""
     interpolated: bool = False
     """Old log-probs are interpolated, which costs nothing."""
     flat_groups: float = 0.0

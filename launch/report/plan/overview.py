@@ -22,8 +22,8 @@ NARROW = 96
 """Below this many columns the bars shrink, and lines of numbers lose their less important half."""
 VERDICT_STYLES = {"fits": "green", "tight": "yellow", "no": "bold red", "reached": "green",
                   "within its uncertainty": "yellow", "missed": "bold red", "no target": ""}
-PHASE_STYLES = {"rollout": "cyan", "reward": "yellow", "logprob": "magenta", "reference": "magenta", "train": "green",
-                "sync": "blue"}
+PHASE_STYLES = {"rollout": "cyan", "reward": "yellow", "logprob": "magenta", "reference": "magenta",
+                "teacher": "magenta", "train": "green", "sync": "blue"}
 ROLE_STYLES = {"training": "green", "rollout": "cyan"}
 LABEL = 13
 """Width of the labels at the left."""
@@ -97,6 +97,10 @@ def _header(plan: ForecastPlan, config: str, console: Console) -> None:
           f"{'asynchronous' if forecast.asynchronous else 'synchronous'} ({plan.fingerprint()})", body="bold")
     _line(console, "model", f"{model.family}, {parameter_count(model):,} parameters, {model.layers} layers; a step is "
           f"{batch.prompts_per_step} prompts x {batch.group_size} completions = {batch.samples_per_step} sequences")
+    if plan.teacher:
+        teacher = plan.teacher.architecture
+        _line(console, "teacher", f"{teacher.family}, {parameter_count(teacher):,} parameters, {teacher.layers} "
+                                  "layers; frozen, on the training ranks")
     network = (f", {plural(cluster.nics_per_node, 'NIC')} of {human(cluster.nic_bandwidth, 'bytes/s')} a node, "
                f"{plural(cluster.rails, 'rail')}" if cluster.nodes > 1 and cluster.nics_per_node else "")
     _line(console, "cluster", f"{plain(cluster.name)}: {plural(cluster.nodes, 'node')} x {cluster.gpus_per_node} "

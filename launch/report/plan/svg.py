@@ -13,8 +13,8 @@ from launch.report.run.charts import SPLIT_COLOURS
 
 WIDE, HALF = 1120.0, 560.0
 PHASE_COLOURS = {"rollout": SPLIT_COLOURS["rollout"], "reward": SPLIT_COLOURS["reward"],
-                 "logprob": SPLIT_COLOURS["log-prob"], "reference": "#a855f7", "train": SPLIT_COLOURS["train"],
-                 "sync": SPLIT_COLOURS["sync"]}
+                 "logprob": SPLIT_COLOURS["log-prob"], "reference": "#a855f7", "teacher": "#7e22ce",
+                 "train": SPLIT_COLOURS["train"], "sync": SPLIT_COLOURS["sync"]}
 VERDICT_COLOURS = {"fits": "#16a34a", "tight": "#d97706", "no": "#dc2626"}
 STEPS = 2
 MOST_BARS = 16

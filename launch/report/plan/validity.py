@@ -11,11 +11,10 @@ from typing import Any, Literal
 
 from launch.config.checks import check_runnable
 from launch.config.load import LoadedConfig, load_config
-from launch.config.locate import check_data_files, model_folder
+from launch.config.locate import check_data_files, check_model_files
 from launch.errors import UserError
 from launch.model.architecture import parameter_count
 from launch.model.builtin import known
-from launch.model.folder import check_model_folder
 from launch.plan.plan import ForecastPlan
 from launch.planner.prepare import Prepared, prepare
 from launch.report.quantities import plural
@@ -128,8 +127,7 @@ def _files(loaded: LoadedConfig) -> Iterator[Caution]:
                                "model folder", loaded.where("model.path"), "set model.path to it")
     else:
         try:
-            check_model_folder(model_folder(loaded), weights=config.model.init == "load",
-                               where=loaded.where("model.path"))
+            check_model_files(loaded)
         except UserError as error:
             yield _caution("model", error)
     try:
