@@ -127,7 +127,7 @@ The careful recipe reaches the target with {missing}:
 
     megatron-rl plan sweep {CONFIG} {' '.join(CAREFUL)} nodes=32..64 --target 10000/h
 
-The lean recipe needs one optimizer step per batch and truncated importance weights (`algorithm.importance_cap`): see
+The lean recipe interpolates old log-probs, so that a clip acts on old samples, and truncates importance weights: see
 [corrections.md](corrections.md).
 """
 

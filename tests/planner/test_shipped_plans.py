@@ -59,6 +59,12 @@ def test_the_numbers_are_those_of_before(name):
         "if this change is meant: python -m tests.planner.test_shipped_plans"
 
 
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_clip_acts_where_samples_are_two_versions_old(name):
+    versions, _ = json.loads(GOLDEN.read_text(encoding="utf-8"))[name]["staleness"]
+    assert versions < 2 or loaded(name).config.algorithm.old_logprobs == "interpolate"
+
+
 def close(now: Any, before: Any) -> bool:
     """Equal, floats up to the rounding of another machine's libm."""
     if isinstance(before, dict):
