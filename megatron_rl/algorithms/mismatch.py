@@ -4,7 +4,8 @@ Two things are kept apart by the age of a token, the number of versions between 
 start of the step. Age 0: equal weights, so a difference is numerics, or weights that did not arrive (`mismatch/*`).
 Age 1 and more: the policy was updated since (`drift/*`).
 
-The mean `family/what/part` divides by the count `family/tokens/part`; `means` knows the exceptions.
+The mean `family/what/part` divides by the count `family/tokens/part`; `means` knows the exceptions. A sequence whose
+tokens have several ages counts at each of them with its share of tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ POSITIONS = ("to_1k", "to_4k", "to_16k", "beyond")
 _EDGES = (1024, 4096, 16384)
 _OF_THE_BATCH = ("train/loss", "train/tokens")
 """Sums that are not means over tokens."""
-_COUNTS = {"drift/divergence": "train/tokens", "correction/rejected_sequences": "correction/sequences",
-           "distill/kl": "train/tokens", "distill/teacher_logprob": "train/tokens"}
+_COUNTS = {"drift/divergence": "train/tokens", "distill/kl": "train/tokens",
+           "distill/teacher_logprob": "train/tokens"}
 _INTERNAL = ("tokens", "sequences", "weight", "weight_squared")
 """What `means` uses up, of every family except `train`."""
 
@@ -86,7 +87,8 @@ def correction_sums(values_T: Mapping[str, torch.Tensor], ages_T: torch.Tensor,
     """What the correction does to the tokens in `mask_T`, by age.
 
     Args:
-        values_T: any of `weight` (the importance weight before the cap), `capped` and `rejected` (0 or 1), each [T].
+        values_T: any of `weight` (the importance weight before the cap), `capped` and `rejected` (0 or 1), `sequences`
+            (the token's share of its sequence) and `rejected_sequences` (the same, 0 if it is kept), each [T].
     Returns:
         `correction/<tokens, the same, weight_squared>` with and without an age.
     """
@@ -111,11 +113,12 @@ def means(sums: Mapping[str, float]) -> dict[str, float]:
         family, what, *part = name.split("/")
         if family != "train" and what in _INTERNAL or (family == "correction" and part and not sums["drift/tokens"]):
             continue
-        count = sums[_COUNTS.get(name, "train/tokens" if family == "train" else "/".join([family, "tokens", *part]))]
+        counted = "sequences" if what == "rejected_sequences" else "tokens"
+        count = sums[_COUNTS.get(name, "train/tokens" if family == "train" else "/".join([family, counted, *part]))]
         if name in _OF_THE_BATCH or (name.endswith("_max") and count):
             metrics[name] = value
         elif count or family == "train":
-            metrics[name] = value / max(1.0, count)
+            metrics[name] = value / (count or 1.0)
     for end in ("", *(f"/{age}" for age in AGES if sums.get("drift/tokens"))):
         if squares := sums.get(f"correction/weight_squared{end}"):
             metrics[f"correction/ess{end}"] = (sums[f"correction/weight{end}"]**2

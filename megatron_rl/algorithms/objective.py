@@ -172,7 +172,7 @@ def _policy_loss(config: Algorithm, logprobs_T: torch.Tensor, old_logprobs_T: to
 def _corrected(config: Algorithm, loss_T: torch.Tensor, advantages_T: torch.Tensor, ages_T: torch.Tensor,
                mask_T: torch.Tensor, apart: _Apart) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The policy loss with weight and rejection, and what they did."""
-    told, sums = {}, {}
+    told = {}
     if not is_bypass(config):
         cap = config.importance_cap
         sequence = config.importance_weight == "sequence" and cap is not None
@@ -187,10 +187,9 @@ def _corrected(config: Algorithm, loss_T: torch.Tensor, advantages_T: torch.Tens
         told["rejected"] = ~kept_T
         loss_T = torch.where(kept_T, loss_T, 0.0)
         if config.rejection.rule != "icepop":
-            share_T = 1.0 / apart.sequence.lengths_T
-            sums = {"correction/sequences": share_T[mask_T].sum(),
-                    "correction/rejected_sequences": share_T[mask_T & ~kept_T].sum()}
-    return loss_T, sums | (correction_sums(told, ages_T, mask_T) if told else {})
+            told["sequences"] = 1.0 / apart.sequence.lengths_T
+            told["rejected_sequences"] = torch.where(kept_T, 0.0, told["sequences"])
+    return loss_T, correction_sums(told, ages_T, mask_T) if told else {}
 
 
 def _kept(rejection: Rejection, advantages_T: torch.Tensor, apart: _Apart) -> torch.Tensor:

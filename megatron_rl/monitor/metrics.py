@@ -150,6 +150,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("correction/ess/<age>", "share", "by age, if any token is old: `age_0` to `age_4_up`"),
         Metric("correction/capped/<age>", "share", "the same"),
         Metric("correction/rejected/<age>", "share", "the same"),
+        Metric("correction/rejected_sequences/<age>", "share", "the same; a sequence counts with its tokens' ages"),
     ),
     "Weight sync": (
         Metric("sync/bytes", "bytes", "payload that the engines received"),

@@ -137,14 +137,19 @@ def test_value_gradient_and_shares_are_those_of_plain_loops(changes):
     slopes_T = torch.tensor([slope for sequence in truth.slopes for slope in sequence])
     torch.testing.assert_close(gradient_T, slopes_T, rtol=2e-5, atol=1e-7)
     metrics = means(sums)
-    kept = [keep for sequence in truth.kept for keep in sequence]
+    kept = np.array([keep for sequence in truth.kept for keep in sequence])
+    ages = np.array([age for sequence in AGES for age in sequence])
+    shares = np.repeat([1 / length for length in LENGTHS], LENGTHS)     # of its sequence, by token
+    weights = np.array([w for sequence in truth.weights for w in sequence])
     assert ("correction/rejected" in metrics) == (config.rejection.rule != "none")
-    if config.rejection.rule != "none":
-        assert metrics["correction/rejected"] == pytest.approx(1 - sum(kept) / TOKENS)
-    if "correction/weight" in sums:
-        weights = np.array([w for sequence in truth.weights for w in sequence])
-        ages = np.array([age for sequence in AGES for age in sequence])
-        for name, part in (("", ages >= 0), ("/age_0", ages == 0), ("/age_2", ages == 2), ("/age_4_up", ages >= 4)):
+    assert ("correction/rejected_sequences" in metrics) == (config.rejection.rule not in ("none", "icepop"))
+    for name, part in (("", ages >= 0), ("/age_0", ages == 0), ("/age_2", ages == 2), ("/age_4_up", ages >= 4)):
+        if "correction/rejected" in metrics:
+            assert metrics[f"correction/rejected{name}"] == pytest.approx(1 - kept[part].mean())
+        if "correction/rejected_sequences" in metrics:
+            expected = shares[part & ~kept].sum() / shares[part].sum()
+            assert metrics[f"correction/rejected_sequences{name}"] == pytest.approx(expected, abs=1e-6)
+        if "correction/weight" in sums:
             w = weights[part]
             assert metrics[f"correction/ess{name}"] == pytest.approx(w.sum()**2 / (len(w) * (w**2).sum()), rel=1e-4)
 
