@@ -54,9 +54,10 @@ def reward_collapse(history: Sequence[Row]) -> TrainingWarning | None:
 
 
 def entropy_collapse(history: Sequence[Row]) -> TrainingWarning | None:
-    """The policy has become deterministic (entropy under 5 % of its start) without any gain in reward."""
+    """The policy has become deterministic (entropy under 5 % of its start) without any gain in reward. A teacher may
+    be that deterministic."""
     entropy, rewards = _series(history, "train/entropy"), _series(history, "reward/mean")
-    if len(entropy) < 2 * WINDOW or len(rewards) < 2 * WINDOW:
+    if _is_taught(history) or len(entropy) < 2 * WINDOW or len(rewards) < 2 * WINDOW:
         return None
     first, now = fmean(entropy[:3]), fmean(entropy[-WINDOW:])
     if now >= 0.05 * first or _has_learned(rewards):
@@ -71,7 +72,7 @@ def no_signal(history: Sequence[Row]) -> TrainingWarning | None:
     """Nearly every group has equal rewards although the task is not solved, so there is no gradient. A teacher gives
     one without rewards."""
     shares, rewards = _series(history, "group/zero_variance"), _series(history, "reward/mean")
-    if "distill/kl" in history[-1] or len(shares) < WINDOW or min(shares[-WINDOW:]) < 0.95 or _has_learned(rewards):
+    if _is_taught(history) or len(shares) < WINDOW or min(shares[-WINDOW:]) < 0.95 or _has_learned(rewards):
         return None
     share = fmean(shares[-WINDOW:])
     return _warning("NO_SIGNAL", history[-1],
@@ -142,6 +143,10 @@ class Detectors:
 def _series(history: Sequence[Row], name: str) -> list[float]:
     values = [float(row[name]) for row in history if name in row]
     return [value for value in values if math.isfinite(value)]
+
+
+def _is_taught(history: Sequence[Row]) -> bool:
+    return "distill/kl" in history[-1]
 
 
 def _has_learned(rewards: Sequence[float]) -> bool:

@@ -19,6 +19,7 @@ from launch.health.checks.nics import selected
 from launch.health.expected import Expected, expected_of
 from launch.health.machine import Limit, RealMachine
 from launch.slurm.profiles import Profile
+from megatron_rl.models.tiny import write_tiny
 from tests.health.conftest import bad, named
 
 
@@ -140,6 +141,17 @@ class TestModel:
         (folder / "config.json").unlink()
         assert "no config.json" in model.check(expected)[0].evidence
         assert model.check(Expected()) == []
+
+    def test_a_teacher_is_checked_and_compared_too(self, run_yaml, tmp_path):
+        folder, teacher = tmp_path / "model", write_tiny(tmp_path / "teacher")
+        (folder / "tokenizer.json").write_text("{}")
+        alone, both = (model.check(Expected(model=str(folder), model_weights=False, teacher=name))
+                       for name in (None, str(teacher)))
+        assert worst(both) == "ok" and "complete: 1 files" in both[0].evidence
+        assert named(both, "model.fingerprint").value != named(alone, "model.fingerprint").value
+        (teacher / "model.safetensors").unlink()
+        [found] = model.check(Expected(model=str(folder), model_weights=False, teacher=str(teacher)))
+        assert found.severity == "critical" and found.value == str(teacher)
 
 
 class TestVersions:

@@ -73,6 +73,13 @@ def test_drift_alone_is_no_mismatch():
     assert codes(rows) == {"MISMATCH"}
 
 
+def test_a_teacher_is_a_signal_without_rewards_and_may_be_deterministic():
+    rows = [{"step": s, "reward/mean": 0.0, "group/zero_variance": 1.0, "train/entropy": 4 * 0.8 ** s}
+            for s in range(1, 40)]
+    assert codes(rows) == {"NO_SIGNAL", "ENTROPY_COLLAPSE"}
+    assert codes([row | {"distill/kl": 1.0} for row in rows]) == set()
+
+
 def test_the_same_code_is_not_told_every_step():
     watch = Detectors(quiet_steps=50)
     told = [finding.step for step in range(1, 121) for finding in watch.check({"step": step, "train/loss": math.nan})]

@@ -88,8 +88,9 @@ def test_a_mount_is_made_once_and_not_inside_another():
 
 
 def test_model_and_data_are_mounted(run_yaml):
-    loaded = load_config(run_yaml)
+    loaded = load_config(run_yaml, ["algorithm.distillation.teacher=configs/tiny/model"])
     found = {folder.resolve() for folder in folders_of(loaded.config)}
+    assert Path("configs/tiny/model").resolve() in found
     assert Path(loaded.config.model.path).resolve() in found
     assert Path(loaded.config.data.train).resolve().parent in found
 
