@@ -97,7 +97,7 @@ async def train(attempt: Attempt, clock: StepClock) -> Outcome:
             clock.begin(state.step + 1)
             try:
                 metrics = await take_step(job, state, clock, monitor)
-            except refill.CannotBeFilled:      # before anything of this step was trained
+            except refill.CannotBeFilled:      # the weights are those of the step before
                 if state.step > state.saved:
                     await save(job, state, clock)
                 raise
