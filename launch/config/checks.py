@@ -317,6 +317,11 @@ class _Checker:
             if not any(each.weight for each in self.config.reward.functions):
                 self.add("every weight of reward.functions is 0, and there is no teacher: nothing can be learned",
                          "reward.functions.0.weight", f"{key}.teacher", fix=f"set a weight, or {key}.teacher")
+        elif self.config.algorithm.dynamic_sampling.enabled and not any(
+                each.weight for each in self.config.reward.functions):
+            self.add("algorithm.dynamic_sampling.enabled = true, and every weight of reward.functions is 0: every "
+                     "group would be replaced", "algorithm.dynamic_sampling.enabled", "reward.functions.0.weight",
+                     fix="use algorithm.dynamic_sampling.enabled = false")
         elif al.form == "advantage" and self._is_set(f"{key}.estimator"):
             self.add(f"{key}.estimator = {al.estimator} has no effect with {key}.form = advantage", f"{key}.estimator",
                      f"{key}.form", fix=f"use {key}.form = loss, or remove estimator")
