@@ -1,8 +1,8 @@
-"""A rollout engine dies while it receives a sync, hangs and dies while it generates, and dies once too often: the run
-goes on, and no group is lost.
+"""A rollout engine dies while it receives a sync, and again while it generates: the run goes on, and no group is lost.
 
-Elsewhere: every failure and every order of deaths (tests/rollout/test_lost_engines.py, tests/driver/test_engines.py),
-the death of the only engine (test_failures.py), what the launcher makes of it (tests/runtime/test_dismissed.py)."""
+Elsewhere: hangs, one death too many and every order of them (tests/rollout/test_lost_engines.py and
+tests/driver/test_engines.py), the death of the only engine (test_failures.py), what the launcher makes of it
+(tests/runtime/test_dismissed.py)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.patience import patient
 
 DIES, PROMPTS = "rollout-1", 16
 SURE_S = patient(1.5)
-"""A rollout takes less, and a hang is noticed later."""
+"""A rollout takes less."""
 
 
 def core(job: Launched, number: signal.Signals) -> None:
@@ -64,33 +64,26 @@ def warnings(job: Launched) -> list[str]:
 @pytest.mark.slow
 def test_a_run_survives_the_deaths_of_an_engine(tmp_path):
     job = launch(tmp_path, "deaths", "run.steps=100000", "trainer.tp=1", "trainer.pp=1", "rollout.replicas=2",
-                 "eval.at_end=false", "checkpoint.every=0", f"run.hang_min_s={patient(6)}",
+                 "eval.at_end=false", "checkpoint.every=0",
                  environment={"MEGATRON_RL_FAULT": f"{DIES}:receive:3:exit"})
     job.at_step(2)
     serves_again(job, 1)
 
-    stop_in_mid_generation(job)         # it hangs
-    serves_again(job, 2)
-
     stop_in_mid_generation(job)
     core(job, signal.SIGKILL)
-    serves_again(job, 3)
-
-    core(job, signal.SIGKILL)
-    job.until(lambda: "stays out" in warnings(job)[-1], "the last failure")
-    job.at_step(len(job.rows()) + 3)
+    serves_again(job, 2)
     stop(job)
     assert job.end() == ExitCode.OK, job.text()
     assert job.outcome().status == "stopped"
 
     told = warnings(job)
-    assert [line for line in told if "serves version" in line] == told[1:6:2] and len(told) == 8, told
-    assert "lost in the sync of version 2" in told[0] and "hangs" in told[2]
-    assert len({record.process.pid for record in dismissed(job.attempt)}) == 4
+    assert [line for line in told if "serves version" in line] == told[1::2] and len(told) == 4, told
+    assert "lost in the sync of version 2" in told[0]
+    assert len({record.process.pid for record in dismissed(job.attempt)}) == 2
     rows, groups = job.rows(), job.outcome().groups
     assert (groups.trained, groups.lost, groups.duplicated) == (len(rows) * PROMPTS, 0, 0)
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     for row in rows:
         assert row["engines/groups/0"] + row.get("engines/groups/1", 0) == PROMPTS, row
         assert row["weights/version"] == row["step"] and row["staleness/max"] == 0
-    assert rows[-1]["engines/serving"] == 1 and rows[-1]["engines/restarts"] == 3
+    assert rows[-1]["engines/serving"] == 2 and rows[-1]["engines/restarts"] == 2
