@@ -242,6 +242,10 @@ class _Checker:
         if al.dynamic_sampling.enabled and al.reserve == 0:
             self.add(f"{key}.enabled = true with {key}.max_refill = 0: there is no reserve that could replace a group",
                      f"{key}.max_refill", f"{key}.enabled", fix=f"use {key}.max_refill >= 1, or enabled: false")
+        if al.dynamic_sampling.enabled and al.advantage == "reinforce_pp":
+            self.add(f"{key}.enabled = true with algorithm.advantage = reinforce_pp: its advantages have no baseline "
+                     "of the group, so a group of equal rewards teaches too", f"{key}.enabled", "algorithm.advantage",
+                     fix=f"use {key}.enabled = false, or advantage: reinforce_pp_baseline")
         if self.config.workload.flat_groups and not al.dynamic_sampling.enabled:
             self.add(f"workload.flat_groups = {self.config.workload.flat_groups:g} has no effect with {key}.enabled = "
                      "false", "workload.flat_groups", f"{key}.enabled", fix=f"set {key}.enabled, or remove flat_groups")
