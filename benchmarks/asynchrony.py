@@ -106,7 +106,7 @@ def main() -> int:
 
 def steps(folder: Path, quick: bool, timeout_s: float) -> str:
     """Measure all cases. Returns the table."""
-    iteration_s, count = (0.05, 10) if quick else (0.1, 24)
+    iteration_s, count = (0.05, 10) if quick else (0.1, 16)
     update_s = PROMPTS * GROUP * MEAN * iteration_s / (ENGINES * SLOTS) / RATIO
     load = Load(iteration_s, update_s / (PROMPTS * GROUP * MEAN), MEAN, SIGMA, CAP)
     folder.mkdir(parents=True)
