@@ -75,6 +75,7 @@ class _Lane:
     def ask_no_more(self) -> None:
         if self.asking is not None:
             self.asking.cancel()
+            self.asking = None      # here: a task that has not begun yet never runs its `finally`
 
 
 @dataclass(order=True)
@@ -302,7 +303,8 @@ class RolloutScheduler:
         except Exception:
             return      # the engine failed, and its groups tell how
         finally:
-            lane.asking = None
+            if lane.asking is asyncio.current_task():
+                lane.asking = None
         self._hand_out()
 
     def _allow(self, version: int) -> None:
