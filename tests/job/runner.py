@@ -21,6 +21,8 @@ from launch.run.outcome import Outcome, read_outcome
 from tests.patience import patient, still_there
 
 CONFIG = "configs/tiny/grpo.yaml"
+TIMES = ("time/", "idle/", "throughput/", "timestamp", "memory/", "sync/")
+"""Prefixes of metrics that no two runs share."""
 
 
 @dataclass

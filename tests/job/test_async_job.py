@@ -14,7 +14,7 @@ import pytest
 from launch.exit_codes import ExitCode
 from megatron_rl.data import carried
 from megatron_rl.layouts.step_folder import complete_checkpoints
-from tests.job.runner import Launched, evaluation, launch, listening_addresses, stop
+from tests.job.runner import TIMES, Launched, evaluation, launch, listening_addresses, stop
 
 CONFIG = "configs/tiny/grpo_async.yaml"
 STEPS, STOPPED, SAVED, KILLED = 12, 4, 7, 9
@@ -25,7 +25,6 @@ WORDS = (f"run.steps={STEPS}", "trainer.tp=1", "trainer.pp=1", "rollout.max_new_
          "run.hang_min_s=600", "reward.timeout_s=300", "reward.functions.0.function=tests.job.graders:held",
          "rollout.deterministic=true", "rollout.swap=border", "trainer.optimizer.schedule=linear",
          "trainer.optimizer.warmup_steps=2")
-TIMES = ("time/", "idle/", "throughput/", "timestamp", "memory/", "sync/")
 
 
 def _launch(runs: Path, name: str, *, attempt: int = 1) -> Launched:

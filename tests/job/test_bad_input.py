@@ -109,7 +109,7 @@ def refused(tmp_path_factory) -> dict[str, Refused]:
             jobs[case.name] = (launch(folder / "runs", "bad", *FASTEST, *case.make(folder)), folder)
         ended = {name: Refused(job.process.wait(patient(120)), job.text(), folder)
                  for name, (job, folder) in jobs.items()}
-        assert started.left(within_s=0) == []
+        assert started.left(within_s=10) == []      # Ray's agents notice the end of their raylet when they look
     return ended
 
 
@@ -157,7 +157,7 @@ def test_a_disk_that_fills_during_a_checkpoint_leaves_the_last_good_one(small_di
     with family() as started:
         job = launch(small_disk, "full", *FASTEST, "run.steps=3", "checkpoint.every=1", "checkpoint.keep=2")
         assert job.process.wait(patient(300)) == ExitCode.USER_ERROR, job.text()
-        assert started.left(within_s=0) == []
+        assert started.left(within_s=10) == []      # Ray's agents notice the end of their raylet when they look
     text = job.text()
     assert "no room for the checkpoint: it needs" in text and "bytes are free" in text
     assert f"where: {job.attempt.checkpoints}" in text and "run.dir moves the run" in text

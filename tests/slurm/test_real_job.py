@@ -22,8 +22,7 @@ from launch.run.node_files import NodeFiles
 from launch.run.outcome import read_outcome
 from launch.run.stop import stop_reason, stop_requested
 from megatron_rl.layouts.step_folder import complete_checkpoints
-from tests.job.runner import CONFIG, Launched, launch
-from tests.job.test_whole_job import TIMES
+from tests.job.runner import CONFIG, TIMES, Launched, launch
 from tests.patience import patient, still_there
 from tests.slurm_cluster import SlurmCluster
 

@@ -96,7 +96,8 @@ def test_a_shipped_script_starts_what_this_version_trains(script, monkeypatch):
     with pytest.raises(UserError) as error:
         prepare_job(config, words)
     assert "model folder" in error.value.what and "does not exist" in error.value.what, error.value
-    monkeypatch.setattr(preparing, "_check_files", lambda loaded: None)
+    monkeypatch.setattr(preparing.locate, "check_model_files", lambda loaded: None)
+    monkeypatch.setattr(preparing.locate, "check_data_files", lambda loaded: None)
     made = prepare_job(config, words)
     split = made.plan.forecast.split
     assert int(asked["nodes"]) == split.training + split.rollout + made.config.placement.spare_nodes

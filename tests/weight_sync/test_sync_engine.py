@@ -86,7 +86,7 @@ def test_the_prefix_cache_works_within_a_version(world):
     from vllm import SamplingParams
 
     async def cached() -> int:
-        prompt = {"prompt_token_ids": PROMPTS[0].token_ids.tolist()}
+        prompt = {"prompt_token_ids": PROMPTS[0].token_ids.tolist(), "cache_salt": str(world.coordinator.version)}
         async for output in world.engine._vllm._llm.generate(prompt, SamplingParams(max_tokens=1), "cached"):
             return output.num_cached_tokens
 
