@@ -103,7 +103,7 @@ def _rows_are_those_of_one_run(attempts: list[Attempt], steps: list[range], whol
 
 def _submit(slurm: SlurmCluster, folder: Path, gate: Path) -> int:
     cluster = folder / "three.yaml"
-    cluster.write_text(CLUSTER)
+    cluster.write_text(CLUSTER.replace("per_node: 2", "per_node: 1"))
     told = slurm.run(sys.executable, "-m", "launch", "launch", CONFIG, *WORDS, f"run.dir={folder}/runs",
                      "run.name=real", f"reward.functions.0.args={{gate: {gate}}}", f"cluster={cluster}",
                      "placement.training_nodes=2", "--on", "slurm", "--time", "10", "--quiet")
