@@ -57,8 +57,8 @@ def problem_of(loaded: LoadedConfig, shape: Architecture, cluster: ClusterSpec,
         route=config.weight_sync.route, bucket_bytes=int(config.weight_sync.bucket_mb * MIB),
         shadow=config.weight_sync.staging == "shadow",
         max_staleness=bound if asynchronous and bound != "auto" else None, overlap=config.algorithm.overlap,
-        running_kv="none" if not asynchronous or config.rollout.swap == "border"
-        or config.weight_sync.in_flight == "drain" else "kept" if config.rollout.keep_kv else "dropped",
+        running_kv="none" if not asynchronous or config.weight_sync.in_flight == "drain" else
+        "kept" if config.rollout.keep_kv else "dropped",
         # A copy, since the book tells objects apart by their identity.
         teacher=replace(teacher) if teacher else None,
         spare_nodes=config.placement.spare_nodes, disk_every=config.weight_sync.disk.every,

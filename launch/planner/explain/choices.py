@@ -29,7 +29,7 @@ def choices(search: Search, found: Candidate) -> tuple[Choice, ...]:
         made.append(_route(found.sync))
         if "shadow" in found.pauses and (found.problem.asynchronous or found.problem.shadow):
             made.append(_staging(found))
-        if found.problem.running_kv != "none":
+        if found.problem.running_kv != "none" and not found.problem.border:
             made.append(_running_kv(found))
     made.append(_recipe(found))
     return tuple(made)

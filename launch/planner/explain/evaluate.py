@@ -86,7 +86,7 @@ def write_givens(book: Book, found: Candidate, source: Source) -> None:
         given(problem, "border", "rollout.border", "", "rollout.swap", value=1)
     if problem.max_staleness is not None:
         given(problem, "max_staleness", "algorithm.max_staleness", "versions")
-    if problem.running_kv == "dropped":
+    if problem.running_kv == "dropped" and not problem.border:
         given(problem, "running_kv", "rollout.drops_kv", "", "rollout.keep_kv", value=1)
     if problem.kv_tokens is not None:
         given(problem, "kv_tokens", "rollout.kv_tokens", "tokens", "rollout.kv_cache_gb")

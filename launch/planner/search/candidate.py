@@ -194,7 +194,7 @@ class RolloutOption:
     def prefill_again_s(self) -> float:
         """Seconds in which an engine prefills its running responses again after a sync, which dropped their KV cache
         (`rollout.keep_kv`)."""
-        if not (self.problem.asynchronous and self.problem.running_kv == "dropped"):
+        if not self.problem.asynchronous or self.problem.border or self.problem.running_kv != "dropped":
             return 0.0
         context = self.demand.lengths.active_context(self.demand.prompt_tokens)
         running = self.time.in_flight / self.layout.replicas

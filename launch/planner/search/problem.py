@@ -63,7 +63,8 @@ class Problem:
     max_staleness: int | None = None
     """Maximum age of a sample in versions, for asynchronous runs. The trainer waits instead of using an older one."""
     running_kv: Literal["none", "dropped", "kept"] = "none"
-    """The KV cache of the requests that a sync finds running in an asynchronous run; none: it finds none."""
+    """The KV cache of the requests that a sync finds running in an asynchronous run; none: it finds none. It finds none
+    either with `border`, which `prefill_again_s` knows."""
     overlap: bool = False
     """The trainer works on complete groups while others of the same batch are generated."""
     kv_tokens: int | None = None
