@@ -1,4 +1,4 @@
-"""The engines of a run: which failures it survives, who is started again and how often, and when it serves."""
+"""The engines of a run: which failures the run survives, how often an engine is started again, and when it serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run directory, the outcome, and who is to blame for a failure."""
+"""The run directory, the outcome, and the process that a failure is blamed on."""
 
 from __future__ import annotations
 

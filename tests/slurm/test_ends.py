@@ -193,7 +193,7 @@ def test_a_signal_to_the_step_is_a_request_to_stop(ends):
 
 
 def test_a_signal_to_the_batch_script_reaches_the_leader_and_a_cancelled_job_stays_so(ends):
-    """The batch shell has become the leader by exec. Who cancels a job does not want it back."""
+    """The batch shell has become the leader by exec. A user who cancels a job does not want it back."""
     run = ends["batch"]
     signalled, cancelled = run.history()
     assert (signalled.status, signalled.stop_reason, signalled.decision) == ("stopped", "signal", "requeue")

@@ -42,7 +42,7 @@ def start(rank: Rank, config: ResolvedConfig, device: Literal["cpu", "gpu"] = "c
 
 
 def batches(vocab: int, count: int, first: int = 0) -> list[PolicyBatch]:
-    """Different batches, the same for everyone who asks for the same numbers."""
+    """Different batches. Equal arguments give equal batches."""
     return [make_batch(LENGTHS, vocab, seed=seed) for seed in range(first, first + count)]
 
 

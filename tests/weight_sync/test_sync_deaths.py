@@ -1,5 +1,5 @@
-"""Members die, stop or send nonsense in the middle of a sync: who is left gets the weights or an answer, within the
-deadline, and nobody serves what he does not hold whole."""
+"""Members die, stop or send nonsense in the middle of a sync. The others get the weights or an answer within the
+deadline, and no engine serves a version that it does not hold whole."""
 
 from __future__ import annotations
 
