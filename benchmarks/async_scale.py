@@ -148,7 +148,7 @@ class _Engine:
     pool: dict[str, np.ndarray] = field(default_factory=dict)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> Any:
-        raise NotImplementedError
+        raise RuntimeError("a played engine has no deterministic mode")
 
     async def generate_group(self, prompt: Prompt, sampling: Sampling, seed: int | None = None) -> Group:
         began = time.process_time()
