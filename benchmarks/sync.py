@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--attempts", type=int, default=1, help="maximum measurements of a case until one is valid")
     parser.add_argument("--write-docs", action="store_true", help="write the table to docs/weight-sync.md")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, _interrupted)      # as Ctrl-C: the namespaces are removed
+    signal.signal(signal.SIGTERM, _interrupted)      # as Ctrl-C, until the event loop takes it
     try:
         cases = QUICK if options.quick else _chosen(options.cases)
         if options.write_docs and (options.quick or len(cases) < len(CASES)):
@@ -61,12 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (MemberError, SyncError) as error:
         print(f"error: the sync could not be measured: {error}", file=sys.stderr)
         return int(ExitCode.CRASH)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         print("interrupted", file=sys.stderr)
         return int(ExitCode.INTERRUPTED)
 
 
 async def _run(setups: Sequence[Setup], options: argparse.Namespace) -> int:
+    # TERM cancels this task where it waits, as asyncio does for Ctrl-C. An exception from the handler could strike
+    # while a command is started: nobody would then wait for it, and the namespace that it adds would stay.
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     # The environment of ranks and workers, set before anything imports torch or vLLM. Members fork from here.
     for role in ("trainer", "rollout"):
         envvars.set_for_this_process(envvars.environment(role, "cpu", setups[0].config, job="sync-bench"))
