@@ -20,6 +20,8 @@ class Prompt:
     answer: str | None
     columns: dict
     """The row's other columns, passed to the reward."""
+    instance: int = 0
+    """Number of earlier prompts in the same batch with the same row."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from megatron_rl.data.curriculum import Guarded, load_curriculum
 from megatron_rl.data.sampler import BatchSampler, PromptSampler
 from megatron_rl.driver.ledger import Ledger
 from megatron_rl.layouts.step_folder import latest_complete
+from megatron_rl.rollout.sampling import numbered
 
 
 @dataclass
@@ -71,7 +72,7 @@ class RunState:
 
     def draw(self) -> list[Prompt]:
         """Draw the prompts of the next batch, ahead of its training."""
-        return [self.prompts[row] for row in self.sampler.draw()]
+        return numbered([self.prompts[row] for row in self.sampler.draw()])
 
     def taken(self, rewards: Sequence[tuple[int, list[float]]]) -> None:
         """The loop has the next batch. `rewards`: row and rewards of every group that was generated for it."""

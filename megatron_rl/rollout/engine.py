@@ -26,7 +26,7 @@ from megatron_rl.layouts.disk_check import refuse_changed
 from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.layouts.step_folder import step_of
 from megatron_rl.rollout.arguments import DTYPES, engine_arguments
-from megatron_rl.rollout.sampling import Sampling, group_seed, instances
+from megatron_rl.rollout.sampling import Sampling, group_seed
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.rollout.weights import EngineWeights
 from megatron_rl.weight_sync.protocol import NotServing
@@ -107,8 +107,7 @@ class RolloutEngine:
         """
         for prompt in prompts:
             self._check_prompt(prompt)
-        seeds = [group_seed(self._config.run.seed, step, prompt.index, instance)
-                 for prompt, instance in zip(prompts, instances(prompts), strict=True)]
+        seeds = [group_seed(self._config.run.seed, step, prompt.index, prompt.instance) for prompt in prompts]
         if not self._config.rollout.deterministic:
             return list(await asyncio.gather(*[self.generate_group(prompt, sampling) for prompt in prompts]))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launch.config.resolved import ResolvedConfig
 from megatron_rl.data.batch import Prompt
@@ -49,11 +49,12 @@ def engine_seed(run_seed: int, attempt: int, replica: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") >> 1
 
 
-def instances(prompts: Sequence[Prompt]) -> list[int]:
-    """For each prompt, the number of earlier prompts in this batch with the same data row."""
+def numbered(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts of a batch, with their instance numbers: two draws of a row have different seeds."""
     seen: Counter[int] = Counter()
     numbers = []
     for prompt in prompts:
         numbers.append(seen[prompt.index])
         seen[prompt.index] += 1
-    return numbers
+    return [prompt if prompt.instance == number else replace(prompt, instance=number)
+            for prompt, number in zip(prompts, numbers, strict=True)]

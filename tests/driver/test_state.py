@@ -37,6 +37,14 @@ def test_it_goes_on_at_the_step_and_the_prompt_of_the_checkpoint(state, tmp_path
     assert [prompt.text for prompt in other.draw()] == [prompt.text for prompt in following]
 
 
+def test_a_row_that_a_batch_has_twice_is_two_instances(tmp_path):
+    """Whichever engines generate them: with the same seed their groups would be equal."""
+    config = prepare("configs/tiny/grpo.yaml", ("algorithm.prompts_per_step=200",), "cpu").config
+    state = RunState.from_data(config, Attempt(tmp_path))
+    drawn = [(prompt.index, prompt.instance) for prompt in state.draw()]
+    assert len(state.prompts) < len(drawn) == len(set(drawn)) == 200
+
+
 def test_a_finished_run_says_so(state):
     state.exports = False       # the model is exported already
     with pytest.raises(UserError, match=f"'tiny' has already made its {STEPS} steps") as caught:

@@ -20,7 +20,7 @@ from megatron_rl.data.template import PromptTemplate, load_tokenizer
 from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.rollout.arguments import engine_arguments
 from megatron_rl.rollout.engine import RolloutEngine, load_template
-from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.rollout.sampling import Sampling, numbered
 from megatron_rl.rollout.vllm_engine import EngineDied
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
 from megatron_rl.weight_sync.disk import VersionsOnDisk
@@ -99,7 +99,7 @@ def test_rollouts_repeat_bit_for_bit(served, config, folder, sources, tmp_path):
 
     assert _content(runner.run(engine.generate(PROMPTS, SAMPLED, 4))) != _content(first)
     assert all(len({tuple(c.token_ids.tolist()) for c in group.trajectories}) > 8 for group in first)
-    twice = runner.run(engine.generate([PROMPTS[0], PROMPTS[0]], SAMPLED, 3))
+    twice = runner.run(engine.generate(numbered([PROMPTS[0], PROMPTS[0]]), SAMPLED, 3))
     assert _content(twice[:1]) != _content(twice[1:]), "two instances of a prompt drew the same completions"
 
     version = runner.run(VersionsOnDisk(dict(enumerate(sources)), tmp_path, keep=1).write(7)).folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from megatron_rl.rollout.sampling import Sampling, engine_seed, group_seed, instances
+from megatron_rl.rollout.sampling import Sampling, engine_seed, group_seed, numbered
 from tests.rollout.engines import make_prompts, run_config
 
 
@@ -30,7 +30,8 @@ def test_no_two_engines_of_a_run_draw_alike():
 
 def test_instances_count_the_repeats_of_a_row():
     a, b = make_prompts(2)
-    assert instances([a, b, a, a, b]) == [0, 0, 1, 2, 1]
+    drawn = numbered([a, b, a, a, b])
+    assert [(each.index, each.instance) for each in drawn] == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1)]
 
 
 def test_sampling_follows_the_configuration(tmp_path):
