@@ -26,13 +26,10 @@ from launch.run.outcome import Outcome, read_outcome, write_outcome
 from launch.run.stop import STOP_FILE, stop_requested
 from launch.runtime import endings, hang, teardown
 from launch.runtime.ray_node import ADDRESS_VARIABLE, RaySession, ray_environment, start_head
-from launch.runtime.watch import View
+from launch.runtime.watch import DRIVER_GRACE_S, View
 from launch.runtime.workloads.train import DRIVER
 
 LOOK_EVERY_S = 0.25
-DRIVER_GRACE_S = 10.0
-"""How long the driver may take to notice a dead component itself, in seconds: it knows more about the cause, and it may
-continue without an engine."""
 
 
 def run_local(prepared: Prepared, *, quiet: bool = False) -> tuple[Attempt, Outcome]:

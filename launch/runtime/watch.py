@@ -26,7 +26,7 @@ from launch.runtime import endings, hang
 
 LOOK_EVERY_S = 0.5
 DRIVER_GRACE_S = 10.0
-"""How long the driver may take to report the cause of a death, in seconds: it knows more than the supervisor, and may
+"""How long the driver may take to report the cause of a death, in seconds: it knows more than the launcher, and may
 continue without an engine."""
 STACKS_S = 90.0
 """Deadline for every node to see the request for stacks and to take them, in seconds."""
