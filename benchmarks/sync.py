@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def _run(setups: Sequence[Setup], options: argparse.Namespace) -> int:
     # TERM cancels this task where it waits, as asyncio does for Ctrl-C. An exception from the handler could strike
-    # while a command is started: nobody would then wait for it, and the namespace that it adds would stay.
+    # while `ip` is started: nobody would then wait for it, and the namespace that it adds would stay.
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

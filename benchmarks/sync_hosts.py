@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,11 +102,7 @@ class Network:
     def _remove(self) -> None:
         for space in _spaces():
             if space.startswith(f"{self._base}-"):
-                try:
-                    _run("ip", "netns", "delete", space)
-                except KeyboardInterrupt:       # the command may or may not have deleted it
-                    if space in _spaces():
-                        _run("ip", "netns", "delete", space)
+                _run("ip", "netns", "delete", space)
 
 
 def why_not() -> str:
@@ -166,9 +161,7 @@ def _spaces() -> Sequence[str]:
 
 
 def _run(*command: str) -> str:
-    done = output_of(command, timeout_s=COMMAND_S)
-    if done.returncode == -signal.SIGINT:       # Ctrl-C reaches the command too
-        raise KeyboardInterrupt
+    done = output_of(command, timeout_s=COMMAND_S, own_session=True)
     if done.returncode:
         raise UserError(f"{' '.join(command)} failed: {done.stderr.strip() or f'exit code {done.returncode}'}",
                         fix="run it by hand as root")

@@ -97,15 +97,17 @@ def start(name: str, command: Sequence[str], *, log: Path, environment: Mapping[
 
 
 def output_of(command: Sequence[str], *, timeout_s: float, environment: Mapping[str, str] | None = None,
-              cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+              cwd: Path | None = None, own_session: bool = False) -> subprocess.CompletedProcess[str]:
     """Run a short command to its end and return its status and output. The caller judges the status.
 
+    Args:
+        own_session: Ctrl-C in a terminal does not reach the command.
     Raises:
         UserError: the program does not exist, or runs longer than `timeout_s`.
     """
     try:
         return subprocess.run(list(command), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                              errors="replace", timeout=timeout_s, cwd=cwd, check=False,
+                              errors="replace", timeout=timeout_s, cwd=cwd, check=False, start_new_session=own_session,
                               env=None if environment is None else dict(environment))
     except (FileNotFoundError, PermissionError) as error:
         raise UserError(f"cannot run {command[0]}: {error.strerror}", fix="install it, or correct PATH") from error

@@ -9,8 +9,6 @@ import os
 import signal
 import time
 
-import psutil
-
 from launch.exit_codes import ExitCode
 from launch.run.progress import read_progress
 from launch.runtime.hang import stack_file
@@ -21,21 +19,9 @@ ALONE = ("run.steps=1000", "trainer.tp=1", "trainer.pp=1")
 """One rank starts fastest."""
 
 
-def test_death_of_the_engine_core_ends_the_job_and_names_the_engine(tmp_path):
-    job = launch(tmp_path, "core", *ALONE)
-    job.at_step(1)
-    for child in psutil.Process(job.component("rollout-0").process.pid).children(recursive=True):
-        child.kill()
-    killed = time.monotonic()
-    assert job.end() == ExitCode.CRASH
-    assert time.monotonic() - killed < patient(30)
-    assert job.outcome().component == "rollout-0", job.text()
-    assert job.component("rollout-0").log in job.text()
-    assert "Traceback" not in job.text().split("rollout-0")[0]
-
-
 def test_a_death_is_noticed_while_nobody_needs_the_dead(tmp_path):
-    """The engine dies during a long update: nobody calls it, and the job ends all the same."""
+    """The engine dies during a long update: nobody calls it, and the job ends all the same. (Engines that
+    die while they are needed: test_engines_die.py.)"""
     job = launch(tmp_path, "unseen", *ALONE, environment={"MEGATRON_RL_FAULT": "trainer-0:update:2:sleep"})
     job.until(lambda: (progress := read_progress(job.attempt.folder)) is not None
               and (progress.step, progress.newest.name) == (2, "train"), "the update of step 2")
@@ -44,6 +30,8 @@ def test_a_death_is_noticed_while_nobody_needs_the_dead(tmp_path):
     assert job.end() == ExitCode.CRASH, job.text()
     assert time.monotonic() - killed < patient(30)
     assert job.outcome().component == "rollout-0" and "lost its process" in job.text()
+    assert job.component("rollout-0").log in job.text()
+    assert "Traceback" not in job.text().split("rollout-0")[0]
 
 
 def test_a_rank_that_never_arrives_is_named(tmp_path):

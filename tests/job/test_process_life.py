@@ -1,6 +1,6 @@
 """A job's processes: whenever and however a job is stopped, all of them end. They are counted from outside, without
-the mark by which the project itself finds them (tests/job/survivors.py). A live job that `megatron-rl stop` ends is
-in test_whole_job.py."""
+the mark by which the project itself finds them (tests/job/survivors.py). Elsewhere: a second Ctrl-C
+(test_real_model.py) and `megatron-rl stop` (test_engines_die.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 
 from launch.exit_codes import ExitCode
 from launch.run.components import components
-from launch.run.stop import stop_requested
 from megatron_rl.layouts.step_folder import complete_checkpoints
 from tests.job.runner import Launched, launch
 from tests.job.survivors import family
@@ -44,19 +43,6 @@ def test_sigterm_during_start_up_ends_at_once(tmp_path, processes):
     assert processes.left(within_s=0) == []
     assert (job.outcome().status, job.outcome().step) == ("stopped", 0)
     assert "no step was trained" in job.text() and saved(job) == [] and job.rows() == []
-
-
-def test_a_second_ctrl_c_ends_at_once_without_a_checkpoint(tmp_path, processes):
-    job = launch(tmp_path, "twice", *ENDLESS, environment={"MEGATRON_RL_FAULT": "trainer-0:update:2:sleep"})
-    job.at_step(1)  # the second step never ends by itself
-    job.process.send_signal(signal.SIGINT)
-    job.until(lambda: "again to end at once" in job.text(), "the answer to the first Ctrl-C")
-    assert stop_requested(job.attempt.folder)
-    job.process.send_signal(signal.SIGINT)
-    assert job.process.wait(patient(30)) == ExitCode.INTERRUPTED, job.text()
-    assert processes.left(within_s=0) == []
-    assert job.outcome().status == "interrupted" and saved(job) == []
-    assert "Traceback" not in job.text()
 
 
 def test_nothing_survives_the_launcher(tmp_path, processes):
