@@ -43,6 +43,7 @@ def test_a_job_on_three_raylets_of_one_host(tmp_path):
         _raylets_came_one_after_the_other(job)
         _actors_are_pinned(job)
         _ray_keeps_to_the_nodes_ports(job)
+        _sockets_of_engines_are_removed_with_rays(job)
         _term_reaches_nobody(job)
         assert _joins_without_token(job) != 0
         where = {record.name: record for record in components(job.attempt)}
@@ -123,6 +124,17 @@ def _ray_keeps_to_the_nodes_ports(job: PlayedJob) -> None:
         assert {Ports(base).ray_node_manager, Ports(base).ray_object_manager} <= ports
     first = job.placement.training[0]
     assert job.placement.master_port == Ports(job.placement.ports[first.node]).rendezvous
+
+
+def _sockets_of_engines_are_removed_with_rays(job: PlayedJob) -> None:
+    """The folder of Ray's session is removed at the end; vLLM removes no socket."""
+    node = job.placement.rollout[0].node
+    folder = Path(NodeFiles(job.attempt, node).log.read_text().partition("Ray in ")[2].partition(",")[0])
+    engine = next(record for record in components(job.attempt) if record.name == "rollout-0")
+    paths = [Path(connection.laddr) for connection in psutil.Process(engine.process.pid).net_connections("unix")
+             if connection.laddr]
+    assert folder in {path.parent for path in paths}
+    assert all(path.is_relative_to(folder) for path in paths), paths
 
 
 def _term_reaches_nobody(job: PlayedJob) -> None:
