@@ -82,8 +82,9 @@ def new_secret() -> str:
 
 @dataclass
 class RaySession:
-    """Ray's scratch folder on one node, the job's token and the engines' sockets, all removed at the end. The folder is
-    private to this user, because Ray makes its own subfolder readable by all users."""
+    """Ray's scratch folder on one node, the job's token and the temporary files of the job's processes there. All are
+    removed at the end. The folder is private to this user, because Ray makes its own subfolder readable by all users.
+    """
 
     folder: Path = field(default_factory=new_folder)
     secret: str = field(default_factory=new_secret, repr=False)
@@ -115,7 +116,7 @@ class RaySession:
             "RAY_AUTH_TOKEN_PATH": str(self.token),
             "RAY_enable_worker_prestart": "0",
             "RAY_prestart_worker_first_driver": "0",
-            "VLLM_RPC_BASE_PATH": str(self.folder),     # an engine leaves its sockets behind
+            "TMPDIR": str(self.folder),     # vLLM leaves sockets behind, and what is killed leaves all of its own
             **(FOR_MANY_NODES if self.nodes >= MANY_NODES else {}),
         }
 

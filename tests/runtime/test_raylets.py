@@ -43,7 +43,7 @@ def test_a_job_on_three_raylets_of_one_host(tmp_path):
         _raylets_came_one_after_the_other(job)
         _actors_are_pinned(job)
         _ray_keeps_to_the_nodes_ports(job)
-        _sockets_of_engines_are_removed_with_rays(job)
+        _temporary_files_lie_in_the_folder_that_is_removed(job)
         _term_reaches_nobody(job)
         assert _joins_without_token(job) != 0
         where = {record.name: record for record in components(job.attempt)}
@@ -126,8 +126,8 @@ def _ray_keeps_to_the_nodes_ports(job: PlayedJob) -> None:
     assert job.placement.master_port == Ports(job.placement.ports[first.node]).rendezvous
 
 
-def _sockets_of_engines_are_removed_with_rays(job: PlayedJob) -> None:
-    """The folder of Ray's session is removed at the end; vLLM removes no socket."""
+def _temporary_files_lie_in_the_folder_that_is_removed(job: PlayedJob) -> None:
+    """Such as vLLM's sockets, of which it removes none."""
     node = job.placement.rollout[0].node
     folder = Path(NodeFiles(job.attempt, node).log.read_text().partition("Ray in ")[2].partition(",")[0])
     engine = next(record for record in components(job.attempt) if record.name == "rollout-0")
