@@ -24,7 +24,7 @@ from launch.run import progress as progress_file
 from launch.run.attempts import Attempt, RunFolder
 from launch.run.outcome import Outcome, read_outcome, write_outcome
 from launch.run.stop import STOP_FILE, stop_requested
-from launch.runtime import endings, hang, teardown
+from launch.runtime import caches, endings, hang, teardown
 from launch.runtime.ray_node import ADDRESS_VARIABLE, RaySession, ray_environment, start_head
 from launch.runtime.watch import DRIVER_GRACE_S, View
 from launch.runtime.workloads.train import DRIVER
@@ -114,7 +114,7 @@ class LocalJob:
 
     def _start(self) -> tuple[processes.Child, processes.Child]:
         """Start Ray's head and the driver at the same time. The driver waits for the head."""
-        environment = ray_environment(self.config, self.device, self.attempt.mark, LOOPBACK)
+        environment = ray_environment(self.config, self.device, self.attempt.mark, LOOPBACK) | caches.variables()
         ray = start_head(self.session, self.ports, node=LOCAL_NODE, address=LOOPBACK, environment=environment,
                          log=self.attempt.logs / "ray.log")
         driver = processes.start("driver", [sys.executable, "-m", DRIVER, str(self.attempt.folder)],
