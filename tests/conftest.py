@@ -3,6 +3,7 @@ marked `slurm` where Slurm is not installed, except in CI, where that is a failu
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -75,6 +76,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def pytest_collection_finish() -> None:
+    """The collector need not look through thousands of tests and imported modules again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _turn(item: pytest.Item) -> int:

@@ -119,6 +119,7 @@ def run(task: Task, folder, ranks) -> list[int | None]:
 
 
 @needs_torch
+@pytest.mark.slow
 class TestForReal:
     @pytest.fixture
     def task(self):

@@ -18,6 +18,8 @@ from megatron_rl.rewards.pool import RewardFailure, RewardPool
 from megatron_rl.rewards.sample import Sample
 from tests.patience import patient
 
+pytestmark = pytest.mark.slow       # every pool starts processes
+
 GRADERS = "tests.rewards.graders"
 
 
