@@ -59,8 +59,6 @@ TABLE: tuple[Variable, ...] = (
              ("trainer",), ("gpu",)),
     Variable("CUDA_DEVICE_MAX_CONNECTIONS", "32", "weight-sync transfers must not share a hardware queue",
              ("rollout",), ("gpu",)),
-    Variable("NCCL_CUMEM_ENABLE", "0", "must be equal on both ends of the weight sync",
-             ("trainer", "rollout"), ("gpu",)),
     Variable("PYTORCH_ALLOC_CONF", "expandable_segments:True", "packed micro-batches of varying lengths fragment the "
              "allocator", ("trainer",), ("gpu",)),
     Variable("TORCHDYNAMO_DISABLE", "1", "no compiler on the CPU path", ("trainer", "rollout"), ("cpu",)),

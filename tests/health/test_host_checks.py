@@ -172,7 +172,6 @@ class TestEnvironment:
 
         expected = expected_of(load_config(run_yaml).config, load_cluster("configs/clusters/h100x8.yaml"),
                                profile=Profile())
-        assert expected.environment["training"]["NCCL_CUMEM_ENABLE"] == "0"
         assert (expected.gpus, expected.nics, expected.nic_gbit_per_s, expected.nvlink) == (8, 8, 400.0, True)
         assert worst(environment.check(expected, {"NCCL_DEBUG": "WARN"})) == "ok"
 

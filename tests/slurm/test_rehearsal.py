@@ -87,7 +87,7 @@ def test_every_process_was_started_with_its_environment(full):
         assert variables["CUDA_DEVICE_MAX_CONNECTIONS"] == ("1" if trainer(said) is not None else "32")
         assert len(variables["CUDA_VISIBLE_DEVICES"].split(",")) == (1 if trainer(said) is not None else 4)
         assert variables["NCCL_IB_HCA"] == "=" + ",".join(f"mlx5_{rail}" for rail in range(8)), "by exact names"
-    assert len({said["environment"]["NCCL_CUMEM_ENABLE"] for said in full.said}) == 1
+    assert not any("NCCL_CUMEM_ENABLE" in said["environment"] for said in full.said), "NVLS needs cuMem"
 
 
 def test_the_report_is_the_placement(full):
