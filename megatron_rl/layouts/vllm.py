@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rl.layouts.boxes import NotABox, box_text, first_overlap, local_box, subtract
 from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile, contiguous_stride
 
 
@@ -181,13 +182,17 @@ def _box_start(shape: tuple[int, ...], view: torch.Tensor) -> tuple[int, ...] | 
 
 
 def _check_filled(layout: ParamLayout, padding: list[Padding]) -> None:
-    """Check that every element of the parameter is loaded once or padded, with one byte per element."""
-    size = prod(layout.shape)
-    writes = torch.zeros(size, dtype=torch.uint8)
+    """Check that every element of the parameter is loaded once or padded: boxes that are disjoint, and fill it."""
     regions: tuple[Tile | Padding, ...] = (*layout.tiles, *padding)
-    for region in regions:
-        writes.as_strided(region.shape, region.stride, region.offset).add_(1)
-    missing, twice = int((writes == 0).sum()), int((writes > 1).sum())
-    if missing or twice:
-        raise LayoutError(f"vLLM's loading leaves {missing} of {size} elements of {layout.name} unset and writes "
-                          f"{twice} more than once")
+    try:    # a rank without padded rows fills none, behind its last row
+        boxes = [local_box(layout.shape, region) for region in regions if prod(region.shape)]
+    except NotABox as error:
+        raise LayoutError(f"what vLLM's loader writes into {layout.name} {error}") from error
+    twice = first_overlap(boxes)
+    if twice:
+        raise LayoutError(f"vLLM's loading writes {layout.name} more than once at {box_text(twice)}")
+    missing = prod(layout.shape) - sum(prod(shape) for _, shape in boxes)
+    if missing:
+        whole = (0,) * len(layout.shape), layout.shape
+        raise LayoutError(f"vLLM's loading leaves {missing} of {prod(layout.shape)} elements of {layout.name} unset, "
+                          f"such as {box_text(subtract(whole, boxes)[0])}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from launch.model.builtin import from_builtin
+from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.layouts.tiles import CanonicalTensor, tile_view
 from megatron_rl.layouts.vllm import LayoutError, decode_layout, encode_layout, trace_layout, write_padding
 from megatron_rl.weight_sync.ends.vllm_internals import offline_model
@@ -107,8 +111,8 @@ class _Loader(nn.Module):
     (lambda p, t: p.copy_(t + 1), "not a view"),
     (lambda p, t: p.copy_(t.flip(0)), "not a view"),
     (lambda p, t: p.add_(t), "add_"),
-    (lambda p, t: p[:2].copy_(t[:2]), "leaves 8 of 16"),
-    (lambda p, t: (p.copy_(t), p[1:2].copy_(t[1:2])), "writes 4 more than once"),
+    (lambda p, t: p[:2].copy_(t[:2]), r"leaves 8 of 16 elements of weight unset, such as \[2:4, 0:4\]"),
+    (lambda p, t: (p.copy_(t), p[1:2].copy_(t[1:2])), r"more than once at \[1:2, 0:4\]"),
     (lambda p, t: p.copy_(t[:1]), "not a box"),
     (lambda p, t: setattr(p, "data", torch.ones(4, 4)), "replaced the storage"),
 ], ids=["transposed", "computed", "reordered", "added", "missing", "twice", "broadcast", "replaced"])
@@ -127,3 +131,17 @@ def test_an_empty_live_parameter_is_refused():
     """What vLLM's CPU build leaves of a linear weight that it packed after loading."""
     with pytest.raises(LayoutError, match="empty .* weight"):
         trace_layout(_Loader(lambda p, t: None, shape=(0,)), [], torch.float32)
+
+
+def test_a_worker_of_a_70b_is_traced_without_looking_at_its_elements(tmp_path):
+    """CPU seconds, so other load does not count. With a byte per element it took minutes."""
+    shape = from_builtin("llama3.1-70b")
+    (tmp_path / "config.json").write_text(json.dumps({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab, "torch_dtype": "bfloat16"}))
+    with offline_model(tmp_path, 4, 1, torch.bfloat16) as model:
+        began = time.process_time()
+        traced = trace_layout(model, canonical_tensors(shape), torch.bfloat16)
+        assert time.process_time() - began < 5
+    assert sum(tile.numel for layout in traced.layouts for tile in layout.tiles) > 70e9 / 4

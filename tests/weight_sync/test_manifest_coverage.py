@@ -11,7 +11,7 @@ from megatron_rl.layouts.megatron import megatron_layout
 from megatron_rl.layouts.tiles import ParamLayout, Tile, contiguous_stride
 from megatron_rl.weight_sync.plan.buckets import Bucket
 from megatron_rl.weight_sync.plan.copies import Destination, Source
-from megatron_rl.weight_sync.plan.coverage import CoverageError, first_overlap, local_box, prove_coverage, subtract
+from megatron_rl.weight_sync.plan.coverage import CoverageError, prove_coverage
 from megatron_rl.weight_sync.plan.manifest import SyncManifest, build_manifest
 from megatron_rl.weight_sync.plan.streams import Hop
 from tests.weight_sync.worlds import architecture, destinations, sources, training_plan
@@ -164,24 +164,6 @@ def test_types_and_padding_are_part_of_the_proof(world, manifest):
     unpadded = [replace(rollout[0]), replace(rollout[1], padding={})]
     with pytest.raises(CoverageError, match="the tiles of model.embed_tokens.weight hold"):
         prove_coverage(manifest, trainer, unpadded)
-
-
-def test_a_tile_that_is_no_box_of_its_parameter_is_refused():
-    parameter = ParamLayout("p", (4, 6), ())
-    assert local_box(parameter, Tile("w", (0, 0), (2, 3), (6, 1), 13)) == ((2, 1), (2, 3))
-    with pytest.raises(CoverageError, match="not a box"):
-        local_box(parameter, Tile("w", (0, 0), (3, 2), (1, 3), 0))
-    with pytest.raises(CoverageError, match="exceeds"):
-        local_box(parameter, Tile("w", (0, 0), (2, 6), (6, 1), 3))
-
-
-def test_box_arithmetic():
-    columns = [((0, c), (100, 3)) for c in range(0, 30, 3)]
-    assert first_overlap(columns) is None
-    assert first_overlap([*columns, ((50, 29), (1, 5))]) == ((50, 29), (1, 1))
-    assert first_overlap([((0, 0), (0, 5)), ((0, 0), (3, 5))]) is None, "a box without elements overlaps nothing"
-    left = subtract(((0, 0), (4, 4)), [((1, 1), (2, 2))])
-    assert sum(rows * columns for _, (rows, columns) in left) == 12 and first_overlap(left) is None
 
 
 def _llama_70b_worker(a: Architecture, tp: int, worker: int) -> tuple[ParamLayout, ...]:

@@ -10,14 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
-from megatron_rl.layouts.tiles import ParamLayout, Tile, contiguous_stride, cut
+from megatron_rl.layouts.boxes import Box, NotABox, box_text, first_overlap, local_box, subtract
+from megatron_rl.layouts.tiles import ParamLayout, Tile, cut
 from megatron_rl.weight_sync.plan.buckets import ITEM_BYTES, Bucket, Copy
 from megatron_rl.weight_sync.plan.copies import Destination, Source
 from megatron_rl.weight_sync.plan.manifest import Edge, SyncManifest
 from megatron_rl.weight_sync.plan.streams import Stream
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Start and shape, in the coordinates of a local parameter or of a canonical tensor."""
 
 
 class CoverageError(Exception):
@@ -141,12 +139,12 @@ def _prove_worker(destination: Destination, copies: Sequence[Copy]) -> None:
 
 
 def _prove_param(layout: ParamLayout, copies: Sequence[Copy], padding: int, where: str) -> None:
-    tiles = [local_box(layout, tile) for tile in layout.tiles]
-    writes = [local_box(layout, copy.destination_tile) for copy in copies]
+    tiles = [_box(layout, tile, where) for tile in layout.tiles]
+    writes = [_box(layout, copy.destination_tile, where) for copy in copies]
     for what, boxes in (("described", tiles), ("written", writes)):
         overlap = first_overlap(boxes)
         if overlap:
-            raise CoverageError(f"{where}: {layout.name} is {what} twice at {_box_text(overlap)}")
+            raise CoverageError(f"{where}: {layout.name} is {what} twice at {box_text(overlap)}")
     volume = sum(prod(shape) for _, shape in tiles)
     if volume + padding != prod(layout.shape):
         raise CoverageError(f"{where}: the tiles of {layout.name} hold {volume} elements, its padding {padding}, but "
@@ -154,79 +152,14 @@ def _prove_param(layout: ParamLayout, copies: Sequence[Copy], padding: int, wher
     # Every write is inside a tile and writes are disjoint, so equal volumes leave no gap.
     if sum(prod(shape) for _, shape in writes) != volume:
         gap = next(gap for tile in tiles for gap in subtract(tile, writes))
-        raise CoverageError(f"{where}: nothing writes {layout.name} at {_box_text(gap)}")
+        raise CoverageError(f"{where}: nothing writes {layout.name} at {box_text(gap)}")
 
 
-def local_box(layout: ParamLayout, tile: Tile) -> Box:
-    """The tile's region in the coordinates of its parameter.
-
-    Raises CoverageError if its strides are not those of the contiguous parameter (a transposed tile) or if it exceeds
-    the parameter.
-    """
-    strides = contiguous_stride(layout.shape)
-    extent_of = {stride: extent for stride, extent in zip(tile.stride, tile.shape, strict=True) if extent > 1}
-    start, shape, rest = [], [], tile.offset
-    for size, stride in zip(layout.shape, strides, strict=True):
-        at, rest = divmod(rest, stride)
-        extent = extent_of.pop(stride, 1) if size > 1 else 1
-        start.append(at)
-        shape.append(extent)
-        if at + extent > size:
-            raise CoverageError(f"{_text(tile)} exceeds {layout.name} {layout.shape}: offset {tile.offset}, "
-                                f"stride {tile.stride}")
-    if extent_of or rest:
-        raise CoverageError(f"{_text(tile)} is not a box of {layout.name} {layout.shape}: offset {tile.offset}, "
-                            f"stride {tile.stride}")
-    return tuple(start), tuple(shape) if tile.numel else (0,) * len(shape)
-
-
-def first_overlap(boxes: Iterable[Box]) -> Box | None:
-    """A region that two of the boxes share; None if they are pairwise disjoint. It sweeps along the dimension with the
-    most distinct starts."""
-    boxes = [box for box in boxes if prod(box[1])]
-    if len(boxes) < 2:
-        return None
-    dims = range(len(boxes[0][0]))
-    sweep = max(dims, key=lambda d: len({start[d] for start, _ in boxes}))
-    open_boxes: list[Box] = []
-    for start, shape in sorted(boxes, key=lambda box: box[0][sweep]):
-        open_boxes = [box for box in open_boxes if box[0][sweep] + box[1][sweep] > start[sweep]]
-        for other in open_boxes:
-            common = _common((start, shape), other)
-            if common:
-                return common
-        open_boxes.append((start, shape))
-    return None
-
-
-def subtract(box: Box, holes: Iterable[Box]) -> list[Box]:
-    """The rest of `box` without `holes`, as disjoint boxes."""
-    left = [box]
-    for hole in holes:
-        left = [piece for part in left for piece in _subtract_one(part, hole)]
-    return left
-
-
-def _subtract_one(box: Box, hole: Box) -> Iterator[Box]:
-    common = _common(box, hole)
-    if common is None:
-        yield box
-        return
-    start, shape = list(box[0]), list(box[1])
-    for d, (a, n) in enumerate(zip(*common, strict=True)):
-        before, after = a - start[d], start[d] + shape[d] - (a + n)
-        if before:
-            yield tuple(start), (*shape[:d], before, *shape[d + 1:])
-        if after:
-            yield (*start[:d], a + n, *start[d + 1:]), (*shape[:d], after, *shape[d + 1:])
-        start[d], shape[d] = a, n
-
-
-def _common(a: Box, b: Box) -> Box | None:
-    start = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
-    stop = [min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True)]
-    shape = tuple(e - s for s, e in zip(start, stop, strict=True))
-    return (start, shape) if all(extent > 0 for extent in shape) else None
+def _box(layout: ParamLayout, tile: Tile, where: str) -> Box:
+    try:
+        return local_box(layout.shape, tile)
+    except NotABox as error:
+        raise CoverageError(f"{where}: {_text(tile)} of {layout.name} {error}") from error
 
 
 def _contains(tile: Tile, part: Tile) -> bool:
@@ -234,9 +167,5 @@ def _contains(tile: Tile, part: Tile) -> bool:
         a <= b and b + m <= a + n for a, n, b, m in zip(tile.start, tile.shape, part.start, part.shape, strict=True))
 
 
-def _box_text(box: Box) -> str:
-    return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(*box, strict=True)) + "]"
-
-
 def _text(tile: Tile) -> str:
-    return tile.tensor + _box_text(tile.box)
+    return tile.tensor + box_text(tile.box)
