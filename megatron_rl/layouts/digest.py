@@ -57,6 +57,13 @@ def digest_layouts(layouts: Iterable[ParamLayout], parameters: Mapping[str, Tens
     return 0 if total is None else _to_int(total)
 
 
+def digest_each(layouts: Iterable[ParamLayout], parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    """Digest of each layout's tiles, by its name, with a single transfer from the device."""
+    parts = {layout.name: _digest(parameters[layout.name], layout.tiles) for layout in layouts}
+    values = torch.stack(list(parts.values())).tolist() if parts else []
+    return {name: value % MODULUS for name, value in zip(parts, values, strict=True)}
+
+
 def add(*digests: int) -> int:
     """The digest of a union of disjoint sets of elements."""
     return sum(digests) % MODULUS

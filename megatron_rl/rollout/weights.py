@@ -156,7 +156,7 @@ class EngineWeights:
             reports.append(TransferReport(
                 member, {(rank, self._replica, worker): digest for rank, digest in status.get("digests", [])},
                 status.get("nbytes", 0), status.get("seconds", {}), error, status.get("forwarded", 0),
-                dict(status.get("arrivals", []))))
+                arrivals=dict(status.get("arrivals", []))))
         return reports
 
     async def sync_commit(self, epoch: int, version: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from megatron_rl.weight_sync.plan.copies import Holding
 from megatron_rl.weight_sync.plan.manifest import SyncManifest
 from megatron_rl.weight_sync.plan.streams import EdgeKey, Stream
 from megatron_rl.weight_sync.protocol import (
@@ -14,6 +15,9 @@ from megatron_rl.weight_sync.protocol import (
     member_name,
     trainer_name,
 )
+
+SHOWN = 8
+"""Parameters that a message names."""
 
 
 def compare_digests(edges: Collection[EdgeKey], sent: Sequence[TransferReport],
@@ -35,6 +39,32 @@ def compare_digests(edges: Collection[EdgeKey], sent: Sequence[TransferReport],
             wrong.append(f"{_edge(key)}: source {found[0]}, live {found[1]}")
     if wrong:
         raise SyncError("the engines do not hold what the trainer sent\n" + "\n".join(wrong))
+
+
+def compare_replicas(alike: Sequence[Sequence[Holding]], sent: Sequence[TransferReport]) -> None:
+    """VERIFY: trainer ranks that hold the same elements must hold the same values. Otherwise engines that receive from
+    different ranks would serve different policies, each equal to its own source.
+
+    Args:
+        alike: what `held_alike` returned.
+
+    Raises:
+        SyncError: naming the parameters that differ, with the ranks that hold each value.
+    """
+    found = {report.member: report.shared for report in sent}
+    wrong = []
+    for holdings in alike:
+        ranks_of: dict[int | None, list[str]] = {}
+        for rank, name in holdings:
+            ranks_of.setdefault(found.get(trainer_name(rank), {}).get(name), []).append(trainer_name(rank))
+        if len(ranks_of) > 1 or None in ranks_of:
+            wrong.append(f"{holdings[0][1]}: " + "; ".join(
+                f"{f'{digest:016x}' if digest is not None else 'no digest'} on {', '.join(ranks)}"
+                for digest, ranks in ranks_of.items()))
+    if wrong:
+        more = [f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
+        raise SyncError("\n".join([f"{len(wrong)} parameters differ between training ranks that must hold the same",
+                                   *wrong[:SHOWN], *more]))
 
 
 def compare_held(manifest: SyncManifest, members: Collection[str], held: Sequence[Held | None]) -> None:

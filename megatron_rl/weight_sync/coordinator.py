@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -20,8 +21,8 @@ from launch.fabric.estimate import Kind
 from launch.fabric.seated import Seats
 from megatron_rl.layouts.tiles import CanonicalTensor
 from megatron_rl.weight_sync.calls import answers, outcomes, raise_failures
-from megatron_rl.weight_sync.compare import compare_digests, compare_held
-from megatron_rl.weight_sync.plan.copies import Destination, Source
+from megatron_rl.weight_sync.compare import compare_digests, compare_held, compare_replicas
+from megatron_rl.weight_sync.plan.copies import Destination, Holding, Source, held_alike
 from megatron_rl.weight_sync.plan.coverage import prove_coverage
 from megatron_rl.weight_sync.plan.manifest import SyncManifest, build_manifest
 from megatron_rl.weight_sync.plan.streams import Pair, Stream
@@ -88,6 +89,8 @@ class SyncCoordinator:
         self._aliases, self._route, self._seats = aliases, route, seats
         self._line = AbortLine(address) if address else None
         self._sources: list[Source] = []
+        self._alike: list[tuple[Holding, ...]] = []
+        """Parameters that several training ranks hold."""
         self._destinations: dict[int, list[Destination]] = {}
         self._epoch = 0
         self._open = self._handed_out = False
@@ -115,6 +118,7 @@ class SyncCoordinator:
                 answers(self._on_engines(lambda engine: engine.sync_describe(self._canonical)), deadline,
                         first_failure=True))
             self._sources, self._destinations = sources, dict(zip(self._engines, described, strict=True))
+            self._alike = held_alike(sources)
             had_lanes = self._handed_out
             try:
                 await self._close_lanes()
@@ -198,8 +202,12 @@ class SyncCoordinator:
                         OPENING * self._timeout_s, last_epoch,
                         *((self._line.endpoint, self._line.token) if self._line else ()))
         self._handed_out = True
+        shared: dict[int, list[str]] = defaultdict(list)
+        for rank, name in itertools.chain.from_iterable(self._alike):
+            shared[rank].append(name)
         calls: dict[str, Awaitable[Any]] = {
-            trainer_name(rank): trainer.sync_open(replace(part, streams=manifest.part_of_rank(rank)))
+            trainer_name(rank): trainer.sync_open(replace(part, streams=manifest.part_of_rank(rank),
+                                                          shared=tuple(shared[rank])))
             for rank, trainer in self._trainers.items()}
         calls |= {engine_name(replica): engine.sync_open(replace(part, streams=manifest.part_of_engine(replica)))
                   for replica, engine in self._engines.items()}
@@ -230,6 +238,7 @@ class SyncCoordinator:
         marks.append(time.monotonic())
 
         compare_digests([edge.key for edge in manifest.edges], sent, received)
+        compare_replicas(self._alike, sent)
         marks.append(time.monotonic())
 
         # COMMIT has its own deadline, so that a slow transfer does not fail because of what follows it.

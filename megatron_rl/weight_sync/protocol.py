@@ -2,7 +2,8 @@
 
     PREPARE   engines stop serving (from here on, an engine serves nothing until COMMIT)
     TRANSFER  trainer ranks send packed buckets; workers write them straight into live parameters and forward them
-    VERIFY    for every edge: the digest of what the source holds == the digest of what the destination then holds live
+    VERIFY    for every edge: the digest of what the source holds == the digest of what the destination then holds live;
+              for every parameter that several trainer ranks hold: the same digest on all of them
     COMMIT    the version advances, the prefix cache is dropped, serving resumes
 
 Each sync has an epoch number. Buckets carry it, so that late ones are rejected. Writes are in place: a failed epoch
@@ -113,6 +114,8 @@ class SyncPart:
     """Where the coordinator's `AbortLine` listens; None: there is none."""
     token: str = field(default="", repr=False)
     """Token of that line."""
+    shared: tuple[str, ...] = ()
+    """Names of a trainer rank's parameters that other ranks hold too."""
 
     def plain(self) -> bytes:
         """For calls that only carry simple values. It is opaque: vLLM gives all workers of an engine the parts of all,
@@ -176,6 +179,8 @@ class TransferReport:
     """Bytes forwarded to other workers."""
     arrivals: dict[str, float] = field(default_factory=dict)
     """Name of each member that this worker receives from -> seconds until its last bucket had arrived."""
+    shared: dict[str, int] = field(default_factory=dict)
+    """Digest of each of a trainer rank's `SyncPart.shared`."""
 
 
 @dataclass(frozen=True)

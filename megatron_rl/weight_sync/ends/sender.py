@@ -8,12 +8,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
 from launch.fabric.estimate import SENDING
 from launch.plan.plan import RankCoordinates
-from megatron_rl.layouts.digest import add, digest_layouts
+from megatron_rl.layouts.digest import add, digest_each, digest_layouts
 from megatron_rl.layouts.tiles import ParamLayout
 from megatron_rl.weight_sync.plan.buckets import Bucket
 from megatron_rl.weight_sync.plan.copies import Source
@@ -44,6 +46,7 @@ class WeightSender:
         self._member: Membership | None = None
         self._buffers: list[torch.Tensor] = []
         self._digested = _Digested(())
+        self._shared: list[ParamLayout] = []
 
     def sync_describe(self) -> Source:
         """Coordinates, layouts and types, for the manifest."""
@@ -62,6 +65,8 @@ class WeightSender:
         self._member = Membership(self._name, part, lambda stream: stream.rank == rank, address=self._address,
                                   device=self._device)
         self._digested = _Digested(self._member.streams)
+        names = set(part.shared)
+        self._shared = [layout for layout in self._layouts if layout.name in names]
         size = buffer_bytes(self._member.streams)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device)
                          for _ in range(SENDING if size else 0)]
@@ -77,7 +82,10 @@ class WeightSender:
         if self._member is None:
             return TransferReport(self._name, error="its lanes were never opened")
         try:
-            return self._send(self._member, epoch)
+            # Ranks that send nothing, or not everything that others hold too, are compared as well.
+            with ThreadPoolExecutor(1, thread_name_prefix="shared") as beside:
+                shared = beside.submit(digest_each, self._shared, self._parameters)
+                return replace(self._send(self._member, epoch), shared=shared.result())
         except TransportError as error:
             self._member.close(f"{self._name} left: {error}")
             return TransferReport(self._name, error=str(error))

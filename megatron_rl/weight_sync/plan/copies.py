@@ -28,6 +28,21 @@ class Source:
     dtypes: Mapping[str, str]
 
 
+Holding = tuple[int, str]
+"""A training rank, and a parameter that it holds."""
+
+
+def held_alike(sources: Iterable[Source]) -> list[tuple[Holding, ...]]:
+    """Parameters that hold the same elements of the checkpoint, on two or more ranks: those of data- and
+    context-parallel replicas, norms on all TP ranks, tied embeddings on the first and the last stage."""
+    holders: dict[frozenset, list[Holding]] = defaultdict(list)
+    for source in sorted(sources, key=lambda source: source.coordinates.rank):
+        for layout in source.layouts:
+            boxes = frozenset((tile.tensor, *tile.box) for tile in layout.tiles if tile.numel)
+            holders[boxes].append((source.coordinates.rank, layout.name))
+    return [tuple(alike) for boxes, alike in holders.items() if boxes and len(alike) > 1]
+
+
 @dataclass(frozen=True)
 class Destination:
     """A rollout worker: TP rank `worker` of engine `replica`, with its traced layouts and types."""
