@@ -141,6 +141,18 @@ def without(names: Sequence[str]) -> Iterator[None]:
         os.environ.update(hidden)
 
 
+@contextmanager
+def during(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process for the duration of a `with`, for a library that reads them in it."""
+    with without(list(values)):
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            for name in values:
+                os.environ.pop(name, None)
+
+
 def set_for_this_process(values: Mapping[str, str]) -> None:
     """For entry points only, before they import what reads the variables (the driver, a test's rank)."""
     os.environ.update(values)

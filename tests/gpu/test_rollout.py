@@ -103,7 +103,7 @@ def test_an_nccl_communicator_connects_and_aborts() -> None:
     """One member only: NCCL refuses two ranks on one GPU, so bytes between ranks are covered nowhere."""
     device = torch.device("cuda:0")
     store = tcp_store("127.0.0.1", free_port(), host=True, timeout=timedelta(seconds=60))
-    group = nccl_group(store, 0, 1, 60, device)
+    group = nccl_group(store, 0, 1, device)
     assert (group.rank(), group.size()) == (0, 1)
     group.abort()
 
@@ -113,7 +113,7 @@ def test_bytes_sent_to_oneself_over_nccl_arrive() -> None:
     """All that one GPU can carry: a send and its receive, begun together."""
     device = torch.device("cuda:0")
     store = tcp_store("127.0.0.1", free_port(), host=True, timeout=timedelta(seconds=60))
-    group = nccl_group(store, 0, 1, 60, device)
+    group = nccl_group(store, 0, 1, device)
     sent = torch.arange(1 << 20, device=device).to(torch.uint8)
     received = torch.zeros_like(sent)
     group._start_coalescing()

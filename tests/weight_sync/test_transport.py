@@ -154,6 +154,59 @@ def test_a_lane_that_is_closed_wakes_who_waits_at_both_ends():
     assert message.endswith("epoch 4 was aborted") and "receive from engine 0 worker 0 (1048576 bytes) failed" in told
 
 
+class _Blocks:
+    """A group as NCCL's can be: every call blocks until another thread aborts it."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def rank(self) -> int:
+        return 0
+
+    def send(self, *_) -> None:
+        assert self.aborted.wait(patient(30))
+        raise RuntimeError("aborted")
+
+    recv = send
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def _blocking(form) -> tuple[LaneSpec, Links]:
+    """Links without tags whose groups `form` makes."""
+    spec = _spec(0, receivers=RECEIVERS[:1])
+    links = Links(spec.members[0], "gloo", 90, {pair: (0,) for pair in (spec.members, spec.members[::-1])})
+    links._backend, links._form = "nccl", form
+    return spec, links
+
+
+@pytest.mark.parametrize("call", ["send", "receive"])
+def test_a_call_that_blocks_until_it_is_aborted_is_ended_by_a_close(call):
+    group = _Blocks()
+    spec, links = _blocking(lambda *_: group)
+    links.add(*(spec.members if call == "send" else spec.members[::-1]), None, Deadline(90))
+    began = time.monotonic()
+    threading.Timer(0.2, links.close, ["epoch 4 was aborted"]).start()
+    with pytest.raises(TransportError, match="epoch 4 was aborted"):
+        getattr(Lane(spec, 0, links), call)(0, torch.zeros(8, dtype=torch.uint8), 1)
+    assert time.monotonic() - began < 1.2 and group.aborted.is_set()
+
+
+def test_a_group_that_never_forms_is_left_behind_and_dropped_when_it_does():
+    came, group = threading.Event(), _Blocks()
+    spec, links = _blocking(lambda *_: came.wait(patient(30)) and group)
+    began = time.monotonic()
+    threading.Timer(0.2, links.close, ["epoch 4 was aborted"]).start()
+    with pytest.raises(TransportError, match="epoch 4 was aborted"):
+        links.add(*spec.members, None, Deadline(90))
+    assert time.monotonic() - began < 1.2
+    came.set()
+    assert group.aborted.wait(patient(5))
+    with pytest.raises(TransportError, match="epoch 4 was aborted"):
+        links.add(*spec.members, None, Deadline(90))
+
+
 def _larger_than_expected(rank: Rank, port: int) -> int:
     lane = _joined(_spec(port, receivers=RECEIVERS[:1]), rank.rank)
     if rank.rank == 0:

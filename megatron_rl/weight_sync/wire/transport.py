@@ -19,17 +19,22 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from launch import envvars
 from megatron_rl.weight_sync.protocol import CONNECT_S, Backend, LaneSpec
 
 TAGGED: tuple[Backend, ...] = ("gloo",)
 """Backends that match messages by tag."""
 POLL_S = 2e-4
+_NO_WATCHDOG = timedelta(days=30)
+_REPORT_ONLY = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""What torch reads when it makes a group: an error or a stuck call is logged, and the process lives on."""
 _NEVER_SENT = 0
 """Tag of a gloo message that is never sent."""
 
@@ -71,23 +76,52 @@ class Links:
                  device: torch.device | None = None) -> None:
         self._me, self._backend, self._timeout_s = me, backend, timeout_s
         self._turns = turns or {}
-        self._form = _gloo_former(address) if backend == "gloo" else _nccl_former(timeout_s, device)
+        self._form = _gloo_former(address) if backend == "gloo" else _nccl_former(device)
         self._open: dict[tuple[str, str], _Link] = {}
+        self._forming: set[Future] = set()
         self._stores: list[dist.Store] = []           # they must outlive the groups
         self._lock, self._ended = threading.Lock(), threading.Event()
         self.closed: str | None = None
         """The reason, once they are closed."""
 
     def add(self, sender: str, receiver: str, store: dist.Store, deadline: Deadline) -> None:
-        """Form a link with the other of the two members. Raises RuntimeError."""
-        group = self._form(store, int(self._me == receiver), deadline)
-        link = _Link(group, self._backend, self._turns.get((sender, receiver), ()), self._timeout_s)
+        """Form a link with the other of the two members. `close` ends the wait for it. Raises RuntimeError."""
+        link = _Link(self._formed(store, int(self._me == receiver), deadline), self._backend,
+                     self._turns.get((sender, receiver), ()), self._timeout_s)
         with self._lock:
             if self.closed is None:
                 self._open[sender, receiver] = link
                 return
         link.close()
         raise TransportError(self.closed)
+
+    def _formed(self, store: dist.Store, rank: int, deadline: Deadline) -> Group:
+        """Form a group in a thread of its own. Nothing interrupts a backend while it connects, so `close` leaves the
+        thread behind, which then drops the group."""
+        forming: Future[Group] = Future()
+
+        def form() -> None:
+            try:
+                group = self._form(store, rank, deadline)
+            except BaseException as error:
+                with contextlib.suppress(InvalidStateError):
+                    forming.set_exception(error)
+                return
+            try:
+                forming.set_result(group)
+            except InvalidStateError:
+                _Link(group, self._backend, (), 0.0).close()
+
+        with self._lock:
+            if self.closed is not None:
+                raise TransportError(self.closed)
+            self._forming.add(forming)
+        threading.Thread(target=form, name="link", daemon=True).start()
+        try:
+            return forming.result()
+        finally:
+            with self._lock:
+                self._forming.discard(forming)
 
     def keep(self, store: dist.Store) -> None:
         """Keep a store until the links are closed. If they are closed, drop it at once."""
@@ -112,6 +146,9 @@ class Links:
             if self.closed is None:
                 self.closed = reason or "its lanes are closed"
                 self._ended.set()
+            for forming in self._forming:
+                with contextlib.suppress(InvalidStateError):
+                    forming.set_exception(TransportError(self.closed))
             while self._open:
                 self._open.popitem()[1].close()
             self._stores.clear()
@@ -159,7 +196,8 @@ class _Link:
             came = self._moved.wait_for(lambda: self._closed or self._order[self._next] == stream, self._timeout_s)
             if self._closed or not came:
                 raise TransportError(f"the turn of stream {stream} did not come")
-            yield
+        yield       # without the lock: NCCL may block while it issues, and only `close` ends that
+        with self._moved:
             self._next = (self._next + 1) % len(self._order)        # a complete sync has gone through all of them
             self._moved.notify_all()
 
@@ -248,17 +286,18 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta, devi
     return gloo(store, rank, size, options)
 
 
-def _nccl_former(timeout_s: float, device: torch.device | None) -> Form:
+def _nccl_former(device: torch.device | None) -> Form:
     if device is None or device.type != "cuda":
         raise ValueError("an nccl lane needs a CUDA device")
-    return lambda store, rank, deadline: nccl_group(store, rank, 2, timeout_s, device)
+    return lambda store, rank, deadline: nccl_group(store, rank, 2, device)
 
 
-def nccl_group(store: dist.Store, rank: int, size: int, timeout_s: float, device: torch.device) -> Group:
-    """A communicator that is connected on return."""
+def nccl_group(store: dist.Store, rank: int, size: int, device: torch.device) -> Group:
+    """A communicator that is connected on return. Torch's watchdog never ends the process because of it: the sync has
+    deadlines of its own, and a training rank must outlive a dead engine."""
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    with torch.cuda.device(device):
+    options._timeout = _NO_WATCHDOG
+    with torch.cuda.device(device), envvars.during(_REPORT_ONLY):
         group = dist.ProcessGroupNCCL(store, rank, size, options)
         group.eager_connect_single_device(device)
     return group
