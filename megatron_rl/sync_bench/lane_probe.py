@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_rl.weight_sync.protocol import LaneSpec, Link
-from megatron_rl.weight_sync.wire.opening import open_lane
+from megatron_rl.weight_sync.wire.opening import open_lanes
 from megatron_rl.weight_sync.wire.transport import Deadline, Links, Pending
 
 SMALL, MANY = 64, 200
@@ -27,7 +27,7 @@ class LaneProbe:
 
     def open(self, spec: LaneSpec, member: int, address: str, timeout_s: float) -> None:
         links = Links(spec.members[member], spec.backend, timeout_s, address=address, device=self._device)
-        self._lane = open_lane(spec, member, Deadline(timeout_s), links)
+        self._lane = open_lanes([spec], spec.members[member], Deadline(timeout_s), links)[spec.source]
         self._member, self._timeout_s = member, timeout_s
 
     def stream(self, bucket_bytes: int, count: int) -> float:

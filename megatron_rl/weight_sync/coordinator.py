@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from launch.fabric.estimate import Kind
+from launch.fabric.rounds import rounds
 from launch.fabric.seated import Seats
 from megatron_rl.layouts.tiles import CanonicalTensor
 from megatron_rl.weight_sync.calls import answers, outcomes, raise_failures
@@ -304,9 +305,10 @@ class SyncCoordinator:
 
 def lane_specs(manifest: SyncManifest, endpoints: Sequence[Endpoint], backend: Backend) -> tuple[LaneSpec, ...]:
     """One lane per sending rank, by rank, with its receivers in the order of its streams. A lane has the links that no
-    earlier lane has."""
+    earlier lane has. All links are opened in rounds, so that a member waits for few others."""
     specs: list[LaneSpec] = []
     linked: set[Pair] = set()
+    turn = rounds(pair for stream in manifest.streams for pair in stream.pairs)
     by_rank: dict[int, list[Stream]] = {}
     for stream in manifest.streams:
         by_rank.setdefault(stream.rank, []).append(stream)
@@ -316,7 +318,8 @@ def lane_specs(manifest: SyncManifest, endpoints: Sequence[Endpoint], backend: B
         pairs = dict.fromkeys(pair for stream in streams for pair in stream.pairs if pair not in linked)
         linked.update(pairs)
         specs.append(LaneSpec(rank, endpoints[rank].address, endpoints[rank].port, tuple(map(member_name, receivers)),
-                              backend, tuple(Link(numbers[sender], numbers[receiver]) for sender, receiver in pairs)))
+                              backend, tuple(Link(numbers[pair[0]], numbers[pair[1]], turn[frozenset(pair)])
+                                             for pair in pairs)))
     return tuple(specs)
 
 

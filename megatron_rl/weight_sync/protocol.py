@@ -37,7 +37,8 @@ from megatron_rl.weight_sync.plan.streams import EdgeKey, Stream
 Backend = Literal["gloo", "nccl"]
 Staging = Literal["in_place", "shadow"]
 CONNECT_S = 10.0
-"""Time limit for two members that are both present to connect. Nothing interrupts gloo or NCCL during this."""
+"""Time limit for two members that are both present to connect. Nothing interrupts gloo or NCCL during this: a member
+that closes its lanes leaves the attempt behind."""
 
 
 def trainer_name(rank: int) -> str:
@@ -64,6 +65,8 @@ class Link(NamedTuple):
     sender: int
     """Number of the member on the lane."""
     receiver: int
+    round: int = 0
+    """When it is opened (`launch.fabric.rounds`)."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,7 @@ class LaneSpec:
     """Names of the workers that its streams reach. Receiver i is member 1 + i."""
     backend: Backend
     links: tuple[Link, ...] = ()
-    """In the order in which they are opened. Two workers with streams of several sources between them share the link
-    that the first of their lanes opens."""
+    """Two workers with streams of several sources between them share the link that the first of their lanes opens."""
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -101,7 +103,7 @@ class SyncPart:
     """What a member gets before the first sync: the whole route, and its own share of it."""
 
     lanes: tuple[LaneSpec, ...]
-    """Lanes of all members, in the one order in which each member opens its own."""
+    """Lanes of all members. Links of one round are opened in this order."""
     streams: tuple[Stream, ...]
     """All streams of the route, with buckets at least for those that the member is on."""
     timeout_s: float

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from launch.fabric.rounds import rounds
 from megatron_rl.weight_sync.protocol import LaneSpec, Link
-from megatron_rl.weight_sync.wire.opening import open_lane
-from megatron_rl.weight_sync.wire.transport import Deadline, Lane, Links, TransportError
+from megatron_rl.weight_sync.wire.opening import open_lanes
+from megatron_rl.weight_sync.wire.transport import _GREETING, Deadline, Lane, Links, TransportError
 from tests.patience import patient
 from tests.ranks import Rank, free_port, run_ranks
 
@@ -26,7 +29,7 @@ def _spec(port: int, source: int = 3, receivers: tuple[str, ...] = RECEIVERS) ->
 
 def _joined(spec: LaneSpec, rank: int, timeout_s: float = 20, turns: dict | None = None) -> Lane:
     links = Links(spec.members[rank], "gloo", timeout_s, turns, address="127.0.0.1")
-    return open_lane(spec, rank, Deadline(timeout_s), links)
+    return open_lanes([spec], spec.members[rank], Deadline(timeout_s), links)[spec.source]
 
 
 def _one_stays_away(rank: Rank, port: int) -> str:
@@ -58,14 +61,14 @@ def test_an_abort_frees_who_waits_for_a_lane_to_open():
     waiting = Links(spec.members[1], "gloo", 90, address="127.0.0.1")
     threading.Timer(0.2, waiting.close, ["epoch 4 was aborted"]).start()
     with pytest.raises(TransportError, match="engine 0 worker 0: epoch 4 was aborted"):
-        open_lane(spec, 1, Deadline(90), waiting)
+        open_lanes([spec], spec.members[1], Deadline(90), waiting)
 
     ends = [Links(name, "gloo", 90, address="127.0.0.1") for name in spec.members[:2]]
     messages = []
 
     def join(rank: int) -> None:
         with pytest.raises(TransportError) as caught:
-            open_lane(spec, rank, Deadline(90), ends[rank])
+            open_lanes([spec], spec.members[rank], Deadline(90), ends[rank])
         messages.append(str(caught.value))
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
@@ -159,11 +162,14 @@ class _Blocks:
 
     def __init__(self) -> None:
         self.aborted = threading.Event()
+        self.work = SimpleNamespace(is_completed=lambda: True, wait=lambda deadline: True)
 
     def rank(self) -> int:
         return 0
 
-    def send(self, *_) -> None:
+    def send(self, buffers, peer, tag):
+        if tag == _GREETING:
+            return self.work
         assert self.aborted.wait(patient(30))
         raise RuntimeError("aborted")
 
@@ -205,6 +211,46 @@ def test_a_group_that_never_forms_is_left_behind_and_dropped_when_it_does():
     assert group.aborted.wait(patient(5))
     with pytest.raises(TransportError, match="epoch 4 was aborted"):
         links.add(*spec.members, None, Deadline(90))
+
+
+def test_links_are_opened_in_rounds():
+    """Five sources and seven receivers, and links that take a while: seven or eight are right, one after the other it
+    is thirty-one."""
+    takes_s, sources, receivers = 0.4, range(5), tuple(f"engine {number} worker 0" for number in range(7))
+    turn = rounds((f"trainer rank {source}", receiver) for source in sources for receiver in receivers)
+    specs = [LaneSpec(source, "127.0.0.1", free_port(), receivers, "gloo", tuple(
+        Link(0, 1 + number, turn[frozenset((f"trainer rank {source}", receiver))])
+        for number, receiver in enumerate(receivers))) for source in sources]
+
+    began: list[float] = []
+
+    def form(*_):
+        began.append(time.monotonic())
+        time.sleep(takes_s)
+        return _Forms()
+
+    def open_all(me: str) -> int:
+        links = Links(me, "gloo", 60, address="127.0.0.1")
+        links._form = form
+        lanes = open_lanes([spec for spec in specs if me in spec.members], me, Deadline(60), links)
+        return len(lanes)
+
+    members = [f"trainer rank {source}" for source in sources] + list(receivers)
+    with ThreadPoolExecutor(len(members)) as pool:
+        assert list(pool.map(open_all, members)) == [1] * 5 + [5] * 7
+    assert len(began) == 2 * 5 * 7 and max(began) - min(began) < patient(24 * takes_s)
+
+
+class _Forms:
+    """A group over which the first byte has gone."""
+
+    def rank(self) -> int:
+        return 0
+
+    def send(self, *_):
+        return SimpleNamespace(wait=lambda deadline: True)
+
+    recv = send
 
 
 def _larger_than_expected(rank: Rank, port: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from megatron_rl.weight_sync.plan.streams import Stream, route_fingerprint, turns
 from megatron_rl.weight_sync.protocol import Held, SyncPart, member_name
 from megatron_rl.weight_sync.wire.abort import AbortListener
-from megatron_rl.weight_sync.wire.opening import open_lane
+from megatron_rl.weight_sync.wire.opening import open_lanes
 from megatron_rl.weight_sync.wire.transport import TAGGED, Deadline, Lane, Links, TransportError
 
 
@@ -39,9 +39,7 @@ class Membership:
         try:
             if part.line is not None:
                 self._line = AbortListener(part.line, part.token, part.epoch, self.close)
-            for spec in part.lanes:                  # the global order
-                if name in spec.members:
-                    self._lanes[spec.source] = open_lane(spec, spec.members.index(name), deadline, self._links)
+            self._lanes = open_lanes([spec for spec in part.lanes if name in spec.members], name, deadline, self._links)
         except OSError as error:
             self.close()
             raise TransportError(f"{name}: the coordinator does not answer at {part.line}: {error}") from error

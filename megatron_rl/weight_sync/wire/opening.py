@@ -1,14 +1,15 @@
-"""Opening a lane: its members meet at the source's store and connect. Missing members are named, and an abort ends it.
+"""Opening lanes: the members of each meet at its source's store and connect. Missing members are named, and an abort
+ends it.
 
-All waits for other members happen at the store, where they can be interrupted. Two members only begin to connect to
-each other when both are present.
+All waits for other members happen at the stores, where they can be interrupted. A member first joins all its lanes, and
+then opens its links round by round: a member has at most one in a round, so nobody waits for a chain of others. Two
+members only begin to connect to each other when both are present.
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -16,89 +17,114 @@ from megatron_rl.stores import tcp_store
 from megatron_rl.weight_sync.protocol import CONNECT_S, LaneSpec
 from megatron_rl.weight_sync.wire.transport import Deadline, Lane, Links, TransportError, who
 
-ASK_EVERY_S = 1.0
-"""Interval at which a waiting member checks whether to give up."""
-TRY_EVERY_S = 0.1
-"""Interval between attempts to connect while nothing listens."""
+CONNECT_WAIT_S = 1.0
+"""Time limit of one attempt to reach a listener."""
+FIRST_LOOK_S, LOOK_EVERY_S = 0.005, 0.2
+"""Intervals at which a waiting member looks into a store: the first, and the longest. A wait inside torch's store could
+not be interrupted, and logs a line whenever its time is over."""
+STAY_S = 1.0
+"""How much longer a source keeps its store, so that the others can still ask it who is absent."""
 
 
-def open_lane(spec: LaneSpec, rank: int, deadline: Deadline, links: Links) -> Lane:
-    """Join a lane. Returns once every member has joined and the links of this member are up.
+def open_lanes(specs: Sequence[LaneSpec], me: str, deadline: Deadline, links: Links) -> dict[int, Lane]:
+    """Join lanes: the source of each -> the lane. Returns once every member has joined and this member's links are up.
 
     Args:
-        rank: this process's number on the lane. Member 0 hosts the store at `spec.address:spec.port`.
+        specs: the lanes that this member is on, in the order that all members share.
+        me: this member's name. The source of a lane hosts its store at `spec.address:spec.port`.
         deadline: for all members to arrive and all links to form.
-        links: the links that this member has opened so far. Those of the lane are added.
+        links: the links that this member has opened so far. Those of the lanes are added.
 
     Raises:
         TransportError: naming the members that did not arrive.
     """
-    store = _store(spec, rank, deadline, links)
-    _together(spec, rank, dist.PrefixStore("here", store), range(len(spec.members)), deadline, links)
-    for sender, receiver in spec.links:
-        if rank in (sender, receiver):
-            other = receiver if rank == sender else sender
-            prefix = f"{spec.backend}/{sender}-{receiver}"
-            # Both must be present before either begins to connect, which cannot be interrupted.
-            _together(spec, rank, dist.PrefixStore(f"{prefix}/here", store), [rank, other], deadline, links)
-            try:
-                links.add(spec.members[sender], spec.members[receiver], dist.PrefixStore(prefix, store), deadline)
-            except RuntimeError as error:
-                raise TransportError(f"{who(spec, rank)}: the {spec.backend} link between {spec.members[sender]} and "
-                                     f"{spec.members[receiver]} did not form: {links.closed or error}") from error
-    links.keep(store)
-    return Lane(spec, rank, links)
+    joined = [_Joined(spec, spec.members.index(me), deadline, links) for spec in specs]
+    for lane in joined:
+        lane.arrive()
+    for lane in joined:
+        lane.meet(range(len(lane.spec.members)))
+    mine = [(link.round, number, link.sender, link.receiver) for number, lane in enumerate(joined)
+            for link in lane.spec.links if lane.rank in (link.sender, link.receiver)]
+    for _, number, sender, receiver in sorted(mine, key=lambda link: link[:2]):
+        joined[number].connect(sender, receiver)
+    return {lane.spec.source: Lane(lane.spec, lane.rank, links) for lane in joined}
 
 
-def _store(spec: LaneSpec, rank: int, deadline: Deadline, links: Links) -> dist.Store:
-    """The source's store, hosted or connected to."""
-    try:
-        if rank != 0:
-            _await_listener(spec, deadline, links)
-        store = tcp_store(spec.address, spec.port, host=rank == 0, timeout=deadline.timedelta(CONNECT_S))
-    except (OSError, RuntimeError) as error:
-        host = "cannot listen" if rank == 0 else f"trainer rank {spec.source} does not answer"
-        raise TransportError(f"{who(spec, rank)}: "
-                             f"{links.closed or f'{host} at {spec.address}:{spec.port}: {error}'}") from error
-    store.set_timeout(deadline.timedelta())
-    return store
+class _Joined:
+    """A lane that this member, number `rank`, is joining."""
 
+    def __init__(self, spec: LaneSpec, rank: int, deadline: Deadline, links: Links) -> None:
+        self.spec, self.rank, self._deadline, self._links = spec, rank, deadline, links
+        self._store = self._reach()
+        links.keep(self._store)
 
-def _await_listener(spec: LaneSpec, deadline: Deadline, links: Links) -> None:
-    """Wait until the store listens, because torch's own connecting cannot be interrupted. Raises OSError."""
-    while True:
+    def arrive(self, prefix: str = "here") -> None:
+        """Register this member."""
+        dist.PrefixStore(prefix, self._store).set(str(self.rank), "1")
+
+    def meet(self, members: Sequence[int], prefix: str = "here") -> None:
+        """Wait until all `members` are registered."""
+        spec, store = self.spec, dist.PrefixStore(prefix, self._store)
+        keys = {str(member): spec.members[member] for member in members}
         try:
-            socket.create_connection((spec.address, spec.port), min(ASK_EVERY_S, 0.001 + deadline.remaining())).close()
-            return
-        except OSError:
-            if links.wait_closed(TRY_EVERY_S) or not deadline.remaining():
-                raise
-
-
-def _together(spec: LaneSpec, rank: int, store: dist.Store, members: Sequence[int], deadline: Deadline,
-              links: Links) -> None:
-    """Register this member, and wait until all `members` are registered."""
-    keys = {str(member): spec.members[member] for member in members}
-    try:
-        store.set(str(rank), "1")
-        while not _waited(store, keys, deadline.timedelta(ASK_EVERY_S)):
-            if links.closed:
-                raise TransportError(f"{who(spec, rank)}: {links.closed}")
-            if not deadline.remaining():
+            if not self._present(store, keys, self._deadline):
                 # The host stays a little longer, so that the others can still ask its store for the absent members.
-                if rank != 0 or not _waited(store, keys, timedelta(seconds=1)):
-                    raise TransportError(f"{who(spec, rank)}: {_absent(spec, store, keys)}")
-    except dist.DistError as error:
-        raise TransportError(f"{who(spec, rank)}: {_absent(spec, store, keys)}") from error
+                if self.rank != 0 or not self._present(store, keys, Deadline(STAY_S)):
+                    raise TransportError(f"{who(spec, self.rank)}: {_absent(spec, store, keys)}")
+        except dist.DistError as error:
+            raise TransportError(f"{who(spec, self.rank)}: {_absent(spec, store, keys)}") from error
 
+    def connect(self, sender: int, receiver: int) -> None:
+        """Form the link between two members, of which this is one."""
+        spec = self.spec
+        prefix = f"{spec.backend}/{sender}-{receiver}"
+        # Both must be present before either begins to connect, which cannot be interrupted.
+        self.arrive(f"{prefix}/here")
+        self.meet([sender, receiver], f"{prefix}/here")
+        try:
+            self._links.add(spec.members[sender], spec.members[receiver], dist.PrefixStore(prefix, self._store),
+                            self._deadline)
+        except RuntimeError as error:
+            raise TransportError(f"{who(spec, self.rank)}: the {spec.backend} link between {spec.members[sender]} and "
+                                 f"{spec.members[receiver]} did not form: {self._links.closed or error}") from error
 
-def _waited(store: dist.Store, keys: Mapping[str, str], patience: timedelta) -> bool:
-    """Whether all keys exist before `patience` ends."""
-    try:
-        store.wait(list(keys), patience)
-    except dist.DistStoreError:
-        return False
-    return True
+    def _reach(self) -> dist.Store:
+        """The source's store, hosted or connected to."""
+        spec = self.spec
+        try:
+            if self.rank != 0:
+                self._await_listener()
+            store = tcp_store(spec.address, spec.port, host=self.rank == 0, timeout=self._deadline.timedelta(CONNECT_S))
+        except (OSError, RuntimeError) as error:
+            host = "cannot listen" if self.rank == 0 else f"trainer rank {spec.source} does not answer"
+            raise TransportError(f"{who(spec, self.rank)}: "
+                                 f"{self._links.closed or f'{host} at {spec.address}:{spec.port}: {error}'}") from error
+        store.set_timeout(self._deadline.timedelta())
+        return store
+
+    def _await_listener(self) -> None:
+        """Wait until the store listens, because torch's own connecting cannot be interrupted. Raises OSError."""
+        pause = FIRST_LOOK_S
+        while True:
+            try:
+                socket.create_connection((self.spec.address, self.spec.port),
+                                         min(CONNECT_WAIT_S, 0.001 + self._deadline.remaining())).close()
+                return
+            except OSError:
+                if self._links.wait_closed(pause) or not self._deadline.remaining():
+                    raise
+                pause = min(2 * pause, LOOK_EVERY_S)
+
+    def _present(self, store: dist.Store, keys: Mapping[str, str], deadline: Deadline) -> bool:
+        """Whether all keys exist before the deadline. Raises TransportError if the links are closed meanwhile."""
+        pause = FIRST_LOOK_S
+        while not store.check(list(keys)):
+            if not deadline.remaining():
+                return False
+            if self._links.wait_closed(pause):
+                raise TransportError(f"{who(self.spec, self.rank)}: {self._links.closed}")
+            pause = min(2 * pause, LOOK_EVERY_S)
+        return True
 
 
 def _absent(spec: LaneSpec, store: dist.Store, keys: Mapping[str, str]) -> str:

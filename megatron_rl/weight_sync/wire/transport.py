@@ -35,8 +35,8 @@ POLL_S = 2e-4
 _NO_WATCHDOG = timedelta(days=30)
 _REPORT_ONLY = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """What torch reads when it makes a group: an error or a stuck call is logged, and the process lives on."""
-_NEVER_SENT = 0
-"""Tag of a gloo message that is never sent."""
+_NEVER_SENT, _GREETING = 0, 1
+"""Tags of gloo messages: one that is never sent, and the first one of a link."""
 
 
 class TransportError(RuntimeError):
@@ -75,7 +75,7 @@ class Links:
                  turns: Mapping[tuple[str, str], Sequence[int]] | None = None, *, address: str | None = None,
                  device: torch.device | None = None) -> None:
         self._me, self._backend, self._timeout_s = me, backend, timeout_s
-        self._turns = turns or {}
+        self._turns, self._device = turns or {}, device
         self._form = _gloo_former(address) if backend == "gloo" else _nccl_former(device)
         self._open: dict[tuple[str, str], _Link] = {}
         self._forming: set[Future] = set()
@@ -85,15 +85,17 @@ class Links:
         """The reason, once they are closed."""
 
     def add(self, sender: str, receiver: str, store: dist.Store, deadline: Deadline) -> None:
-        """Form a link with the other of the two members. `close` ends the wait for it. Raises RuntimeError."""
+        """Form a link with the other of the two members, and use it once in both directions. `close` ends the wait.
+        Raises RuntimeError."""
         link = _Link(self._formed(store, int(self._me == receiver), deadline), self._backend,
                      self._turns.get((sender, receiver), ()), self._timeout_s)
         with self._lock:
             if self.closed is None:
                 self._open[sender, receiver] = link
-                return
-        link.close()
-        raise TransportError(self.closed)
+        if self.closed is not None:
+            link.close()
+            raise TransportError(self.closed)
+        link.greet(self._device, deadline)
 
     def _formed(self, store: dist.Store, rank: int, deadline: Deadline) -> Group:
         """Form a group in a thread of its own. Nothing interrupts a backend while it connects, so `close` leaves the
@@ -155,8 +157,8 @@ class Links:
 
 
 class Lane:
-    """Byte transfers between this member and others of a lane, opened by `opening.open_lane`. Members are numbered, and
-    0 is the source."""
+    """Byte transfers between this member and others of a lane, which `opening.open_lanes` opens. Members are numbered,
+    and 0 is the source."""
 
     def __init__(self, spec: LaneSpec, rank: int, links: Links) -> None:
         self.spec, self.rank, self.links = spec, rank, links
@@ -203,7 +205,31 @@ class _Link:
 
     def tag(self, stream: int) -> int:
         """One tag per stream, unless the order of issue distinguishes them."""
-        return _NEVER_SENT + 1 + (0 if self._order else stream)
+        return _GREETING + 1 + (0 if self._order else stream)
+
+    def greet(self, device: torch.device | None, deadline: Deadline) -> None:
+        """Move a byte both ways, because a backend may connect only at the first message: opening takes that time, and
+        no sync does. Raises RuntimeError."""
+        byte, rank = torch.zeros(1, dtype=torch.uint8, device=device), self.group.rank()
+        for sender in (0, 1):
+            move = self.group.send if rank == sender else self.group.recv
+            if not self.wait(move([byte], 1 - rank, _GREETING), deadline):
+                raise TransportError("the first byte did not arrive in time")
+
+    def wait(self, work: Any, deadline: Deadline) -> bool:
+        """Wait until a transfer is over, or the deadline has passed. Raises RuntimeError.
+
+        NCCL is waited for on the host: in its own wait only the CUDA stream waits, without a deadline, together with
+        everything launched after it in the same hardware queue.
+        """
+        if self._backend != "gloo":
+            while not work.is_completed():
+                if not deadline.remaining():
+                    return False
+                time.sleep(POLL_S)                      # CUDA's own wait has no deadline
+            if self._closed:                            # an aborted transfer counts as completed
+                raise TransportError("it was aborted")
+        return work.wait(deadline.timedelta()) is not False
 
     def close(self) -> None:
         """End the link and everything that waits on it."""
@@ -241,24 +267,11 @@ class Pending:
     def wait(self, deadline: Deadline) -> None:
         """Return once the buffer has been sent or filled. Raises TransportError at the deadline."""
         try:
-            done = self._done_by(deadline) and self._work.wait(deadline.timedelta()) is not False
+            done = self._link.wait(self._work, deadline)
         except RuntimeError as error:
             raise self._failed(error) from error
         if not done:
             raise TransportError(f"{self._what} did not finish in time")
-
-    def _done_by(self, deadline: Deadline) -> bool:
-        """Wait on the host. In NCCL's own wait only the CUDA stream waits, without a deadline, together with everything
-        launched after it in the same hardware queue."""
-        if self._lane.spec.backend == "gloo":
-            return True
-        while not self._work.is_completed():
-            if not deadline.remaining():
-                return False
-            time.sleep(POLL_S)                          # CUDA's own wait has no deadline
-        if self._lane.links.closed is not None:         # an aborted transfer counts as completed
-            raise TransportError(self._lane.links.closed)
-        return True
 
     def _failed(self, error: RuntimeError) -> TransportError:
         return TransportError(f"{self._what} failed: {self._lane.links.closed or error}")
