@@ -47,6 +47,9 @@ class SyncCoefficients(Coefficients):
     communicator_nvlink_bytes: float = coefficient(
         320 * 2**20, "bytes", "per GPU and communicator over NVLink, besides torch's and the engine's pools",
         "32 channels x 10 MiB on the receiving side, 2 MiB on the sending one: allocations seen on an H100 (nccl#1685)")
+    communicator_open_s: float = coefficient(
+        2.0, "s", "forming a communicator of two GPUs and its first message",
+        f"1.5 to 2 s are usual between nodes; {_DESIGN}")
     barrier_s: float = coefficient(
         0.035, "s", "the protocol's barriers (prepare, verify, commit)", f"middle of 20 to 50 ms; {_DESIGN}")
 

@@ -1,4 +1,4 @@
-"""The number of NCCL communicators that a route needs, and their memory on a GPU.
+"""The number of NCCL communicators that a route needs, their memory on a GPU, and how long opening them takes.
 
 There is one per pair of GPUs and direction, shared by all streams between the two
 (`megatron_rl.weight_sync.wire.transport`). NCCL allocates its buffers outside torch's and vLLM's pools for its
@@ -13,16 +13,22 @@ from typing import NamedTuple
 
 from launch.coefficients.sync import SyncCoefficients
 from launch.fabric.lanes import Place
+from launch.fabric.rounds import rounds
 from launch.fabric.routes import ROOT, Route
 
 
 class Communicators(NamedTuple):
-    """Maximum number on a training GPU and on a rollout GPU, and maximum bytes."""
-
     training: int
+    """Maximum on a training GPU."""
     rollout: int
+    """Maximum on a rollout GPU."""
     training_bytes: int
     rollout_bytes: int
+    total: int
+    """In the whole job."""
+    rounds: int
+    """In which they are opened, one at a time on each GPU."""
+    opening_s: float
 
 
 def communicators(route: Route, coefficients: SyncCoefficients) -> Communicators:
@@ -30,7 +36,8 @@ def communicators(route: Route, coefficients: SyncCoefficients) -> Communicators
     size = {"nic": coefficients.communicator_nic_bytes, "nvlink": coefficients.communicator_nvlink_bytes}
     counts: dict[Place, int] = defaultdict(int)
     taken: dict[Place, float] = defaultdict(float)
-    for source, destination, via in {(edge.source, edge.destination, edge.via) for edge in route.edges}:
+    links = sorted({(edge.source, edge.destination, edge.via) for edge in route.edges})
+    for source, destination, via in links:
         for place in (source, destination):
             counts[place] += 1
             taken[place] += size[via]
@@ -40,4 +47,6 @@ def communicators(route: Route, coefficients: SyncCoefficients) -> Communicators
     def most(of: Mapping[Place, float], places: set[Place]) -> int:
         return round(max((of[place] for place in places), default=0))
 
-    return Communicators(most(counts, training), most(counts, rollout), most(taken, training), most(taken, rollout))
+    opened = len(set(rounds((source, destination) for source, destination, _ in links).values()))
+    return Communicators(most(counts, training), most(counts, rollout), most(taken, training), most(taken, rollout),
+                         len(links), opened, opened * coefficients.communicator_open_s)

@@ -33,6 +33,8 @@ DEFAULT_BUCKET = 256 * MIB
 SENDING, RECEIVING = 2, 2
 """Chunks in the staging of a training rank, and of a receiver for each concurrent transfer: one is on the wire while
 the other is packed, or written and forwarded."""
+SLACK = 0.001
+"""Part of a receiver's time by which a sender may be longer, if whole copies need fewer communicators."""
 MINOR = 20
 """A transfer is small if it has less than 1/MINOR of the bytes into its NIC (vocabulary rows at the border of two
 ranks)."""
@@ -188,7 +190,7 @@ def dealt_whole(each: NodeKind, demands: Sequence[ShardDemand]) -> bool:
     Latin square."""
     receivers, ingress = len(each.nodes), max(each.ingress, default=0)
     return all(receivers % demand.senders == 0 or demand.bytes * MINOR < ingress
-               or ceil(receivers / demand.senders) * demand.bytes <= ingress for demand in demands)
+               or ceil(receivers / demand.senders) * demand.bytes <= ingress * (1 + SLACK) for demand in demands)
 
 
 def _egress(traffic: Traffic, kind: Kind) -> float:

@@ -109,6 +109,11 @@ class SyncRoute(Record):
     """Largest number of communicators that a GPU takes part in; 0 without GPUs."""
     communicator_bytes: int = 0
     """Most memory that communicators take on a GPU."""
+    communicators_total: int = 0
+    """Communicators in the whole job; 0 without GPUs."""
+    opening_rounds: int = 0
+    """Rounds in which they are opened at the start, one at a time on each GPU."""
+    opening_s: float = 0.0
     edges: tuple[SyncEdge, ...] = ()
     """Traffic between nodes, for the picture; () if nothing crosses a network."""
 

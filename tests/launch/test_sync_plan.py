@@ -39,7 +39,8 @@ def test_json_holds_the_same_routes_with_exact_bytes(cli):
         _collect(tree, taken)
     assert len(taken) == 60 and set(taken.values()) == {document["replica_bytes"]}
     assert document["routes"]["tree"]["communicators"] == {
-        "training": 4, "rollout": 9, "training_bytes": 4 * 64 * 2**20, "rollout_bytes": 9 * 64 * 2**20}
+        "training": 4, "rollout": 9, "training_bytes": 4 * 64 * 2**20, "rollout_bytes": 9 * 64 * 2**20, "total": 1036,
+        "rounds": 10, "opening_s": 20.0}
     assert document["routes"]["tree"]["expected_s"] < document["routes"]["direct"]["expected_s"]
 
 

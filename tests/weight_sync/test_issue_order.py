@@ -50,14 +50,16 @@ def test_the_simulation_sees_a_circle_and_a_mix_up(predictions):
         _World(streams, order, {pair: shared[::-1]}).run()
 
 
-@pytest.mark.parametrize("name, training, rollout, megabytes", [
-    ("70b/grpo", 16, 22, 2020), ("70b/grpo_wide_rollout", 4, 9, 610), ("70b/grpo_lora", 4, 7, 1010),
-    ("7b/grpo", 2, 16, 4900)])
-def test_communicators_of_the_shipped_plans(predictions, name, training, rollout, megabytes):
-    """At most so many on a GPU; one for each stream and hop would be 60 in the first plan, and 24 in the second."""
+@pytest.mark.parametrize("name, training, rollout, megabytes, total, rounds", [
+    ("70b/grpo", 4, 6, 940, 532, 5), ("70b/grpo_wide_rollout", 4, 9, 610, 1036, 10),
+    ("70b/grpo_lora", 4, 7, 1010, 612, 7), ("7b/grpo", 2, 16, 4900, 65, 10)])
+def test_communicators_of_the_shipped_plans(predictions, name, training, rollout, megabytes, total, rounds):
+    """At most so many on a GPU; one for each stream and hop would be 24 in the second plan. Without a tolerance for
+    some kilobytes of a shard, the first one had 2,324."""
     route = predictions[name].build()
     found = communicators(route, DEFAULT)
-    assert found[:2] == (training, rollout) and max(found[2:]) < 1e6 * megabytes
+    assert found[:2] == (training, rollout) and max(found.training_bytes, found.rollout_bytes) < 1e6 * megabytes
+    assert (found.total, found.rounds, found.opening_s) == (total, rounds, rounds * DEFAULT.communicator_open_s)
     queues = next(each.value for each in envvars.TABLE if each.name == "CUDA_DEVICE_MAX_CONNECTIONS"
                   and each.roles == ("rollout",))
     assert rollout + 8 < int(queues), "a hardware queue for each, and for what the engine itself launches"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 from launch.fabric.choose import SyncPrediction
+from launch.fabric.communicators import Communicators
 from launch.fabric.estimate import Kind
 from launch.plan.forecast import (
     ClusterFacts,
@@ -196,14 +198,19 @@ def _sync(found: Candidate) -> SyncForecast:
     routes = tuple(SyncRoute(route=kind, lower_bound_s=cost.lower_bound_s, expected_s=cost.expected_s,
                              busiest_nic_out_bytes=max(cost.trainer_nic_out_bytes, cost.rollout_nic_out_bytes),
                              busiest_nic_in_bytes=cost.rollout_nic_in_bytes, hops=cost.hops,
-                             chunk_bytes=cost.chunk_bytes, communicators=max(needed[kind][:2]) if gpus else 0,
-                             communicator_bytes=max(needed[kind][2:]) if gpus else 0,
-                             edges=_edges(sync, kind, found.training_nodes))
+                             chunk_bytes=cost.chunk_bytes, edges=_edges(sync, kind, found.training_nodes),
+                             **(_opening(needed[kind]) if gpus else {}))
                    for kind, cost in sync.routes.items())
     return SyncForecast(chosen=sync.chosen, reason=sync.reason, payload_bytes=sync.replica_bytes, routes=routes,
                         staging="shadow" if found.problem.shadow else "in_place", pauses=found.pauses,
                         gpu_order=sync.gpu_order, cross_rail_bytes_natural=sync.natural_cross_rail_bytes,
                         cross_rail_bytes=sync.cross_rail_bytes)
+
+
+def _opening(needed: Communicators) -> dict[str, Any]:
+    return {"communicators": max(needed.training, needed.rollout),
+            "communicator_bytes": max(needed.training_bytes, needed.rollout_bytes),
+            "communicators_total": needed.total, "opening_rounds": needed.rounds, "opening_s": needed.opening_s}
 
 
 def _disk(found: Candidate) -> DiskForecast | None:

@@ -214,6 +214,9 @@ def _sync(forecast: Forecast, console: Console, width: int) -> None:
             text += (f"; busiest NIC {human(route.busiest_nic_out_bytes, 'bytes')} out, "
                      f"{human(route.busiest_nic_in_bytes, 'bytes')} in")
         _line(console, "", text, body="bold" if chosen else "")
+        if chosen and route.communicators_total:
+            _line(console, "", f"  {plural(route.communicators_total, 'communicator')}, opened at the start in "
+                  f"{plural(route.opening_rounds, 'round')}, about {seconds(route.opening_s)}")
     if sync.pauses:
         _line(console, "", f"  engines stop {seconds(sync.pauses[sync.staging])} per sync ({sync.staging}); "
               + "; ".join(f"{staging} {seconds(pause)}" for staging, pause in sync.pauses.items()

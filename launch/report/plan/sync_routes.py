@@ -59,6 +59,10 @@ def as_text(sync: SyncPrediction, drawn: Sequence[Drawn], names: Names, needed: 
             every_line: bool = False) -> str:
     """A table of the routes, the choice with its reason, and each route's drawing. `needed`: communicators on GPUs."""
     lines = [*_table(sync, needed), "", f"{sync.chosen}: {sync.reason}"]
+    if needed:
+        chosen_needs = needed[sync.chosen]
+        lines.append(f"{chosen_needs.total} communicators, opened at the start in {chosen_needs.rounds} rounds, about "
+                     f"{seconds(chosen_needs.opening_s)}")
     lines += [f"one copy of the weights: {human(sync.replica_bytes, 'bytes')} in {sync.wire_precision}; no route can "
               f"be faster than {seconds(sync.floor_s)} ({sync.floor_by})", *sync.notes]
     for each in drawn:
