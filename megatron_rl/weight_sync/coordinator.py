@@ -12,11 +12,12 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from launch.errors import UserError
 from launch.fabric.estimate import Kind
 from launch.fabric.rounds import rounds
 from launch.fabric.seated import Seats
@@ -29,6 +30,8 @@ from megatron_rl.weight_sync.plan.manifest import SyncManifest, build_manifest
 from megatron_rl.weight_sync.plan.streams import Pair, Stream
 from megatron_rl.weight_sync.protocol import (
     CONNECT_S,
+    MOST_LINKS,
+    TAGGED,
     Backend,
     EngineHandle,
     LaneSpec,
@@ -199,6 +202,8 @@ class SyncCoordinator:
         except ValueError as error:
             raise SyncError(str(error)) from error
         prove_coverage(manifest, self._sources, destinations)
+        if self._backend not in TAGGED:
+            check_links(manifest)
         part = SyncPart(lane_specs(manifest, self._endpoints, self._backend), (), self._timeout_s,
                         OPENING * self._timeout_s, last_epoch,
                         *((self._line.endpoint, self._line.token) if self._line else ()))
@@ -301,6 +306,17 @@ class SyncCoordinator:
 
     def _on_engines(self, call: Callable[[EngineHandle], Awaitable[Answer]]) -> dict[str, Awaitable[Answer]]:
         return {engine_name(replica): call(engine) for replica, engine in self._engines.items()}
+
+
+def check_links(manifest: SyncManifest) -> None:
+    """Refuse a route with more links than a GPU can use at the same time (`MOST_LINKS`)."""
+    links = Counter(member for pair in {pair for stream in manifest.streams for pair in stream.pairs}
+                    for member in pair)
+    member, most = max(links.items(), key=lambda item: item[1], default=(0, 0))
+    if most > MOST_LINKS:
+        raise UserError(f"with the {manifest.kind} route {member_name(member)} has {most} links of the weight sync, "
+                        f"and a GPU can use {MOST_LINKS} at the same time", where="weight_sync.route",
+                        fix="use auto, chain or tree, with which receivers pass the weights on")
 
 
 def lane_specs(manifest: SyncManifest, endpoints: Sequence[Endpoint], backend: Backend) -> tuple[LaneSpec, ...]:

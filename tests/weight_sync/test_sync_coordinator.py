@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from launch.errors import UserError
 from launch.plan.plan import RankCoordinates
 from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile
 from megatron_rl.weight_sync.compare import compare_digests
@@ -103,6 +104,21 @@ def test_without_a_set_up_nothing_is_synced():
     with pytest.raises(SyncError, match="set them up first"):
         asyncio.run(coordinator.sync(0))
     assert [engine.phases for engine in engines] == [[], []]
+
+
+def test_more_links_than_a_gpu_can_use_are_refused():
+    """NCCL's run on CUDA streams, of which torch has 32. gloo's do not."""
+    engines = [_Engine(0) for _ in range(33)]
+    for number, engine in enumerate(engines):
+        engine.replica = number
+    for backend in ("nccl", "gloo"):
+        coordinator = SyncCoordinator([_Trainer()], engines, [Endpoint("127.0.0.1", 1)], [CanonicalTensor("w", (4,))],
+                                      backend=backend, bucket_bytes=16, timeout_s=5.0)
+        if backend == "nccl":
+            with pytest.raises(UserError, match="with the direct route trainer rank 0 has 33 links"):
+                asyncio.run(coordinator.setup())
+        else:
+            asyncio.run(coordinator.setup())
 
 
 @pytest.mark.parametrize("holds, message", [

@@ -51,8 +51,8 @@ class WeightReceiver:
         self._device = next(iter(parameters.values())).device
         self._member: Membership | None = None
         self._inlets: list[_Inlet] = []
-        self._buffers: list[list[torch.Tensor]] = []
-        """One pair per stream that runs at the same time."""
+        self._seats: list[_Seat] = []
+        """One per stream that runs at the same time."""
 
     def open(self, part: SyncPart) -> Held:
         """Join the lanes and keep the streams for all later syncs.
@@ -66,8 +66,9 @@ class WeightReceiver:
         self._inlets = [_Inlet(self.me, stream, self._member.lane(stream))
                         for stream in sorted(self._member.streams, key=lambda stream: (stream.slot, stream.number))]
         size = buffer_bytes(self._member.streams)
-        self._buffers = [[torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(RECEIVING)]
-                         for _ in range(at_once(self._member.streams))]
+        self._seats = [_Seat([torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(RECEIVING)],
+                             torch.cuda.Stream(self._device) if self._device.type == "cuda" else None)
+                       for _ in range(at_once(self._member.streams))]
         return self._member.held
 
     @torch.no_grad()
@@ -109,25 +110,36 @@ class WeightReceiver:
     def _run_all(self, member: Membership, epoch: int) -> list[_Taken]:
         if not self._inlets:
             return []
-        deadline, failures, free = Deadline(member.timeout_s), [], list(self._buffers)
+        deadline, failures, free = Deadline(member.timeout_s), [], list(self._seats)
 
         def run(inlet: _Inlet) -> _Taken:
-            buffers = free.pop()                        # one pair per thread
+            seat = free.pop()                           # one per thread
             try:
-                with torch.no_grad(), _own_stream(self._device):
-                    return inlet.run(epoch, self._parameters, buffers, deadline)
+                with torch.no_grad(), torch.cuda.stream(seat.cuda) if seat.cuda is not None else nullcontext():
+                    return inlet.run(epoch, self._parameters, seat.buffers, deadline)
             except Exception as error:
                 failures.append(error)                  # the first of them is the cause
                 member.close(f"{self.name} left: {error}")
                 raise
             finally:
-                free.append(buffers)
+                free.append(seat)
 
-        with ThreadPoolExecutor(len(self._buffers), thread_name_prefix="stream") as pool:
+        with ThreadPoolExecutor(len(self._seats), thread_name_prefix="stream") as pool:
             futures = [pool.submit(run, inlet) for inlet in self._inlets]
         if failures:
             raise failures[0]
         return [future.result() for future in futures]
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """What a stream of the sync needs while it runs."""
+
+    buffers: list[torch.Tensor]
+    """A pair."""
+    cuda: torch.cuda.Stream | None
+    """Its own CUDA stream, so that streams of the sync overlap, and the same one in every sync. One that was taken anew
+    from torch's pool would sooner or later be one on which a message waits for this very stream."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +204,3 @@ def at_once(streams: Sequence[Stream]) -> int:
     counts = [count for _, count in sorted(Counter(stream.slot for stream in streams).items())]
     return max((sum(pair) for pair in itertools.pairwise([*counts, 0])), default=0)
 
-
-def _own_stream(device: torch.device):
-    """A CUDA stream for this thread, so that streams of the sync overlap."""
-    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()

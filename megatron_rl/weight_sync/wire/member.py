@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 
 from megatron_rl.weight_sync.plan.streams import Stream, route_fingerprint, turns
-from megatron_rl.weight_sync.protocol import Held, SyncPart, member_name
+from megatron_rl.weight_sync.protocol import TAGGED, Held, SyncPart, member_name
 from megatron_rl.weight_sync.wire.abort import AbortListener
 from megatron_rl.weight_sync.wire.opening import open_lanes
-from megatron_rl.weight_sync.wire.transport import TAGGED, Deadline, Lane, Links, TransportError
+from megatron_rl.weight_sync.wire.transport import Deadline, Lane, Links, TransportError
 
 
 class Membership:

@@ -29,8 +29,6 @@ import torch.distributed as dist
 from launch import envvars
 from megatron_rl.weight_sync.protocol import CONNECT_S, Backend, LaneSpec
 
-TAGGED: tuple[Backend, ...] = ("gloo",)
-"""Backends that match messages by tag."""
 POLL_S = 2e-4
 _NO_WATCHDOG = timedelta(days=30)
 _REPORT_ONLY = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -308,7 +306,7 @@ def _nccl_former(device: torch.device | None) -> Form:
 def nccl_group(store: dist.Store, rank: int, size: int, device: torch.device) -> Group:
     """A communicator that is connected on return. Torch's watchdog never ends the process because of it: the sync has
     deadlines of its own, and a training rank must outlive a dead engine."""
-    options = dist.ProcessGroupNCCL.Options()
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)       # see MOST_LINKS
     options._timeout = _NO_WATCHDOG
     with torch.cuda.device(device), envvars.during(_REPORT_ONLY):
         group = dist.ProcessGroupNCCL(store, rank, size, options)
