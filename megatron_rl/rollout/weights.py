@@ -209,7 +209,7 @@ class EngineWeights:
             self.state, self._reason = EngineState.UPDATING, f"epoch {epoch} is not committed yet"
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
-        if not self._vllm.unfinished:
+        if not self._vllm.unfinished or self._paused:
             return
         if self.in_flight == "drain":
             await self._drained()
@@ -244,6 +244,10 @@ class EngineWeights:
         self._epoch = None
         if not self.shadow or self._swapped == epoch:
             self.state, self.version = EngineState.DISCARDED, None
+            self._serving.clear()
+            if self._vllm.unfinished and not self._paused:      # it had committed, and others failed to
+                self._paused = True
+                await self._vllm.freeze(clear_cache=False)
         if self.state is not EngineState.SERVING:
             self._reason = f"epoch {epoch} failed: {reason}"
         self._raise_errors(await self._vllm.rpc("sync_leave", f"epoch {epoch} failed"))

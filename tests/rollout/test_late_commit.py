@@ -71,6 +71,28 @@ def test_an_epoch_that_was_discarded_meanwhile_is_never_served(step, staging):
     asyncio.run(asyncio.wait_for(story(), patient(20)))
 
 
+@pytest.mark.parametrize("in_flight", ["keep", "drain", "abort"])
+def test_a_commit_that_others_did_not_make_is_taken_back(in_flight):
+    """Requests wait frozen for the sync that heals the engine, and nothing spins until then."""
+    async def story() -> None:
+        engine = SlowEngine("nowhere")
+        engine.unfinished = 0
+        weights = EngineWeights(engine, 0, 1, "float32", None, "in_place", in_flight)
+        await weights.sync_prepare(5)
+        await weights.sync_commit(5, 1)
+        engine.unfinished, engine.calls[:] = 1, []
+        await weights.sync_discard(5, "engine 1 did not commit")
+        assert weights.state is EngineState.DISCARDED and engine.calls == ["freeze", "sync_leave"]
+        waiting = asyncio.ensure_future(weights.until_serving())
+        await weights.sync_prepare(6)
+        assert not waiting.done()
+        await weights.sync_commit(6, 2)
+        await waiting
+        assert weights.version == 2 and engine.calls.count("freeze") == engine.calls.count("resume") == 1
+
+    asyncio.run(asyncio.wait_for(story(), patient(20)))
+
+
 def test_a_swap_that_had_not_begun_leaves_the_old_version_served():
     """The epoch is discarded while running requests are being frozen for it: they go on."""
     async def story() -> None:
