@@ -54,8 +54,8 @@ class EngineWeights:
         self._paused = False
         self._epoch: int | None = None
         """The epoch that the engine is prepared for."""
-        self._swapped: int | None = None
-        """Shadow staging: the epoch whose swap has begun since the last PREPARE."""
+        self._written: int | None = None
+        """The epoch that may have changed the live weights since the last PREPARE."""
         self._stopped_at: float | None = None
         """When the engine stopped serving, on the monotonic clock in seconds. None while it serves."""
         self._reason = "no weights were synced yet"
@@ -139,13 +139,15 @@ class EngineWeights:
     async def sync_prepare(self, epoch: int) -> None:
         """Stop serving, unless the workers write to a shadow of the live weights."""
         async with self._admission:
-            self._epoch, self._swapped = epoch, None
+            self._epoch, self._written = epoch, None
             if not self.shadow:
                 await self._stop_serving(epoch)
         self._raise_errors(await self._vllm.rpc("sync_begin"))
 
     async def sync_receive(self, epoch: int) -> list[TransferReport]:
         """Receive the buckets of this epoch. A worker's failure is not raised but stored in its report."""
+        if not self.shadow:
+            self._written = epoch
         await self._vllm.update({"epoch": epoch})
         reports = []
         for worker, status in enumerate(await self._settled()):
@@ -170,7 +172,8 @@ class EngineWeights:
             self._check_prepared(epoch)
             if self.shadow:
                 await self._swap(epoch)
-            elif self._requantises:
+            self._written = epoch
+            if self._requantises and not self.shadow:
                 self._raise_errors(await self._vllm.rpc("sync_swap", epoch))
             self._raise_errors(await self._vllm.rpc("sync_end"))
             await self._vllm.label_version(str(version))
@@ -191,12 +194,16 @@ class EngineWeights:
             self._check_prepared(epoch)                             # the epoch may have been discarded meanwhile
         except SyncError:
             if self.version is not None:                            # the old version is intact
-                await self._resume()
-                self._stopped_at = None
-                self._serve(self.version)
+                await self._serve_again(self.version)
             raise
-        self._swapped, self.version = epoch, None                   # from here on the old version is not intact
+        self._written, self.version = epoch, None                   # from here on the old version is not intact
         self._raise_errors(await self._vllm.rpc("sync_swap", epoch))
+
+    async def _serve_again(self, version: int) -> None:
+        """Serve the version that is still live."""
+        await self._resume()
+        self._stopped_at = None
+        self._serve(version)
 
     def _serve(self, version: int) -> None:
         self.state, self.version = EngineState.SERVING, version
@@ -239,10 +246,12 @@ class EngineWeights:
                             "is not prepared for")
 
     async def sync_discard(self, epoch: int, reason: str) -> None:
-        """Discard a failed epoch. The workers leave their lanes. Weights written in place are a mixture, so the engine
-        serves nothing until a full sync. With a shadow, it serves the intact old version unless the swap has begun."""
+        """Discard a failed epoch. The workers leave their lanes. If the epoch may have changed the live weights, they
+        are a mixture, and the engine serves nothing until a full sync. Before the transfer, and with a shadow before
+        the swap, the old version is intact and served."""
         self._epoch = None
-        if not self.shadow or self._swapped == epoch:
+        intact = self.version if self._written != epoch else None
+        if intact is None:
             self.state, self.version = EngineState.DISCARDED, None
             self._serving.clear()
             if self._vllm.unfinished and not self._paused:      # it had committed, and others failed to
@@ -251,6 +260,8 @@ class EngineWeights:
         if self.state is not EngineState.SERVING:
             self._reason = f"epoch {epoch} failed: {reason}"
         self._raise_errors(await self._vllm.rpc("sync_leave", f"epoch {epoch} failed"))
+        if intact is not None and self.state is EngineState.UPDATING and not self._admission.locked():
+            await self._serve_again(intact)
 
     async def _settled(self) -> list[dict]:
         """Return the workers' reports once their background work has ended. Their own deadlines bound the wait."""

@@ -6,9 +6,10 @@
               for every parameter that several trainer ranks hold: the same digest on all of them
     COMMIT    the version advances, the prefix cache is dropped, serving resumes
 
-Each sync has an epoch number. Buckets carry it, so that late ones are rejected. Writes are in place: a failed epoch
-leaves an engine DISCARDED, and only a full sync restores it, because the trainer no longer holds the old version. If an
-engine died, the others get a new route without it, and the transfer starts again under another epoch.
+Each sync has an epoch number. Buckets carry it, so that late ones are rejected. Writes are in place: an epoch that
+fails after PREPARE leaves an engine DISCARDED, and only a full sync restores it, because the trainer no longer holds
+the old version. If an engine died, the others get a new route without it, and the transfer starts again under another
+epoch.
 
 With `weight_sync.staging: shadow`, workers write into a second copy, whose digests VERIFY compares, and the engine
 serves its old version until COMMIT. Only then does it stop, copy the shadow to the live weights, and digest the live

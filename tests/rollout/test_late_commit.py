@@ -93,6 +93,27 @@ def test_a_commit_that_others_did_not_make_is_taken_back(in_flight):
     asyncio.run(asyncio.wait_for(story(), patient(20)))
 
 
+def test_an_epoch_that_fails_before_the_transfer_leaves_the_old_version_served():
+    """Another engine died at PREPARE: nothing was written in place yet."""
+    async def story() -> None:
+        engine = SlowEngine("nowhere")
+        weights = EngineWeights(engine, 0, 1, "float32", None, "in_place")
+        await weights.sync_prepare(5)
+        await weights.sync_discard(5, "engine 1 died")
+        assert weights.state is EngineState.DISCARDED, "there is no old version"
+        await weights.sync_prepare(6)
+        await weights.sync_commit(6, 1)
+
+        await weights.sync_prepare(7)
+        with pytest.raises(NotServing, match="updating"):
+            weights.check_serving()
+        await weights.sync_discard(7, "engine 1 died")
+        weights.check_serving()
+        assert weights.version == 1 and engine.calls[-2:] == ["sync_leave", "resume"]
+
+    asyncio.run(asyncio.wait_for(story(), patient(20)))
+
+
 def test_a_swap_that_had_not_begun_leaves_the_old_version_served():
     """The epoch is discarded while running requests are being frozen for it: they go on."""
     async def story() -> None:
