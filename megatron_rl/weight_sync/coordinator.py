@@ -107,8 +107,8 @@ class SyncCoordinator:
 
     async def setup(self) -> SyncManifest:
         """Collect the layouts of both sides, prove that every destination element is written exactly once, give every
-        member its part, and open the lanes in one global order. Every member answers with the fingerprints of the route
-        and of its streams, which must equal the proved ones.
+        member its part, and open the lanes. Every member answers with the fingerprints of the route and of its streams,
+        which must equal the proved ones.
 
         Raises:
             SyncError, CoverageError, UserError: nothing was sent, and all have left their lanes. The message names the

@@ -4,8 +4,8 @@ A lane belongs to one source (a trainer rank) and holds the rollout workers that
 other workers. They meet at the source's store. Data travels over links, which are communicators of two members: one
 link for everything that a member sends to another, of any stream and lane. A receiver can receive the next bucket while
 it forwards the last one, and a death breaks only the dead member's own links. Everything is sent as bytes (`uint8`), so
-all dtypes are treated alike. Lanes and their links are opened in one global order and kept for the whole attempt, and
-every wait has a deadline.
+all dtypes are treated alike. Links are opened in rounds (`opening`) and kept for the whole attempt, and every wait has
+a deadline.
 
 gloo distinguishes the streams of a link by a tag. NCCL matches in the order of issue, so both ends issue in the order
 that `streams.turns` gives.
