@@ -116,7 +116,10 @@ class RaySession:
             "RAY_AUTH_TOKEN_PATH": str(self.token),
             "RAY_enable_worker_prestart": "0",
             "RAY_prestart_worker_first_driver": "0",
-            "TMPDIR": str(self.folder),     # vLLM leaves sockets behind, and what is killed leaves all of its own
+            "VLLM_RPC_BASE_PATH": str(self.folder),     # vLLM's sockets, which it leaves behind
+            # Processes that are killed leave their temporary files. If this folder is not in the user's TMPDIR, because
+            # that path is too long, it may be on a smaller disk.
+            **({"TMPDIR": str(self.folder)} if self.folder.parent == Path(tempfile.gettempdir()) else {}),
             **(FOR_MANY_NODES if self.nodes >= MANY_NODES else {}),
         }
 

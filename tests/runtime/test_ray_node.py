@@ -109,6 +109,9 @@ def test_the_longest_temporary_folder_that_is_used_fits_rays_sockets(monkeypatch
             monkeypatch.setattr(tempfile, "tempdir", str(parent))
             session = RaySession()
             assert (session.folder.parent == parent) == used
+            variables = session.variables()
+            assert variables.get("TMPDIR") == (str(session.folder) if used else None), "the user's disk"
+            assert variables["VLLM_RPC_BASE_PATH"] == str(session.folder)
             session.remove()
             parent.rmdir()
 
