@@ -308,8 +308,9 @@ def nccl_group(store: dist.Store, rank: int, size: int, device: torch.device) ->
     deadlines of its own, and a training rank must outlive a dead engine."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)       # see MOST_LINKS
     options._timeout = _NO_WATCHDOG
-    with torch.cuda.device(device), envvars.during(_REPORT_ONLY):
-        group = dist.ProcessGroupNCCL(store, rank, size, options)
+    with torch.cuda.device(device):
+        with envvars.during(_REPORT_ONLY):      # not while it connects, which may take long
+            group = dist.ProcessGroupNCCL(store, rank, size, options)
         group.eager_connect_single_device(device)
     return group
 
