@@ -316,7 +316,7 @@ def check_links(manifest: SyncManifest) -> None:
     if most > MOST_LINKS:
         raise UserError(f"with the {manifest.kind} route {member_name(member)} has {most} links of the weight sync, "
                         f"and a GPU can use {MOST_LINKS} at the same time", where="weight_sync.route",
-                        fix="use auto, chain or tree, with which receivers pass the weights on")
+                        fix="set weight_sync.route to chain or tree: receivers then pass the weights on")
 
 
 def lane_specs(manifest: SyncManifest, endpoints: Sequence[Endpoint], backend: Backend) -> tuple[LaneSpec, ...]:
