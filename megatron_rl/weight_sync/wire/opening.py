@@ -23,7 +23,7 @@ FIRST_LOOK_S, LOOK_EVERY_S = 0.005, 0.2
 """Intervals at which a waiting member looks into a store: the first, and the longest. A wait inside torch's store could
 not be interrupted, and logs a line whenever its time is over."""
 STAY_S = 1.0
-"""How much longer a source keeps its store, so that the others can still ask it who is absent."""
+"""A source keeps its store this much longer, so that the other members can ask it which members are absent."""
 
 
 def open_lanes(specs: Sequence[LaneSpec], me: str, deadline: Deadline, links: Links) -> dict[int, Lane]:
