@@ -65,8 +65,11 @@ class LocalJob:
     config: ResolvedConfig
     device: envvars.Device
     ports: Ports
-    session: RaySession = field(default_factory=RaySession)
+    session: RaySession = field(init=False)
     interrupts: int = 0
+
+    def __post_init__(self) -> None:
+        self.session = RaySession(deadline_s=self.config.run.deadline_s)
 
     def run(self, display: Display) -> Outcome:
         restore = self._catch_signals(display)

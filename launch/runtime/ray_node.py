@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import secrets
 import shutil
@@ -41,13 +42,12 @@ LOGICAL_CPUS = 16
 """Number of workers that Ray starts at a time and of idle workers that it keeps. Actors are pinned by node name and
 take no Ray CPUs. Ray's default is the node's number of cores, too many on nodes with hundreds."""
 MANY_NODES = 8
-FOR_MANY_NODES = {
-    "RAY_gcs_server_rpc_server_thread_num": "64", "RAY_gcs_rpc_server_connect_timeout_s": "120",
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "120", "RAY_gcs_server_request_timeout_seconds": "120",
-    "RAY_worker_register_timeout_seconds": "120"}
+FOR_MANY_NODES = {"RAY_gcs_server_rpc_server_thread_num": "64", "RAY_gcs_rpc_server_reconnect_timeout_s": "120"}
 """For `MANY_NODES` and more: dozens to hundreds of actors register at once. With Ray's defaults (a quarter of the
-head's cores, 5 s to connect, 60 s to register) some of them are lost, which later shows as a hang in NCCL
+head's cores, and the deadlines of `_start_deadlines`) some of them are lost, which later shows as a hang in NCCL
 (NeMo-RL#3089)."""
+REQUEST_S = 60
+"""Ray's own deadline of a request to the control store. It also holds after the start."""
 ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Keeps Ray on 127.0.0.1: otherwise it replaces a loopback address with the host's own and listens on all interfaces.
 (The switch was made for macOS and also works on Linux.)"""
@@ -92,6 +92,8 @@ class RaySession:
     nodes: int = 1
     """Number of nodes of the job."""
     object_store_bytes: int = OBJECT_STORE_BYTES
+    deadline_s: float | None = None
+    """How long Ray may take to start: `run.deadline_s`. None: Ray's own deadlines."""
 
     def __post_init__(self) -> None:
         remove_leftovers()
@@ -121,6 +123,7 @@ class RaySession:
             # that path is too long, it may be on a smaller disk.
             **({"TMPDIR": str(self.folder)} if self.folder.parent == Path(tempfile.gettempdir()) else {}),
             **(FOR_MANY_NODES if self.nodes >= MANY_NODES else {}),
+            **({} if self.deadline_s is None else _start_deadlines(self.deadline_s)),
         }
 
     def __str__(self) -> str:
@@ -138,6 +141,21 @@ class RaySession:
     def remove(self) -> None:
         self._owner.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _start_deadlines(deadline_s: float) -> dict[str, str]:
+    """Ray's own start-up deadlines, so that none of them ends a start that the run still waits for. The names are those
+    of Ray's `ray_config_def.h` and `_private/node.py`; in brackets what Ray 2.60 allows otherwise."""
+    seconds = math.ceil(deadline_s)
+    return {
+        "RAY_raylet_start_wait_time_s": str(seconds),                   # `ray start` until its node is listed (30 s)
+        "RAY_gcs_server_port_wait_time_s": str(seconds),                # tries to reach the control store (20)
+        "RAY_NUM_REDIS_GET_RETRIES": str(seconds),                      # tries to read the head's entries (20)
+        "RAY_gcs_rpc_server_connect_timeout_s": str(seconds),           # a process connects to the control store (5 s)
+        "RAY_gcs_server_request_timeout_seconds": str(max(seconds, REQUEST_S)),
+        "RAY_agent_register_timeout_ms": str(1000 * seconds),           # a raylet ends without its agent (30 s)
+        "RAY_worker_register_timeout_seconds": str(seconds),            # an actor's process registers (60 s)
+    }
 
 
 def object_store_bytes(config: ResolvedConfig, free_shm: int) -> int:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from launch.config.load import load_config
 from launch.errors import UserError
-from launch.ports import Ports
+from launch.planner.seats.local import LOOPBACK
+from launch.ports import Ports, allocate
 from launch.runtime import ray_node
 from launch.runtime.ray_node import (
     ON_LOOPBACK,
@@ -23,8 +28,11 @@ from launch.runtime.ray_node import (
     head_command,
     object_store_bytes,
     raylet_command,
+    registered,
     remove_leftovers,
+    start_head,
 )
+from tests.patience import patient
 
 
 @pytest.fixture
@@ -114,6 +122,49 @@ def test_the_longest_temporary_folder_that_is_used_fits_rays_sockets(monkeypatch
             assert variables["VLLM_RPC_BASE_PATH"] == str(session.folder)
             session.remove()
             parent.rmdir()
+
+
+@pytest.mark.heavy
+def test_ray_start_waits_for_its_node_as_long_as_the_run_allows(scratch):
+    """The real `ray start`, with a raylet that is stopped before it can register. Of its own accord `ray start` asks the
+    control store for its node for 30 s, in vain, and gives up. Here that question takes the 2 s of the run."""
+    session, log = RaySession(deadline_s=2.0), scratch / "ray.log"
+    ports = allocate(address=LOOPBACK)
+    try:
+        ray = start_head(session, ports, node="n", address=LOOPBACK, log=log,
+                         environment={**os.environ, **ON_LOOPBACK})
+        try:
+            raylet = _awaited(lambda: next((child for child in psutil.Process(ray.pid).children(recursive=True)
+                                            if child.name() == "raylet"), None), "a raylet")
+            raylet.suspend()
+            began = time.monotonic()
+            _awaited(lambda: "Failed to get node info" in log.read_text(), "a failed question for the node")
+            assert time.monotonic() - began < 20 and not registered(ray)
+            raylet.resume()
+            _awaited(lambda: registered(ray), "the node")
+        finally:
+            for process in (*psutil.Process(ray.pid).children(recursive=True), psutil.Process(ray.pid)):
+                process.kill()
+            ray.wait(patient(10))
+    finally:
+        ports.release()
+        session.remove()
+
+
+def _awaited(look: Callable[[], Any], what: str) -> Any:
+    until = time.monotonic() + patient(30)
+    while not (found := look()):
+        assert time.monotonic() < until, f"there is no {what}"
+        time.sleep(0.02)
+    return found
+
+
+def test_every_start_up_deadline_of_ray_is_the_runs(scratch):
+    """No process of Ray gives up before the run does, and requests after the start keep Ray's minute."""
+    of = {seconds: {name: int(value) for name, value in RaySession(deadline_s=seconds).variables().items()
+                    if name.endswith(("_s", "_ms", "_seconds", "_RETRIES"))} for seconds in (10.0, 899.5)}
+    assert set(of[10.0].values()) == {10, 10_000, 60} and set(of[899.5].values()) == {900, 900_000}
+    assert not {*of[10.0]} & {*RaySession().variables()}
 
 
 @pytest.mark.parametrize("nodes", [4, 8, 32])

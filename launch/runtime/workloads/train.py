@@ -112,9 +112,9 @@ def start(context: NodeContext, driver: str = DRIVER) -> Training:
 
 def _session(context: NodeContext, secret: str) -> RaySession:
     """Ray's folder and settings on this node, which are also logged. `secret` is the job's token."""
-    nodes, free = len(context.attempt.placement().nodes), shutil.disk_usage("/dev/shm").free
-    session = RaySession(nodes=nodes, object_store_bytes=object_store_bytes(context.attempt.config(), free),
-                         secret=secret)
+    nodes, config = len(context.attempt.placement().nodes), context.attempt.config()
+    session = RaySession(nodes=nodes, secret=secret, deadline_s=config.run.deadline_s,
+                         object_store_bytes=object_store_bytes(config, shutil.disk_usage("/dev/shm").free))
     context.say(str(session))
     return session
 
