@@ -126,8 +126,8 @@ def test_the_longest_temporary_folder_that_is_used_fits_rays_sockets(monkeypatch
 
 @pytest.mark.heavy
 def test_ray_start_waits_for_its_node_as_long_as_the_run_allows(scratch):
-    """The real `ray start`, with a raylet that is stopped before it can register. Of its own accord `ray start` asks the
-    control store for its node for 30 s, in vain, and gives up. Here that question takes the 2 s of the run."""
+    """The real `ray start`, with a raylet that is stopped before it can register. Of its own accord it asks the control
+    store for its node for 30 s, in vain, and gives up. Here that question takes the 2 s of the run."""
     session, log = RaySession(deadline_s=2.0), scratch / "ray.log"
     ports = allocate(address=LOOPBACK)
     try:
