@@ -153,6 +153,7 @@ async def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monito
     if due(step, config.weight_sync.disk.every) and not stop_requested(job.attempt.folder):
         job.begin_to_disk(step)
     monitor.samples(step, batch.groups, batch.rewards)
+    await monitor.rollouts(step, batch.groups, batch.scores)
     metrics = step_metrics.of_step(step, batch.groups, batch.scores, statistics, updates, report, times)
     if batch.replaced is not None:
         metrics |= refill.metrics(batch.replaced, len(batch.groups))

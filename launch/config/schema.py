@@ -377,6 +377,9 @@ class Monitor(Section):
     """Weights & Biases project (docs/metrics.md); null: off, nothing is sent."""
     samples_every: NonNegativeInt = 10
     """Steps between completions written to samples.jsonl; 0: off."""
+    rollouts_every: NonNegativeInt = 0
+    """Steps between rollout batches written in full to rollouts/step-<n>.jsonl: token ids, log-probs, rewards
+    (docs/metrics.md); 0: off."""
 
 
 class Lengths(Section):

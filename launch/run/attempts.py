@@ -9,7 +9,7 @@
         attempts/<n>/
             config.yaml plan.json placement.json environment.json      inputs of the attempt
             environment/                                                environment of each process, secrets masked
-            progress.json metrics.jsonl samples.jsonl warnings.jsonl    its progress
+            progress.json metrics.jsonl samples.jsonl rollouts/ warnings.jsonl    its progress
             trace.json                                                  timeline (ui.perfetto.dev)
             components/<node>/ logs/ stacks/ errors/                    one file per process
             dismissed/                                                  engines that the run continued without

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,9 @@ from launch.run.metrics import attempt_dirs, metric_history
 from megatron_rl.data.batch import Group
 from megatron_rl.monitor.divergence import Detectors, TrainingWarning
 from megatron_rl.monitor.metrics import check_names
-from megatron_rl.monitor.samples import SampleWriter
+from megatron_rl.monitor.samples import RolloutWriter, SampleWriter
 from megatron_rl.monitor.writers import JsonlWriter, TensorBoardWriter, WandbWriter, Writer, json_number
+from megatron_rl.rewards.sample import Score
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +26,9 @@ log = logging.getLogger(__name__)
 class Monitor:
     """Metrics, samples and warnings of one attempt.
 
-    It writes metrics.jsonl, samples.jsonl and warnings.jsonl in `attempt_dir` (runs/<name>/attempts/<n>). TensorBoard's
-    files are in runs/<name>/tensorboard, shared by all attempts. `first_step` is the first step this attempt will log.
+    It writes metrics.jsonl, samples.jsonl, rollouts/ and warnings.jsonl in `attempt_dir` (runs/<name>/attempts/<n>).
+    TensorBoard's files are in runs/<name>/tensorboard, shared by all attempts. `first_step` is the first step this
+    attempt will log.
     """
 
     def __init__(self, config: ResolvedConfig, attempt_dir: Path, *, first_step: int = 1) -> None:
@@ -37,6 +40,7 @@ class Monitor:
         self._warnings = attempt_dir / "warnings.jsonl"
         self._detectors = Detectors(earlier)
         self._samples = SampleWriter(attempt_dir / "samples.jsonl", config.monitor.samples_every)
+        self._rollouts = RolloutWriter(attempt_dir / "rollouts", config.monitor.rollouts_every)
         self._writers: list[Writer] = [JsonlWriter(attempt_dir / "metrics.jsonl")]
         if config.monitor.tensorboard:
             self._writers.append(TensorBoardWriter(run_dir / "tensorboard", first_step,
@@ -75,6 +79,12 @@ class Monitor:
     def samples(self, step: int, groups: Sequence[Group], rewards: Sequence[np.ndarray]) -> None:
         """Write trajectories for people, on the steps selected by `monitor.samples_every`."""
         self._samples.write(step, groups, rewards)
+
+    async def rollouts(self, step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> None:
+        """Write the whole rollout batch, on the steps selected by `monitor.rollouts_every`. A batch has millions of
+        tokens, and generation goes on meanwhile: a thread writes it."""
+        if self._rollouts.due(step):
+            await asyncio.to_thread(self._rollouts.write, step, groups, scores)
 
     def close(self) -> None:
         for writer in self._writers:

@@ -1,4 +1,5 @@
-"""Trajectories for people to read, in samples.jsonl: a few every N steps, and those with outlying rewards."""
+"""Trajectories in files. For people, a few every N steps and those with outlying rewards (samples.jsonl). For programs,
+whole rollout batches as they were trained (rollouts/step-000001.jsonl)."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl.data.batch import Group
+from megatron_rl.rewards.sample import Score
 
 SHOWN = 4
 """Number of ordinary trajectories per record."""
@@ -62,6 +64,49 @@ class SampleWriter:
             for p, g, why in pick(rewards):
                 record = _record(step, groups[p], g, float(rewards[p][g]), why)
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+class RolloutWriter:
+    """Writes the whole rollout batch of every `every`-th step (0: none) to `folder`, one JSON object per trajectory, in
+    the order of the groups. docs/metrics.md lists the fields. A file is complete or absent.
+
+    The numbers are those of the trajectory: a float32 log-prob read back is the same float32.
+    """
+
+    def __init__(self, folder: Path, every: int) -> None:
+        self._folder, self._every = folder, every
+
+    def due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0
+
+    def write(self, step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> None:
+        """Write the batch. `scores[p][g]` is the score of `groups[p].trajectories[g]`."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"step-{step:06d}.jsonl"
+        partial = path.with_suffix(".partial")
+        with partial.open("w", encoding="utf-8") as file:
+            for p, (group, scores_G) in enumerate(zip(groups, scores, strict=True)):
+                for g, score in zip(range(len(group.trajectories)), scores_G, strict=True):
+                    file.write(json.dumps(_whole_record(step, p, group, g, score), ensure_ascii=False) + "\n")
+        partial.replace(path)
+
+
+def _whole_record(step: int, place: int, group: Group, g: int, score: Score) -> dict:
+    trajectory = group.trajectories[g]
+
+    def of_sampled(values_R: np.ndarray) -> list:
+        """Tokens of tools have no log-prob and no version."""
+        return [value if sampled else None for value, sampled in
+                zip(values_R.tolist(), trajectory.sampled.tolist(), strict=True)]
+
+    return {
+        "step": step, "group": place, "row": int(group.prompt.index), "sample": g, "engine": group.engine,
+        "prompt": group.prompt.text, "completion": trajectory.text, "answer": group.prompt.answer,
+        "reward": score.total, "components": score.components, "status": score.status,
+        "tokens": trajectory.length, "finish_reason": trajectory.finish_reason,
+        "prompt_token_ids": group.prompt.token_ids.tolist(), "token_ids": trajectory.token_ids.tolist(),
+        "logprobs": of_sampled(trajectory.logprobs), "weight_versions": of_sampled(trajectory.weight_versions),
+    }
 
 
 def _record(step: int, group: Group, g: int, reward: float, why: str) -> dict:

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch.planner.workload import lengths_file
 from megatron_rl.data.batch import Group, Prompt, Trajectory
-from megatron_rl.monitor.samples import SampleWriter, pick
+from megatron_rl.monitor.samples import RolloutWriter, SampleWriter, pick
+from megatron_rl.rewards.sample import Score
 
 
 def test_the_one_success_of_a_batch_is_shown():
@@ -54,6 +56,39 @@ def test_record_belongs_to_its_trajectory(tmp_path):
 def test_rewards_of_another_shape_are_refused(tmp_path):
     with pytest.raises(ValueError, match="shape"):
         SampleWriter(tmp_path / "s.jsonl", every=1).write(1, [make_group(0, ["a", "b"])], np.zeros((2, 1)))
+
+
+def test_a_rollout_batch_is_written_whole_and_exactly(tmp_path):
+    """Also what a tool wrote in a trajectory, whose entries in the log-probs are no numbers."""
+    random = np.random.default_rng(0)
+    groups, scores = [], []
+    for row in (7, 3):
+        sampled = np.array([True, False, True])
+        trajectories = [Trajectory(random.integers(0, 9, 3, dtype=np.int32), sampled,
+                                   np.where(sampled, -random.random(3), np.nan).astype(np.float32),
+                                   np.array([4, 999, 5], np.int32), "stop", f"é{row}") for _ in range(2)]
+        groups.append(Group(Prompt(row, np.array([1, 2], np.int32), f"question {row}", "answer", {}),
+                            tuple(trajectories), engine=1))
+        scores.append([Score(0.1 * row, {"f": 0.1}), Score(0.0, {}, "timeout")])
+    writer = RolloutWriter(tmp_path / "rollouts", every=2)
+    assert [step for step in range(1, 7) if writer.due(step)] == [2, 4, 6]
+    assert not RolloutWriter(tmp_path, every=0).due(2)
+    writer.write(4, groups, scores)
+    (path,) = (tmp_path / "rollouts").iterdir()
+    assert path.name == "step-000004.jsonl"
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [(each["group"], each["row"], each["sample"]) for each in records] == [
+        (0, 7, 0), (0, 7, 1), (1, 3, 0), (1, 3, 1)]
+    for record in records:
+        trajectory = groups[record["group"]].trajectories[record["sample"]]
+        assert record["step"] == 4 and record["engine"] == 1 and record["completion"] == f"é{record['row']}"
+        assert record["prompt_token_ids"] == [1, 2] and record["token_ids"] == trajectory.token_ids.tolist()
+        assert record["logprobs"][1] is None and record["weight_versions"] == [4, None, 5]
+        read_back = np.array([record["logprobs"][0], record["logprobs"][2]], np.float32)
+        assert read_back.tobytes() == trajectory.logprobs[trajectory.sampled].tobytes()
+    assert [(each["reward"], each["status"]) for each in records] == [
+        (0.7000000000000001, "ok"), (0, "timeout"), (0.30000000000000004, "ok"), (0, "timeout")]
+    assert lengths_file.read(path) == {2: 4}, "the planner reads the lengths"
 
 
 def make_group(row: int, texts: list[str]) -> Group:
