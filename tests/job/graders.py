@@ -30,3 +30,12 @@ def _closed(gate: Path) -> bool:
         return _scored >= int(gate.read_text() or 0)
     except FileNotFoundError:
         return False
+
+
+def letters(completion: str, answer: str | None, *, prompt: str) -> float:
+    """A number from 0 to 1 that every letter changes, of the prompt too, so that a group has spread and no score fits
+    another's completion. It teaches nothing."""
+    value = 0
+    for letter in f"{prompt}{completion}{answer}":
+        value = (31 * value + ord(letter)) % 1009
+    return value / 1008
