@@ -294,7 +294,8 @@ class Reward(Section):
     timeout_s: PositiveFloat = 10.0
     """Timeout of one sample's reward."""
     on_error: Literal["stop", "zero"] = "stop"
-    """If a reward raises or hangs, `stop` the run and save the sample, or score `zero` and count it."""
+    """If a reward raises or hangs, `stop` the run, or give the sample `zero` weight: it is in neither the baseline nor
+    the loss, and is counted. Both save it (docs/rewards.md)."""
 
 
 class Data(Section):

@@ -8,24 +8,25 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from launch.config.schema import Algorithm
+from launch.errors import UserError
 from megatron_rl.algorithms.advantages import group_advantages, group_metrics, whitened_advantages
 from megatron_rl.algorithms.aggregation import loss_weights
 from megatron_rl.data.batch import Group, PolicyBatch, Trajectory
 
 
 class NothingToLearn(RuntimeError):
-    """No group of a rollout batch has two finished trajectories to compare."""
+    """The engines aborted so much that no group of a rollout batch has two trajectories to compare."""
 
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """Statistics of a rollout batch before any update. They cover the finished trajectories of the groups that were
+    """Statistics of a rollout batch before any update. They cover the trajectories that count, of the groups that were
     kept. Lengths are in sampled tokens."""
 
     groups: dict[str, float]
     """See `group_metrics`."""
     dropped: float
-    """Share of all groups that were dropped because fewer than two of their trajectories finished."""
+    """Share of all groups that were dropped because fewer than two of their trajectories count."""
     reward_mean: float
     reward_std: float
     """Over all samples."""
@@ -52,15 +53,16 @@ def build_policy_batches(groups: Sequence[Group], rewards: Sequence[np.ndarray],
     """Split one rollout batch into `updates_per_batch` mini-batches of whole groups, in the given order. With
     `algorithm.overlap`, `groups` may be a part of the rollout batch, which then is a part of its only mini-batch.
 
-    Advantages come from all finished trajectories of a group. `truncated: mask` excludes trajectories that hit the
+    Advantages come from all trajectories of a group that count. `truncated: mask` excludes trajectories that hit the
     length limit from the loss, but their reward stays in the baseline: without it the other answers would look worse
-    than they are. A trajectory that an engine aborted (`abort`) is in neither. A group with fewer than two finished
-    trajectories has no baseline and is dropped. Each mini-batch has its own normaliser, because it is one optimizer
-    step. Whitened advantages see the tokens of all mini-batches.
+    than they are. A trajectory that an engine aborted (`abort`), or whose reward failed (NaN), does not count: it is in
+    neither. A group in which fewer than two count has no baseline and is dropped. Each mini-batch has its own
+    normaliser, because it is one optimizer step. Whitened advantages see the tokens of all mini-batches.
 
     Args:
         groups: groups of any size.
-        rewards: `rewards[g][i]` is the reward of `groups[g].trajectories[i]`, ignored if that one was aborted.
+        rewards: `rewards[g][i]` is the reward of `groups[g].trajectories[i]`: NaN if it failed, ignored if that one was
+            aborted.
         max_new_tokens: the length limit (`aggregation: constant` divides by it).
         version: the version of the trainer's weights, from which the ages of tokens count.
     Returns:
@@ -88,12 +90,12 @@ def batch_statistics(groups: Sequence[Group], rewards: Sequence[np.ndarray], con
     """The statistics of a whole rollout batch. For `groups` and `rewards` see `build_policy_batches`.
 
     Raises:
-        NothingToLearn: no group was kept.
+        NothingToLearn: no group was kept, because of the engines.
+        UserError: no group was kept, because of the rewards.
     """
     usable = _usable(groups, rewards)
     if not usable:
-        raise NothingToLearn(f"the engines aborted so many trajectories that none of the {len(groups)} groups has two "
-                             "left to compare (see their logs)")
+        raise _nothing_to_learn(groups, rewards)
     rewards_B = np.concatenate([answers.rewards_G for answers in usable])
     trajectories = [trajectory for answers in usable for trajectory in answers.trajectories]
     lengths_B = np.array([trajectory.length for trajectory in trajectories])
@@ -119,7 +121,7 @@ def in_epochs(batches: Sequence[PolicyBatch], epochs: int) -> list[PolicyBatch]:
 
 @dataclass(frozen=True)
 class _Answers:
-    """The finished trajectories of one group."""
+    """The trajectories of one group that count."""
 
     place: int
     """The group's place in the rollout batch."""
@@ -130,16 +132,30 @@ class _Answers:
 
 
 def _usable(groups: Sequence[Group], rewards: Sequence[np.ndarray]) -> list[_Answers]:
-    return [answers for answers in map(_finished, range(len(groups)), groups, rewards) if answers is not None]
+    return [answers for answers in map(_counted, range(len(groups)), groups, rewards) if answers is not None]
 
 
-def _finished(place: int, group: Group, rewards_G: np.ndarray) -> _Answers | None:
-    """The finished trajectories of a group, or None if there are too few to compare."""
-    finished = [i for i, trajectory in enumerate(group.trajectories) if trajectory.finish_reason != "abort"]
-    if len(finished) < min(2, len(group.trajectories)):
+def _counted(place: int, group: Group, rewards_G: np.ndarray) -> _Answers | None:
+    """The trajectories of a group that count, or None if they are too few to compare."""
+    counted = [i for i, (trajectory, reward) in enumerate(zip(group.trajectories, rewards_G, strict=True))
+               if trajectory.finish_reason != "abort" and not np.isnan(reward)]
+    if len(counted) < min(2, len(group.trajectories)):
         return None
-    return _Answers(place, group.prompt.token_ids, tuple(group.trajectories[i] for i in finished),
-                    np.asarray(rewards_G, dtype=np.float64)[finished])
+    return _Answers(place, group.prompt.token_ids, tuple(group.trajectories[i] for i in counted),
+                    np.asarray(rewards_G, dtype=np.float64)[counted])
+
+
+def _nothing_to_learn(groups: Sequence[Group], rewards: Sequence[np.ndarray]) -> Exception:
+    """The error of a batch without a usable group. It blames whoever took more of the trajectories away."""
+    aborted_B = np.array([each.finish_reason == "abort" for group in groups for each in group.trajectories])
+    failed_B = ~aborted_B & np.isnan(np.concatenate(rewards))
+    if aborted_B.sum() >= failed_B.sum():
+        return NothingToLearn(f"the engines aborted so many trajectories that none of the {len(groups)} groups has two "
+                              "left to compare (see their logs)")
+    return UserError(f"the reward of {failed_B.sum()} of {len(failed_B)} trajectories failed, so that none of the "
+                     f"{len(groups)} groups of the batch has two with a reward to compare", where="reward.functions",
+                     fix="see the first of them in attempts/<n>/failed_samples, and correct the reward or the data, or "
+                         "raise reward.timeout_s")
 
 
 def _advantages(usable: Sequence[_Answers], config: Algorithm) -> list[np.ndarray]:

@@ -30,8 +30,9 @@ class Curriculum(ABC):
         """The next `count` rows. A row may come several times."""
 
     def hear(self, row: int, rewards: list[float]) -> None:  # noqa: B027, a default
-        """The rewards of a group of this row, once its batch is trained. Groups come in the order of the picks, also
-        those that dynamic sampling replaced."""
+        """The rewards of a group of this row, once its batch is trained, without trajectories that were aborted or
+        whose reward failed. Groups come in the order of the picks, also those that dynamic sampling replaced, but not
+        those without any reward."""
 
     def put_back(self, rows: list[int]) -> None:  # noqa: B027, a default
         """Rows that were picked for the reserve of dynamic sampling and never generated."""

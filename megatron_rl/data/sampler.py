@@ -122,7 +122,7 @@ class BatchSampler:
 
     def taken(self, rewards: Sequence[tuple[int, list[float]]]) -> None:
         """The trainer has the next batch, in order. `rewards`: row and rewards of every generated group, in the order
-        of the draw. The rest of its rows was not used."""
+        of the draw; a group may have none. The rest of its rows was not used."""
         rows = self._ahead[self._taken - self._trained].rows
         self._taken += 1
         self._results[self._taken] = {"rewards": [list(pair) for pair in rewards] if self._curriculum.hears else [],
@@ -168,6 +168,7 @@ class BatchSampler:
 
     def _hear(self, result: dict[str, Any]) -> None:
         for row, rewards in result["rewards"]:
-            self._curriculum.hear(row, rewards)
+            if rewards:
+                self._curriculum.hear(row, rewards)
         if result["unused"]:
             self._curriculum.put_back(result["unused"])

@@ -11,8 +11,8 @@ import numpy as np
 
 from launch.config.resolved import ResolvedConfig
 from megatron_rl.algorithms.batch import BatchStatistics
-from megatron_rl.data.batch import Group
-from megatron_rl.rewards.sample import Score
+from megatron_rl.data.batch import Group, Trajectory
+from megatron_rl.rewards.sample import Score, group_rewards
 from megatron_rl.weight_sync.protocol import SyncReport
 
 COUNTS = ("train/tokens", "train/sequences", "train/microbatches", "train/skipped")
@@ -27,8 +27,10 @@ def of_step(step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]
     ages = step - 1 - np.concatenate([each.weight_versions[each.sampled] for each in trajectories])
     transfer = sync.seconds["transfer"]
     return {
-        **statistics.metrics(), **_components(flat), **_updates(updates), **times, **_rates(groups, times),
-        "reward/errors": sum(score.status != "ok" for score in flat) / len(flat),
+        **statistics.metrics(), **_components(trajectories, flat), **_updates(updates), **times,
+        **_rates(groups, times),
+        "reward/errors": sum(not score.graded for score in flat) / len(flat),
+        "reward/timeouts": sum(score.status == "timeout" for score in flat) / len(flat),
         "response/aborted": sum(each.finish_reason == "abort" for each in trajectories) / len(trajectories),
         "response/length_min": float(min(each.length for each in trajectories)),
         "prompt/length_mean": float(np.mean([len(group.prompt.token_ids) for group in groups])),
@@ -61,28 +63,37 @@ def _rates(groups: Sequence[Group], times: Mapping[str, float]) -> dict[str, flo
 def of_evaluation(file: Path, groups: Sequence[Group], scores: Sequence[Sequence[Score]],
                   config: ResolvedConfig) -> dict[str, float]:
     """Compute the metrics of greedy answers, one per question, and write each answer to `file` (JSONL), so that two
-    evaluations can be compared by question. The reward function `eval.right` decides which answers are right."""
+    evaluations can be compared by question. The reward function `eval.right` decides which answers are right. An answer
+    that it did not grade, or that an engine aborted, is neither right nor wrong. Without any grade there is no
+    `eval/accuracy`, and without any reward no `eval/reward`."""
     decides = config.eval.right or config.reward.functions[0].function
     rows = [(group.prompt, group.trajectories[0], score[0]) for group, score in zip(groups, scores, strict=True)]
-    right = [score.components.get(decides, 0.0) >= 1 for _, _, score in rows]
+    right = [score.components[decides] >= 1
+             if decides in score.components and trajectory.finish_reason != "abort" else None
+             for _, trajectory, score in rows]
+    rewards = np.concatenate([group_rewards(*each) for each in zip(groups, scores, strict=True)])
     with file.open("w", encoding="utf-8") as out:
-        for (prompt, trajectory, score), is_right in zip(rows, right, strict=True):
+        for (prompt, trajectory, score), is_right, reward in zip(rows, right, rewards, strict=True):
             out.write(json.dumps({"index": int(prompt.index), "prompt": prompt.text, "answer": prompt.answer,
                                   "completion": trajectory.text, "finish_reason": trajectory.finish_reason,
-                                  "reward": score.total, "components": score.components, "right": is_right},
-                                 ensure_ascii=False) + "\n")
+                                  "reward": None if np.isnan(reward) else float(reward), "components": score.components,
+                                  "right": is_right}, ensure_ascii=False) + "\n")
     lengths = [trajectory.length for _, trajectory, _ in rows]
-    return {"eval/accuracy": float(np.mean(right)),
-            "eval/reward": float(np.mean([score.total for _, _, score in rows])),
+    graded = [each for each in right if each is not None]
+    return {**({"eval/accuracy": float(np.mean(graded))} if graded else {}),
+            **({"eval/reward": float(np.nanmean(rewards))} if not np.isnan(rewards).all() else {}),
+            "eval/ungraded": 1.0 - len(graded) / len(rows),
             "eval/questions": float(len(rows)), "eval/length_mean": float(np.mean(lengths)),
             "eval/truncated": float(np.mean([trajectory.finish_reason == "length" for _, trajectory, _ in rows]))}
 
 
-def _components(scores: Sequence[Score]) -> dict[str, float]:
-    names = {name for score in scores for name in score.components}
+def _components(trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> dict[str, float]:
+    counted = [score.components for trajectory, score in zip(trajectories, scores, strict=True)
+               if score.graded and trajectory.finish_reason != "abort"]
+    names = {name for components in counted for name in components}
     if len(names) < 2:
         return {}
-    return {f"reward/component/{name}": float(np.mean([score.components.get(name, 0.0) for score in scores]))
+    return {f"reward/component/{name}": float(np.mean([components[name] for components in counted]))
             for name in sorted(names)}
 
 

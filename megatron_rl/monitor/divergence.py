@@ -118,8 +118,20 @@ def truncation(history: Sequence[Row]) -> TrainingWarning | None:
                     {"truncated": share})
 
 
+def reward_errors(history: Sequence[Row]) -> TrainingWarning | None:
+    """The rewards of many trajectories fail, so that the batch is smaller than it looks and leaves out whatever the
+    grader cannot read."""
+    shares = _series(history, "reward/errors")
+    if len(shares) < WINDOW or fmean(shares[-WINDOW:]) <= 0.05:
+        return None
+    share = fmean(shares[-WINDOW:])
+    return _warning("REWARD_ERRORS", history[-1],
+                    f"the rewards of {share:.0%} of the trajectories failed over {WINDOW} steps, which leaves them out "
+                    "of the loss: failed_samples has examples", {"errors": share})
+
+
 DETECTORS = (non_finite, reward_collapse, entropy_collapse, no_signal, mismatch_rising, grad_norm_explosion,
-             truncation)
+             truncation, reward_errors)
 
 
 class Detectors:

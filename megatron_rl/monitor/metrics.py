@@ -42,10 +42,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("weights/version", "–", "version that the engines serve after the step", "equals the step"),
     ),
     "Reward": (
-        Metric("reward/mean", "reward", "mean total reward, truncated trajectories included", "rises"),
+        Metric("reward/mean", "reward", "mean total reward, truncated trajectories included; aborted ones and those "
+               "whose reward failed not", "rises"),
         Metric("reward/std", "reward", "standard deviation", "> 0"),
         Metric("reward/max", "reward", "largest total reward"),
-        Metric("reward/errors", "share", "trajectories scored 0 because the reward raised or timed out", "0"),
+        Metric("reward/errors", "share", "trajectories whose reward raised, died or timed out; in neither loss nor "
+               "baseline", "< 0.01"),
+        Metric("reward/timeouts", "share", "those of `reward/errors` that timed out", "< 0.01"),
         Metric("reward/component/<function>", "reward",
                "mean of one of several reward functions, unweighted"),
         Metric("group/zero_variance", "share",
@@ -53,8 +56,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("group/all_right", "share", "groups with every reward at least 1", "rises late"),
         Metric("group/all_wrong", "share", "groups with no reward above 0", "falls"),
         Metric("group/reward_std", "reward", "mean standard deviation inside a group", "> 0"),
-        Metric("group/dropped", "share", "groups with fewer than two trajectories, left out",
-               "0"),
+        Metric("group/dropped", "share", "groups left out: fewer than two trajectories with a reward", "0"),
         Metric("group/replaced_right", "groups", "replaced by dynamic sampling: every reward at least 1", "rises late"),
         Metric("group/replaced_wrong", "groups", "replaced: no reward above 0", "falls"),
         Metric("group/replaced_other", "groups", "replaced: equal rewards of another value, or rewards that failed",
@@ -166,8 +168,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                "equal, unless an engine is slow or was away"),
     ),
     "Evaluation": (
-        Metric("eval/accuracy", "share", "right answers to held-out questions (`eval.right`), greedy", "rises"),
-        Metric("eval/reward", "reward", "mean total reward"),
+        Metric("eval/accuracy", "share", "right answers to held-out questions (`eval.right`), greedy, of those that "
+               "were graded", "rises"),
+        Metric("eval/reward", "reward", "mean total reward of the answers that have one"),
+        Metric("eval/ungraded", "share", "questions that are neither right nor wrong: the reward failed, or an engine "
+               "aborted the answer", "0"),
         Metric("eval/questions", "–", "questions asked"),
         Metric("eval/length_mean", "tokens", "mean sampled tokens of an answer"),
         Metric("eval/truncated", "share", "answers cut at the limit"),

@@ -19,14 +19,18 @@ OUTLIERS = 2
 
 
 def pick(rewards: Sequence[np.ndarray]) -> list[tuple[int, int, str]]:
-    """Choose trajectories to show, as (group, sample, why). `rewards[p][g]` is a total reward; groups vary in size.
+    """Choose trajectories to show, as (group, sample, why). `rewards[p][g]` is a total reward, or NaN if there is none;
+    those are not chosen. Groups vary in size.
 
     It chooses `best` and `worst` of the batch, `sample` spread evenly over the prompts, and `outlier_high` /
     `outlier_low` outside Tukey's far fences (three interquartile ranges beyond the quartiles). Nothing appears twice,
     and equal rewards give equal choices.
     """
-    places = [(p, g) for p, group in enumerate(rewards) for g in range(len(group))]
+    places = [(p, g) for p, group in enumerate(rewards) for g in range(len(group)) if not np.isnan(group[g])]
     flat_B = np.concatenate(rewards)
+    flat_B = flat_B[~np.isnan(flat_B)]
+    if not flat_B.size:
+        return []
     low, high = np.quantile(flat_B, [0.25, 0.75])
     fence = 3 * (high - low)
     order = np.argsort(flat_B, kind="stable")

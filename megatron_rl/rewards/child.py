@@ -63,7 +63,7 @@ def score(rewards: Sequence[Reward], sample: Sample, connection: Connection | No
         try:
             value = reward(sample)
         except BaseException as error:  # sys.exit and math-verify's timeout are not Exceptions: report them all
-            return Score(0.0, components, "error", _describe(error), reward.name)
+            return Score.failed("error", _describe(error), reward.name, components)
         components[reward.name] = value
         total += reward.weight * value
     return Score(total, components)

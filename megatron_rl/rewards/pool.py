@@ -249,7 +249,7 @@ class _Worker:
         functions = self._config.functions
         function = self._running or (functions[0].function if len(functions) == 1 else "")
         log.warning("reward worker %d is replaced: %s", self._number, detail)
-        failed = {self._pending.popleft(): Score(0.0, {}, status, detail, function)} if self._pending else {}
+        failed = {self._pending.popleft(): Score.failed(status, detail, function)} if self._pending else {}
         self._left = list(self._pending)
         self.kill()
         self.start()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import numpy as np
 
 from megatron_rl.data.batch import Group
 
@@ -39,7 +43,7 @@ class Score:
     (`timeout`) are different outcomes; only the first says anything about the policy."""
 
     total: float
-    """Sum over functions of weight x value; 0 unless the status is `ok`."""
+    """Sum over functions of weight x value; NaN unless the status is `ok`, so that nobody takes it for a reward."""
     components: dict[str, float] = field(default_factory=dict)
     """Unweighted value per function. After a failure, only the values computed before it."""
     status: Status = "ok"
@@ -47,6 +51,16 @@ class Score:
     """Reason of the failure: the function and its exception, or how its process ended."""
     function: str = ""
     """The function that failed."""
+
+    @staticmethod
+    def failed(status: Status, detail: str, function: str = "", components: Mapping[str, float] | None = None) -> Score:
+        """The score of a sample that has no reward."""
+        return Score(math.nan, dict(components or {}), status, detail, function)
+
+    @property
+    def graded(self) -> bool:
+        """Whether the sample has a reward."""
+        return self.status == "ok"
 
 
 def group_samples(group: Group) -> list[Sample]:
@@ -56,3 +70,16 @@ def group_samples(group: Group) -> list[Sample]:
                    finish_reason=trajectory.finish_reason, completion_tokens=trajectory.length,
                    prompt_index=int(prompt.index), sample_index=i)
             for i, trajectory in enumerate(group.trajectories)]
+
+
+def group_rewards(group: Group, scores: Sequence[Score]) -> np.ndarray:
+    """The total rewards of a group, float64 [G]. NaN for a trajectory that is neither right nor wrong, because an
+    engine aborted it or its reward failed. It is in neither the baseline nor the loss."""
+    return np.array([score.total if trajectory.finish_reason != "abort" else math.nan
+                     for trajectory, score in zip(group.trajectories, scores, strict=True)], dtype=np.float64)
+
+
+def counted_rewards(group: Group, scores: Sequence[Score]) -> np.ndarray:
+    """The rewards of a group that the advantage uses: `group_rewards` without NaN."""
+    rewards_G = group_rewards(group, scores)
+    return rewards_G[~np.isnan(rewards_G)]

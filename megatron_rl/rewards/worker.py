@@ -51,7 +51,8 @@ class RewardWorker:
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """The score of every sample, in the given order.
 
-        With `on_error: zero`, a failed sample has total 0 and keeps its status, so that the caller can count it.
+        With `on_error: zero`, a failed sample has no reward (NaN) and keeps its status, so that the caller can leave it
+        out and count it.
 
         Raises:
             UserError: with `on_error: stop`, at the first sample whose reward raises or hangs.
@@ -63,14 +64,14 @@ class RewardWorker:
         except RewardFailure as failure:
             sample = samples[failure.index]
             raise self._stop(sample, failure.score, self._save(sample, failure.score)) from None
-        failed = [i for i, score in enumerate(scores) if score.status != "ok"]
+        failed = [i for i, score in enumerate(scores) if not score.graded]
         for i in failed:
             if self._saved < SAVED_AT_MOST:
                 path = self._save(samples[i], scores[i])
                 log.warning("reward of %s: %s: %s (saved as %s)", samples[i].name, scores[i].status,
                             scores[i].detail, path)
         if failed:
-            log.warning("the reward of %d of %d samples failed and counts as 0", len(failed), len(samples))
+            log.warning("the reward of %d of %d samples failed: they are left out", len(failed), len(samples))
         return scores
 
     def close(self) -> None:
@@ -96,4 +97,4 @@ class RewardWorker:
             where=f"reward.functions: {function}; the sample is saved as {path}",
             fix="correct the reward or the data row"
                 + (f", raise reward.timeout_s (now {self._config.timeout_s:g})" if score.status == "timeout" else "")
-                + ", or set reward.on_error: zero to score such samples 0")
+                + ", or set reward.on_error: zero to leave such samples out")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_rl.data.batch import Group, Prompt
-from megatron_rl.rewards.sample import Score
+from megatron_rl.rewards.sample import Score, counted_rewards, group_rewards
 from megatron_rl.rollout import refill
 
 
@@ -22,8 +22,8 @@ class ScoredGroups:
 
     @property
     def rewards(self) -> list[np.ndarray]:
-        """float64 [G] of each group."""
-        return [np.array([score.total for score in group], dtype=np.float64) for group in self.scores]
+        """float64 [G] of each group, NaN where there is none (`group_rewards`)."""
+        return [group_rewards(*each) for each in zip(self.groups, self.scores, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class ScoredBatch(ScoredGroups):
     replaced: list[refill.Replaced] | None = None
     """The groups without spread that dynamic sampling replaced; None: it is off."""
     heard: list[tuple[int, list[float]]] = field(default_factory=list)
-    """Row and rewards of every group that was generated, replaced ones included, in the order of the draw."""
+    """Row and rewards of every group that was generated, replaced ones included, in the order of the draw. Trajectories
+    without a reward are left out."""
 
 
 @dataclass(eq=False)
@@ -108,7 +109,7 @@ class PendingBatch:
         return ScoredBatch(
             whole.groups, whole.scores, rest, self.bound,
             [(self.groups[place], self.scores[place]) for place in self._flat()] if self.dynamic else None,
-            [(int(group.prompt.index), [score.total for score in self.scores[place]])
+            [(int(group.prompt.index), counted_rewards(group, self.scores[place]).tolist())
              for place, group in sorted(self.groups.items())])
 
     def close(self) -> None:

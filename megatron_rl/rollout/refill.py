@@ -6,12 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
-
 from launch.errors import UserError
 from megatron_rl.algorithms.advantages import is_flat
 from megatron_rl.data.batch import Group
-from megatron_rl.rewards.sample import Score
+from megatron_rl.rewards.sample import Score, counted_rewards
 
 Reason = Literal["right", "wrong", "other"]
 Replaced = tuple[Group, list[Score]]
@@ -30,16 +28,16 @@ VERDICTS: dict[Reason, tuple[str, str]] = {
 
 
 def has_spread(group: Group, scores: Sequence[Score]) -> bool:
-    """Whether the advantages of a group differ: it has two finished trajectories with different rewards."""
-    rewards_G = _finished(group, scores)
+    """Whether the advantages of a group differ: it has two trajectories with different rewards."""
+    rewards_G = counted_rewards(group, scores)
     return len(rewards_G) > 1 and not is_flat(rewards_G)
 
 
 def reason(group: Group, scores: Sequence[Score]) -> Reason:
     """Why a group has no spread. `other`: one reward that means neither right nor wrong, most scores failed, or fewer
-    than two trajectories finished."""
-    rewards_G = _finished(group, scores)
-    if len(rewards_G) < 2 or 2 * sum(score.status != "ok" for score in scores) > len(scores):
+    than two trajectories have a reward."""
+    rewards_G = counted_rewards(group, scores)
+    if len(rewards_G) < 2 or 2 * sum(not score.graded for score in scores) > len(scores):
         return "other"
     return "right" if rewards_G.min() >= 1.0 else "wrong" if rewards_G.max() <= 0.0 else "other"
 
@@ -75,16 +73,10 @@ class CannotBeFilled(UserError):
         return cls("\n".join(lines), where=f"{KEY}; data.train; reward.functions", fix=fix.format(key=KEY))
 
 
-def _finished(group: Group, scores: Sequence[Score]) -> np.ndarray:
-    """The rewards that the advantage uses, float64."""
-    return np.array([score.total for trajectory, score in zip(group.trajectories, scores, strict=True)
-                     if trajectory.finish_reason != "abort"], dtype=np.float64)
-
-
 def _sample(group: Group, scores: Sequence[Score]) -> str:
     """The first completion of a group, in a line; one whose reward failed, if there is any."""
-    at = next((i for i, score in enumerate(scores) if score.status != "ok"), 0)
+    at = next((i for i, score in enumerate(scores) if not score.graded), 0)
     score, text = scores[at], group.trajectories[at].text
-    value = f"reward {score.total:g}" if score.status == "ok" else f"{score.function} failed: {score.detail}"
+    value = f"reward {score.total:g}" if score.graded else f"{score.function} failed: {score.detail}"
     excerpt = text if len(text) <= EXCERPT else text[:EXCERPT] + "..."
     return f"row {group.prompt.index}, answer {group.prompt.answer!r}: {excerpt!r}: {value}"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from launch.config.schema import Algorithm
+from launch.errors import UserError
 from megatron_rl.algorithms.advantages import group_advantages
 from megatron_rl.algorithms.batch import NothingToLearn, batch_statistics, build_policy_batches, in_epochs
 from megatron_rl.data.batch import Group, Prompt, Trajectory
@@ -131,28 +132,34 @@ def test_a_trajectory_without_a_sampled_token_is_no_part_of_the_loss(nothing):
     assert batch.normaliser == 1
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "grpo_no_std", "rloo"])
-def test_an_aborted_trajectory_is_in_neither_loss_nor_baseline(advantage):
-    """The batch is what it would be had the aborted trajectory never been asked for, whatever its reward."""
-    aborted = group(9, [92], trajectory([5, 6], "length"), trajectory([40, 41, 42], "abort"),
-                    trajectory([7, 8, 9, 10, 11]), trajectory([], "abort"), trajectory([12]))
-    rewards = [REWARDS[0], np.array([2.0, 1e9, 0.0, np.nan, 1.0])]
-    (batch,), statistics = build([GROUPS[0], aborted], rewards, algorithm(advantage=advantage))
-    (expected,), same = build(GROUPS, REWARDS, algorithm(advantage=advantage))
+@pytest.mark.parametrize("advantage", ["grpo", "grpo_no_std", "rloo", "reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize(("ended", "reward"), [("abort", 1e9), ("abort", np.nan), ("stop", np.nan), ("length", np.nan)])
+def test_aborted_or_without_a_reward_it_is_in_neither_loss_nor_baseline(advantage, aggregation, ended, reward):
+    """The batch is what it would be had such a trajectory never been asked for. NaN: the reward failed."""
+    config = algorithm(advantage=advantage, aggregation=aggregation)
+    more = group(9, [92], trajectory([5, 6], "length"), trajectory([40, 41, 42], ended),
+                 trajectory([7, 8, 9, 10, 11]), trajectory([], ended), trajectory([12]))
+    rewards = [REWARDS[0], np.array([2.0, reward, 0.0, reward, 1.0])]
+    (batch,), statistics = build([GROUPS[0], more], rewards, config)
+    (expected,), same = build(GROUPS, REWARDS, config)
     for name in ("tokens_N", "lengths_B", "prompt_lengths_B", "loss_weights_N", "advantages_N",
-                 "behaviour_logprobs_N"):
+                 "behaviour_logprobs_N", "normaliser"):
         np.testing.assert_array_equal(getattr(batch, name), getattr(expected, name))
     assert statistics == same and statistics.dropped == 0.0
 
 
-def test_a_group_with_fewer_than_two_finished_trajectories_is_dropped_and_counted():
-    cut = group(3, [1], trajectory([1], "abort"), trajectory([2]))
-    lost = group(5, [1], trajectory([], "abort"), trajectory([2], "abort"))
-    groups, rewards = [cut, *GROUPS, lost], [np.array([0.0, 1.0]), *REWARDS, np.array([0.0, 0.0])]
+@pytest.mark.parametrize(("end", "none"), [("abort", 0.0), ("stop", np.nan)], ids=["aborted", "failed"])
+def test_a_group_in_which_fewer_than_two_count_is_dropped_and_counted(end, none):
+    cut = group(3, [1], trajectory([1], end), trajectory([2]))
+    lost = group(5, [1], trajectory([], end), trajectory([2], end))
+    groups, rewards = [cut, *GROUPS, lost], [np.array([none, 1.0]), *REWARDS, np.array([none, none])]
     batches, statistics = build(groups, rewards, algorithm(updates_per_batch=4))
     assert [batch.extras["group_B"].tolist() for batch in batches] == [[1, 1], [2, 2, 2]], "places in the whole batch"
     assert statistics.dropped == 0.5 and statistics.metrics()["group/dropped"] == 0.5
-    with pytest.raises(NothingToLearn, match="none of the 2 groups has two left"):
+    error, message = ((NothingToLearn, "engines aborted .* none of the 2 groups has two left") if end == "abort" else
+                      (UserError, "reward of 3 of 4 trajectories failed, so that none of the 2 groups"))
+    with pytest.raises(error, match=message):
         build([cut, lost], [rewards[0], rewards[-1]], algorithm())
 
 

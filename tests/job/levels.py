@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from pathlib import Path
+
 from megatron_rl.data.curriculum import Curriculum
 
 LEARNS = 3
 """Batches that can be filled."""
 
 
-def parity(completion: str, answer: str | None, *, prompt: str) -> float:
-    """0 or 1 by the completion's letters, so that groups of a random policy have spread; always 0.25 with a 9."""
-    return 0.25 if "9" in prompt else float(sum(map(ord, completion)) % 2)
+def parity(completion: str, answer: str | None, *, prompt: str, hung: str) -> float:
+    """0 or 1 by the completion's letters, so that groups of a random policy have spread; always 0.25 with a 9. It does
+    not grade every answer: it hangs on the first without a 9 (`hung` becomes a file), and raises on a quarter of those
+    with a 9, which would have spread if a failure counted as 0."""
+    letters = sum(map(ord, completion))
+    if "9" in prompt:
+        if letters % 4 == 0:
+            raise ValueError("no answer")
+        return 0.25
+    with contextlib.suppress(FileExistsError):
+        Path(hung).touch(exist_ok=False)
+        threading.Event().wait()
+    return float(letters % 2)
 
 
 class Nines(Curriculum):

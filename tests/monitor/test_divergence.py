@@ -19,7 +19,7 @@ def healthy(steps: int = 120, seed: int = 0) -> list[dict]:
         rows.append({"step": step, "reward/mean": 0.1 + 0.85 * learned + rng.gauss(0, 0.04),
                      "train/entropy": 3 * (1 - learned) + 0.05, "group/zero_variance": 0.2 + 0.8 * learned,
                      "mismatch/kl": 1e-3 * rng.uniform(0.5, 2), "train/grad_norm": rng.lognormvariate(0, 0.5),
-                     "response/truncated": 0.3 * (1 - learned)})
+                     "response/truncated": 0.3 * (1 - learned), "reward/errors": rng.choice([0.0, 0.02])})
     return rows
 
 
@@ -47,6 +47,7 @@ def faulty(change) -> list[dict]:
     ("MISMATCH", faulty(lambda row: {"mismatch/kl": 1e-3 * 1.3 ** (row["step"] - 60)})),
     ("GRAD_NORM", faulty(lambda row: {"train/grad_norm": 40.0 + row["step"]})),
     ("TRUNCATION", faulty(lambda row: {"response/truncated": 0.8})),
+    ("REWARD_ERRORS", faulty(lambda row: {"reward/errors": 0.1})),
     ("ENTROPY_COLLAPSE", [{"step": s, "reward/mean": 0.1, "train/entropy": 4 * 0.8 ** s} for s in range(1, 40)]),
     ("NO_SIGNAL", [{"step": s, "reward/mean": 0.0, "group/zero_variance": 1.0} for s in range(1, 20)]),
 ], ids=lambda value: value if isinstance(value, str) else "")

@@ -26,6 +26,12 @@ def test_an_outlier_below_is_shown_and_ordinary_spread_is_not_called_one():
     assert (2, 5, "outlier_low") in pick(rewards_PG)
 
 
+def test_what_has_no_reward_is_not_shown():
+    rewards = [np.array([np.nan, 0.0, 1.0]), np.array([np.nan, np.nan]), np.array([7.0, np.nan])]
+    assert {(p, g) for p, g, _ in pick(rewards)} == {(0, 1), (0, 2), (2, 0)}
+    assert pick(rewards[1:2]) == []
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 9), st.integers(2, 9), st.integers(0, 2**32 - 1))
 def test_choice_is_small_unique_and_repeats(prompts, group_size, seed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -64,7 +65,9 @@ def test_each_misfortune_costs_its_own_sample_only(tmp_path):
         scores = running.score(do(*actions))
         assert [score.status for score in scores] == [
             "ok", "timeout", "ok", "error", "ok", "error", "error", "error", "error", "error", "timeout", "ok"]
-        assert [score.total for score in scores] == [float(action == "fine") for action in actions]
+        assert [score.total if score.graded else None for score in scores] == [
+            1.0 if action == "fine" else None for action in actions]
+        assert all(math.isnan(score.total) for score in scores if not score.graded)
         details = dict(zip(actions, (score.detail for score in scores), strict=True))
         assert "KeyError: 'no such unit'" in details["raise"] and "graders.py:" in details["raise"]
         assert "exit code 7" in details["exit"] and "SIGSEGV" in details["segfault"]
@@ -95,7 +98,7 @@ def test_weights_components_and_blame_with_several_functions():
                                                    Sample("exit", "1")])
     assert (right.total, right.components) == (1.5, {"exact_match": 1.0, f"{GRADERS}:by_completion": 1.0})
     assert (wrong.status, wrong.total) == ("ok", -0.5)
-    assert (hangs.status, hangs.total, hangs.function) == ("timeout", 0.0, f"{GRADERS}:by_completion")
+    assert (hangs.status, hangs.function) == ("timeout", f"{GRADERS}:by_completion") and math.isnan(hangs.total)
     assert (dies.status, dies.function) == ("error", f"{GRADERS}:by_completion")
 
 
@@ -116,7 +119,7 @@ def test_math_scores_when_called_from_a_thread():
 def test_an_answer_that_hangs_the_grader_is_a_timeout():
     with pool(config("math", timeout_s=2.0)) as running:
         bomb, fine = running.score([Sample("\\boxed{9^{9^{9^{9^9}}}}", "5"), Sample("\\boxed{5}", "5")])
-    assert (bomb.status, bomb.total) == ("timeout", 0.0) and (fine.status, fine.total) == ("ok", 1.0)
+    assert (bomb.status, bomb.graded) == ("timeout", False) and (fine.status, fine.total) == ("ok", 1.0)
 
 
 def test_what_a_reward_started_ends_with_it(tmp_path):

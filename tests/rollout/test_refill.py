@@ -19,7 +19,7 @@ def group(row: int, rewards: list[float], *, failed: int = 0, aborted: int = 0, 
     prompt = Prompt(row, np.zeros(1, np.int32), "", str(row), {})
     return (Group(prompt, tuple(Trajectory.one_turn(none, none.astype(np.float32), none, reason, text)
                                 for reason in reasons)),
-            [Score(0.0, status="error", detail="ValueError: nan", function="math") if i < failed else Score(reward)
+            [Score.failed("error", "ValueError: nan", "math") if i < failed else Score(reward)
              for i, reward in enumerate(rewards)])
 
 
@@ -31,7 +31,9 @@ def group(row: int, rewards: list[float], *, failed: int = 0, aborted: int = 0, 
     (group(0, [-1, -1]), False, "wrong"),
     (group(0, [0.3, 0.3]), False, "other"),
     (group(0, [0.1 + 0.2, 0.3]), False, "other"),       # equal but for the rounding of a weighted sum
-    (group(0, [9, 0, 0], failed=1), False, "wrong"),    # it might have been right
+    (group(0, [9, 0, 0], failed=1), False, "wrong"),    # it might have been right, or wrong as the others
+    (group(0, [9, 1, 1], failed=1), False, "right"),
+    (group(0, [9, 1, 0], failed=1), True, None),
     (group(0, [9, 9, 0], failed=2), False, "other"),
     (group(0, [1, 1, 0], aborted=1), False, "right"),   # the advantage does not see the one that was cut off
     (group(0, [1, 0], aborted=1), False, "other")])
