@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch import envvars, exit_codes, ports
+from launch.config.checks import CAUTIONS
 from launch.config.keys import Key, all_keys, type_in_words
 from launch.config.reference import default_in_words, meaning
 from launch.model import builtin as architectures
@@ -34,7 +35,7 @@ def config_page(text: str) -> str:
 
 def plan_page(text: str) -> str:
     """docs/plan.md with new tables."""
-    text = with_block(text, "warnings", _table(("Code", "Meaning"), list(cautions.DOCUMENTED.items())))
+    text = with_block(text, "warnings", _table(("Code", "Meaning"), list((cautions.DOCUMENTED | CAUTIONS).items())))
     return with_block(text, "models", ", ".join(f"`{name}`" for name in architectures.published()))
 
 

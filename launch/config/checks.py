@@ -11,13 +11,18 @@ from typing import Literal
 
 from launch.config.auto import can_share_prompts
 from launch.config.load import LoadedConfig, ResolvedLoaded
-from launch.config.schema import RunConfig
+from launch.config.schema import Algorithm, Reward, RunConfig
 from launch.errors import Problems, divisors, one_of
 from launch.model.architecture import Architecture
 from launch.model.padding import VLLM_VOCAB_MULTIPLE, round_up, sequence_multiple
 
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's CPU attention (`CPUAttentionBackend.get_supported_head_sizes`)."""
+CAUTIONS: dict[str, str] = {
+    "NO_CLIP": "no clip acts on stale tokens",
+    "MATH_STOP": "one answer that hangs the `math` reward ends the job, and Slurm does not requeue it",
+}
+"""Code -> meaning of a warning that the configuration alone shows."""
 KV_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 """`rollout.dtype` -> bytes of an element of the engine's KV cache."""
 
@@ -59,14 +64,26 @@ def check(loaded: ResolvedLoaded, architecture: Architecture, device: Literal["c
 
 
 def cautions(config: RunConfig) -> list[tuple[str, str]]:
-    """What a run may do, and its user should know from the start: codes and messages."""
-    algorithm = config.algorithm
+    """What a run may do, and its user should know from the start: codes and messages. The plan shows them, and the
+    run."""
+    return [*_no_clip(config.algorithm), *_math_stop(config.reward)]
+
+
+def _no_clip(algorithm: Algorithm) -> list[tuple[str, str]]:
     stale = algorithm.max_staleness
     if isinstance(stale, int) and stale >= 2 and algorithm.old_logprobs == "none" and algorithm.optimizer_steps == 1:
         return [("NO_CLIP", f"algorithm.max_staleness = {stale} with algorithm.old_logprobs = none and one optimizer "
                             "step per batch: the ratio is 1, so that no clip acts on stale tokens, and only "
                             "algorithm.importance_cap bounds them; use algorithm.old_logprobs=interpolate or recompute "
                             "(docs/corrections.md)")]
+    return []
+
+
+def _math_stop(reward: Reward) -> list[tuple[str, str]]:
+    if reward.on_error == "stop" and any(each.function == "math" for each in reward.functions):
+        return [("MATH_STOP", "reward.on_error = stop with the reward math: one answer that SymPy cannot finish, such "
+                              "as 9^{9^{9^9}}, ends the job with exit code 2, after which it is not requeued; use "
+                              "reward.on_error=zero, which leaves such an answer out (docs/rewards.md)")]
     return []
 
 

@@ -208,7 +208,7 @@ class Pareto(Record):
 
 class Warned(Record):
     code: str
-    """`W001`, ...; docs/plan.md explains each code."""
+    """`W001`, `NO_CLIP`, ...; docs/plan.md explains each code."""
     message: str
 
 

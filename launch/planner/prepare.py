@@ -15,13 +15,14 @@ from launch.cluster import local
 from launch.cluster.file import load_cluster
 from launch.cluster.spec import ClusterSpec
 from launch.config import auto, locate
-from launch.config.checks import check, check_runnable
+from launch.config.checks import cautions, check, check_runnable
 from launch.config.load import LoadedConfig, load_config
 from launch.config.resolved import ResolvedConfig
 from launch.errors import UserError
 from launch.model.architecture import Architecture
 from launch.model.builtin import from_builtin, known
 from launch.model.hf_config import from_hf_config
+from launch.plan.forecast import Forecast, Warned
 from launch.plan.plan import ForecastPlan, Plan
 from launch.planner.explain.forecast import forecast
 from launch.planner.explain.remedies import with_nodes
@@ -143,7 +144,7 @@ def prepare_for(loaded: LoadedConfig, cluster: ClusterSpec | None = None, *, to_
     chosen = chosen_values(found, loaded)
     config = loaded.resolved(chosen).config
     plan = plan_of(config, model, problem.cluster.gpu.device, chosen, teacher).predicted(
-        forecast(search, found, problem.sources(chosen)))
+        _with_cautions(forecast(search, found, problem.sources(chosen)), config))
     seating = place(found.training.layout, found.rollout.layout, problem.cluster, mode=found.mode,
                     spares=problem.spare_nodes, gpu_order=found.sync.gpu_order if found.sync else (),
                     tp_across_nodes=problem.pins.tp_across_nodes)
@@ -230,5 +231,12 @@ def _on_this_machine(loaded: LoadedConfig, described: ClusterSpec | None, device
     found = pinned_candidate(problem, plan)
     sources = {**problem.sources(), "cluster": machine.sources.get("cluster", "this machine"), "trainer": loaded.path,
                "rollout": loaded.path}
-    return PreparedForecast(loaded, resolved.config, folder, plan.predicted(forecast(None, found, sources)), found)
+    predicted = plan.predicted(_with_cautions(forecast(None, found, sources), resolved.config))
+    return PreparedForecast(loaded, resolved.config, folder, predicted, found)
+
+
+def _with_cautions(made: Forecast, config: ResolvedConfig) -> Forecast:
+    """The forecast, with the warnings that the configuration alone shows."""
+    more = tuple(Warned(code=code, message=message) for code, message in cautions(config))
+    return made.model_copy(update={"warnings": (*made.warnings, *more)})
 

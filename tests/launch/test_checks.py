@@ -12,6 +12,7 @@ from launch.config.load import load_config
 from launch.errors import UserError
 from launch.model.hf_config import from_hf_dict
 from tests.launch.conftest import TINY_MODEL
+from tests.planner.problems import ROOT
 
 # The model: 4 layers, 8 heads, 4 KV heads of 32, ffn 384, vocabulary 96, 128 positions.
 # (overrides, what the message holds, overrides that follow the remedy)
@@ -171,6 +172,23 @@ def test_a_run_without_a_clip_on_stale_tokens_is_warned(run_yaml, words, warned)
     found = cautions(load_config(run_yaml, words).config)
     assert [code for code, _ in found] == ["NO_CLIP"] * warned
     assert not warned or "algorithm.max_staleness = 2 with algorithm.old_logprobs = none" in found[0][1]
+
+
+@pytest.mark.parametrize("words, warned", [
+    (["reward.functions=[{function: math}]"], True), ([], False),
+    (["reward.functions=[{function: math}]", "reward.on_error=zero"], False),
+    (["reward.functions=[{function: format, args: {pattern: x}}, {function: math}]"], True),
+])
+def test_a_run_that_one_answer_can_end_is_warned(run_yaml, words, warned):
+    found = cautions(load_config(run_yaml, words).config)
+    assert [code for code, _ in found] == ["MATH_STOP"] * warned
+    assert not warned or "use reward.on_error=zero" in found[0][1]
+
+
+@pytest.mark.parametrize("template", sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("configs/*/*.yaml")
+                                            if "\nreward:" in path.read_text(encoding="utf-8")))
+def test_no_template_is_warned_of_its_rewards(template):
+    assert "MATH_STOP" not in [code for code, _ in cautions(load_config(str(ROOT / template)).config)]
 
 
 def test_all_problems_at_once(run_yaml, cli):

@@ -32,12 +32,13 @@ def test_a_valid_configuration(run_yaml, cli):
 
 def test_it_warns_of_what_the_plan_warns(cli, monkeypatch):
     monkeypatch.chdir(ROOT)
-    code, out, err = cli("validate", SMALL, "--json")
+    code, out, err = cli("validate", SMALL, "reward.on_error=stop", "--json")
     document = json.loads(out)
     assert code == 0 and err == "" and document["valid"] is True and document["error"] is None
-    plan = json.loads(cli("plan", SMALL, "--json")[1])
+    plan = json.loads(cli("plan", SMALL, "reward.on_error=stop", "--json")[1])
     codes = [each["code"] for each in plan["forecast"]["warnings"]]
-    assert codes and [each["subject"] for each in document["warnings"]][-len(codes):] == codes
+    assert codes[0].startswith("W") and codes[-1] == "MATH_STOP"
+    assert [each["subject"] for each in document["warnings"]][-len(codes):] == codes
     assert [each["subject"] for each in document["checked"]] == ["keys", "model", "agreement", "plan"]
     assert f"{plan['forecast']['throughput']['nominal']:,.0f} prompts/h" in document["checked"][-1]["evidence"]
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from launch.config.load import load_config
 from launch.planner.sweep import SweepPoint, smallest_that_reaches
 from launch.report.plan import bars as plan_bars
 from launch.report.plan.overview import print_overview
@@ -82,13 +83,15 @@ def test_synchronous_and_shared_nodes():
 
 
 def test_print_plan_chooses_by_the_forecast():
-    plan = example_plan()
+    """Without one, the warnings of the configuration are all there are."""
+    plan, config = example_plan(), load_config("configs/7b/grpo.yaml", ["reward.on_error=stop"]).config
     for shown, word in ((plan, "bottleneck"), (without_forecast(plan), "pipeline stage")):
-        prepared = SimpleNamespace(plan=shown, loaded=SimpleNamespace(path=CONFIG))
+        prepared = SimpleNamespace(plan=shown, loaded=SimpleNamespace(path=CONFIG), config=config)
         stream = io.StringIO()
         print_plan(prepared, Console(file=stream, width=100, highlight=False), commands=["make it so"])
         assert word in stream.getvalue()
         assert ("make it so" in stream.getvalue()) == (shown is plan)
+        assert ("MATH_STOP: reward.on_error = stop" in stream.getvalue()) == (shown is not plan)
 
 
 @settings(max_examples=60, deadline=None)

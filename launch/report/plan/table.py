@@ -8,6 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from launch.config.checks import cautions
 from launch.model.architecture import parameter_count
 from launch.plan.plan import ForecastPlan, Plan
 from launch.planner.prepare import Prepared
@@ -39,6 +40,8 @@ def print_plan(prepared: Prepared, console: Console | None = None, *, commands: 
                   f"tokens{padding}{sharing}")
     if plan.no_forecast:
         console.print(f"no forecast: {plan.no_forecast}", markup=False)
+    for code, message in cautions(prepared.config):
+        console.print(f"{code}: {message}", markup=False)
 
 
 def _partitions(plan: Plan) -> Table:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from launch.config.checks import check_runnable
+from launch.config.checks import cautions, check_runnable
 from launch.config.load import LoadedConfig, load_config
 from launch.config.locate import check_data_files, check_model_files
 from launch.errors import UserError
@@ -117,6 +117,8 @@ def _warnings(loaded: LoadedConfig, prepared: Prepared) -> Iterator[Caution]:
         yield Caution("plan", f"no forecast: {prepared.plan.no_forecast}")
     if isinstance(prepared.plan, ForecastPlan):
         yield from (Caution(each.code, each.message) for each in prepared.plan.forecast.warnings)
+    else:
+        yield from (Caution(code, message) for code, message in cautions(prepared.config))
 
 
 def _files(loaded: LoadedConfig) -> Iterator[Caution]:
