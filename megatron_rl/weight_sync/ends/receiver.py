@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from launch.fabric.estimate import RECEIVING
-from megatron_rl.layouts.digest import add, digest_layouts
-from megatron_rl.layouts.tiles import ParamLayout
+from megatron_rl.layouts.digest import Digester, add
 from megatron_rl.weight_sync.plan.streams import EdgeKey, EngineRank, Stream
 from megatron_rl.weight_sync.protocol import Held, SyncPart, TransferReport, engine_name, trainer_name
 from megatron_rl.weight_sync.wire.member import Membership
@@ -99,7 +98,7 @@ class WeightReceiver:
         found: dict[EdgeKey, int] = {}
         for inlet in self._inlets:
             key = (inlet.stream.rank, *self.me)
-            found[key] = add(found.get(key, 0), *(digest_layouts(tiles, parameters) for tiles in inlet.tiles))
+            found[key] = add(found.get(key, 0), *(each.total(parameters) for each in inlet.digesters))
         return found
 
     def close(self, reason: str = "") -> None:
@@ -163,7 +162,7 @@ class _Inlet:
         self.sender = trainer_name(stream.rank) if sender is None else engine_name(*sender)
         self._from = members.index(self.sender)
         self.children = [members.index(engine_name(*receiver)) for receiver in stream.receivers_from(me)]
-        self.tiles: list[tuple[ParamLayout, ...]] = [destination_tiles(bucket) for bucket in stream.buckets]
+        self.digesters = [Digester(destination_tiles(bucket)) for bucket in stream.buckets]
 
     def run(self, epoch: int, parameters: Mapping[str, torch.Tensor], buffers: list[torch.Tensor],
             deadline: Deadline) -> _Taken:
@@ -184,7 +183,7 @@ class _Inlet:
             began = time.perf_counter()
             unpack_bucket(bucket, number, epoch, buffer, parameters, self.stream.number)
             unpacked = time.perf_counter()
-            digest = add(digest, digest_layouts(self.tiles[number], parameters))
+            digest = add(digest, self.digesters[number].total(parameters))
             unpacking, digesting = unpacking + unpacked - began, digesting + time.perf_counter() - unpacked
             for send in sends:
                 send.wait(deadline)

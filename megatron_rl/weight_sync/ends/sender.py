@@ -15,7 +15,7 @@ import torch
 
 from launch.fabric.estimate import SENDING
 from launch.plan.plan import RankCoordinates
-from megatron_rl.layouts.digest import add, digest_each, digest_layouts
+from megatron_rl.layouts.digest import Digester, add
 from megatron_rl.layouts.tiles import ParamLayout
 from megatron_rl.weight_sync.plan.buckets import Bucket
 from megatron_rl.weight_sync.plan.copies import Source
@@ -46,7 +46,7 @@ class WeightSender:
         self._member: Membership | None = None
         self._buffers: list[torch.Tensor] = []
         self._digested = _Digested(())
-        self._shared: list[ParamLayout] = []
+        self._shared = Digester(())
 
     def sync_describe(self) -> Source:
         """Coordinates, layouts and types, for the manifest."""
@@ -66,7 +66,7 @@ class WeightSender:
                                   device=self._device)
         self._digested = _Digested(self._member.streams)
         names = set(part.shared)
-        self._shared = [layout for layout in self._layouts if layout.name in names]
+        self._shared = Digester(layout for layout in self._layouts if layout.name in names)
         size = buffer_bytes(self._member.streams)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device)
                          for _ in range(SENDING if size else 0)]
@@ -84,7 +84,7 @@ class WeightSender:
         try:
             # Ranks that send nothing, or not everything that others hold too, are compared as well.
             with ThreadPoolExecutor(1, thread_name_prefix="shared") as beside:
-                shared = beside.submit(digest_each, self._shared, self._parameters)
+                shared = beside.submit(self._shared.each, self._parameters)
                 return replace(self._send(self._member, epoch), shared=shared.result())
         except TransportError as error:
             self._member.close(f"{self._name} left: {error}")
@@ -125,14 +125,14 @@ class WeightSender:
 
 
 class _Digested:
-    """Buckets of a rank's streams that are equal, and the tiles that their digests cover. Computed once."""
+    """Buckets of a rank's streams that are equal, and their digesters. Computed once."""
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         same: dict[tuple[Bucket, ...], int] = {}
         self.as_stream = {stream.number: same.setdefault(stream.buckets, stream.number) for stream in streams}
         """Number of a stream -> number of the first stream with equal buckets, as replicas of an engine rank have."""
-        self.tiles = {(number, at): source_tiles(bucket) for buckets, number in same.items()
-                      for at, bucket in enumerate(buckets)}
+        self.digesters = {(number, at): Digester(source_tiles(bucket)) for buckets, number in same.items()
+                          for at, bucket in enumerate(buckets)}
 
 
 class _SourceDigests:
@@ -147,7 +147,7 @@ class _SourceDigests:
         key = self._digested.as_stream[stream.number], number
         if key not in self._of:
             began = time.perf_counter()
-            self._of[key] = digest_layouts(self._digested.tiles[key], self._parameters)
+            self._of[key] = self._digested.digesters[key].total(self._parameters)
             self.seconds += time.perf_counter() - began
 
     def by_edge(self, streams: Sequence[Stream]) -> dict[EdgeKey, int]:
