@@ -32,7 +32,6 @@ from megatron_rl.driver.start import start_actors
 from megatron_rl.driver.state import RunState, newest_checkpoint, refuse_old_export
 from megatron_rl.layouts.step_folder import checkpoint_folder
 from megatron_rl.monitor.monitor import Monitor
-from megatron_rl.rewards.load import load_rewards
 from megatron_rl.rollout import refill
 from megatron_rl.rollout.pending import ScoredGroups
 from megatron_rl.rollout.sampling import Sampling
@@ -72,7 +71,6 @@ async def train(attempt: Attempt, clock: StepClock) -> Outcome:
     config = attempt.config()
     clock.start_up("reading the data")
     state = RunState.from_data(config, attempt)
-    load_rewards(config.reward, state.columns)  # a wrong path is reported before anything starts
     actors = await start_actors(attempt, state.columns, state.identity["template"], clock)
     async with Job(attempt, actors, clock) as job:
         checkpoint = newest_checkpoint(attempt, config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +121,20 @@ class PromptTemplate:
                             where="data.chat_template, generation_config.json: eos_token_id",
                             fix="add the token that ends the turn to eos_token_id in generation_config.json, or "
                             "write an end token right after the assistant's content in the chat template")
+
+    def check_visible(self, tags: Iterable[str]) -> None:
+        """Reject tags that `decode` leaves out of the text. A reward would look for them in vain.
+
+        Raises:
+            UserError: a tag is a special token.
+        """
+        hidden = [tag for tag in tags if tag in self.tokenizer.all_special_tokens]
+        if hidden:
+            raise UserError(f"the tokenizer has {' and '.join(hidden)} as special tokens, which are not in the text of "
+                            "a completion, so a reward cannot cut off the thinking there",
+                            where="reward.functions: args.thinking",
+                            fix="set args: {thinking: null} and let the reward see the thinking, or mark the tokens as "
+                                "not special in tokenizer.json and tokenizer_config.json")
 
     def _apply(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
         try:

@@ -17,6 +17,7 @@ from megatron_rl.data.curriculum import Guarded, load_curriculum
 from megatron_rl.data.sampler import BatchSampler, PromptSampler
 from megatron_rl.driver.ledger import Ledger
 from megatron_rl.layouts.step_folder import latest_complete
+from megatron_rl.rewards.load import load_rewards
 from megatron_rl.rollout.sampling import numbered
 
 
@@ -49,7 +50,8 @@ class RunState:
         """Read, render and tokenise the data once, for engines and trainer.
 
         Raises:
-            UserError: the data cannot be used (`megatron_rl.data.dataset.load_prompts`).
+            UserError: the data cannot be used (`megatron_rl.data.dataset.load_prompts`), or the rewards
+                (`megatron_rl.rewards.load`). A wrong path is reported before anything starts.
         """
         tokenizer = template.load_tokenizer(config.model.path)
         prompts = dataset.load_prompts(config, tokenizer, "train")
@@ -58,6 +60,8 @@ class RunState:
         rendering = template.PromptTemplate(tokenizer, chat_template=config.data.chat_template,
                                             system=config.data.system)
         rendering.check_end_token(template.stop_token_ids(tokenizer, config.model.path))
+        rewards = load_rewards(config.reward, _columns(prompts))
+        rendering.check_visible(tag for reward in rewards for tag in reward.thinking or ())
         content = dataset.fingerprint(prompts)
         sampler = _sampler(config, prompts)
         exports = config.checkpoint.export == "last" and not attempt.exported(config.run.steps).exists()
@@ -68,7 +72,7 @@ class RunState:
     @property
     def columns(self) -> list[str]:
         """Names of the data set's further columns."""
-        return sorted({name for prompt in self.prompts for name in prompt.columns})
+        return _columns(self.prompts)
 
     def draw(self) -> list[Prompt]:
         """Draw the prompts of the next batch, ahead of its training."""
@@ -115,6 +119,10 @@ class RunState:
         self.ledger.load_state_dict(extra["ledger"])
         self.step = self.saved = extra["step"]
         self.changes = list(loaded["changes"])
+
+
+def _columns(prompts: list[Prompt]) -> list[str]:
+    return sorted({name for prompt in prompts for name in prompt.columns})
 
 
 def _order(config: ResolvedConfig, prompts: list[Prompt]) -> PromptSampler | None:

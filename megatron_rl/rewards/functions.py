@@ -12,25 +12,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megatron_rl.rewards.final_answer import THINKING, Tags, after_thinking, boxes
 from megatron_rl.rewards.numbers import last_number, marked_number, parse_number
 
 LONGEST_BOX = 500
 """Maximum length of a boxed answer in characters: parsing time grows fast with nested brackets."""
 
 
-def exact_match(completion: str, answer: str | None, *,
-                anywhere: Literal["marker", "last_number", "text"] = "marker") -> float:
+def exact_match(completion: str, answer: str | None, *, prompt: str = "",
+                anywhere: Literal["marker", "last_number", "text"] = "marker", thinking: Tags = THINKING) -> float:
     """1 if the completion's final answer equals the gold answer, otherwise 0.
 
     Args:
         anywhere: where to look for the answer. `marker`: after GSM8K's `####` (see `numbers.marked_number`);
             `last_number`: the last number in the completion; `text`: the whole completion, compared as text without
             surrounding white space. Numbers are compared exactly by value (`1,000` = `1000.0`).
+        thinking: what lies between these tags is not looked at (see `after_thinking`).
     Raises:
         ValueError: the gold answer is empty, or has no number although one is compared. Such a row must not score.
     """
     if answer is None or not answer.strip():
         raise ValueError("the gold answer is empty")
+    completion = after_thinking(completion, prompt, thinking)
     if anywhere == "text":
         return float(completion.strip() == answer.strip())
     gold = marked_number(answer) if "####" in answer else parse_number(answer)
@@ -40,12 +43,15 @@ def exact_match(completion: str, answer: str | None, *,
     return float(found is not None and found == gold)
 
 
-def math_equivalence(completion: str, answer: str | None, *, anywhere: Literal["boxed", "last"] = "boxed") -> float:
+def math_equivalence(completion: str, answer: str | None, *, prompt: str = "",
+                     anywhere: Literal["boxed", "last"] = "boxed", boxed: Literal["last", "all"] = "last",
+                     thinking: Tags = THINKING) -> float:
     r"""1 if the completion's final answer is mathematically equal to the gold answer (math-verify), otherwise 0.
 
     Args:
-        anywhere: `boxed`: only the content of `\boxed{...}` counts, and every box must be right, because an answer with
-            two different boxes is not an answer. `last`: the last expression that math-verify finds.
+        anywhere: `boxed`: only the content of `\boxed{...}` counts. `last`: the last expression that math-verify finds.
+        boxed: the `last` box is the answer, or `all` boxes must be right.
+        thinking: what lies between these tags is not looked at (see `after_thinking`).
 
     SymPy may never finish on a policy's output (`9^{9^{9^9}}`), which the pool ends as a timeout, so use
     `reward.on_error: zero`. Words are read as products of their letters, so use `exact_match` with `anywhere: text` for
@@ -55,12 +61,13 @@ def math_equivalence(completion: str, answer: str | None, *, anywhere: Literal["
         ValueError: the gold answer is empty or cannot be parsed. Such a row must not score (open-r1#55).
     """
     gold = _parse_gold(answer or "")
+    completion = after_thinking(completion, prompt, thinking)
     if anywhere == "last":
         return float(_equal(gold, _parse(completion)))
-    boxes = boxed(completion)
-    if not boxes or max(map(len, boxes)) > LONGEST_BOX:
+    found = boxes(completion)[-1 if boxed == "last" else 0:]
+    if not found or max(map(len, found)) > LONGEST_BOX:
         return 0.0
-    return float(all(_equal(gold, _parse_box(box)) for box in boxes))
+    return float(all(_equal(gold, _parse_box(box)) for box in found))
 
 
 def format_match(completion: str, answer: str | None, *, pattern: str) -> float:
@@ -88,25 +95,10 @@ BUILTINS: dict[str, Callable[..., float]] = {
 }
 
 
-def boxed(text: str) -> list[str]:
-    r"""The contents of every outermost `\boxed{...}` in a text, with balanced braces."""
-    contents, position = [], 0
-    while (start := text.find("\\boxed{", position)) >= 0:
-        begin = position = start + len("\\boxed{")
-        depth = 1
-        while position < len(text) and depth:
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            position += 1
-        if depth:
-            break
-        contents.append(text[begin:position - 1].strip())
-    return contents
-
-
 @functools.lru_cache(maxsize=1024)
 def _parse_gold(answer: str) -> list[Any]:
-    boxes = boxed(answer)
-    content = boxes[-1] if boxes else answer.strip().strip("$").strip()
+    found = boxes(answer)
+    content = found[-1] if found else answer.strip().strip("$").strip()
     parsed = _parse_box(content) if content else []
     if not parsed:
         raise ValueError(f"the gold answer {answer!r} cannot be parsed as mathematics")

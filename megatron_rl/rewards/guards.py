@@ -7,10 +7,11 @@ are known to have earned reward elsewhere. The run does not start if one of them
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from launch.errors import UserError
+from megatron_rl.rewards.final_answer import Tags
 from megatron_rl.rewards.load import Reward
 from megatron_rl.rewards.sample import Sample
 
@@ -71,11 +72,13 @@ _BOXED = [
     Case("right", "equivalent", "\\boxed{\\frac{144}{2}}"),
     Case("right", "decimal and fraction", "\\boxed{0.5}", "\\frac{1}{2}"),
     Case("right", "boxed twice, the same", "\\boxed{72}. So \\boxed{72.0}"),
+    Case("right", "nested braces", "\\boxed{\\frac{\\sqrt{144}}{\\frac{1}{6}}}"),
     Case("wrong", "another number", "\\boxed{71}"),
     Case("wrong", "nothing", ""),
     Case("cheat", "no box", "72"),
     Case("cheat", "empty box", "\\boxed{}"),
-    Case("cheat", "several boxes", "\\boxed{70} \\boxed{71} \\boxed{72}"),
+    Case("cheat", "a box before the last one", "\\boxed{70} \\boxed{72} \\boxed{71}"),
+    Case("cheat", "a box before one that was cut off", "\\boxed{72} \\boxed{7"),
     Case("cheat", "several answers in a box", "\\boxed{70, 71, 72}"),
     Case("cheat", "alternatives in a box", "\\boxed{71 \\text{ or } 72}"),
     Case("cheat", "a range that holds the answer", "\\boxed{0 < x < 100}"),
@@ -84,6 +87,7 @@ _BOXED = [
     Case("refused", "no gold answer", "\\boxed{\\text{None}}", None),
     Case("refused", "gold answer that cannot be parsed", "\\boxed{???}", "???"),
 ]
+_BOX_OF_SEVERAL = Case("right", "a box before the last one", "\\boxed{71}? No: \\boxed{72}")
 _LAST_EXPRESSION = [
     Case("right", "in words", "The answer is 72."),
     Case("right", "equivalent", "It is $\\frac{144}{2}$"),
@@ -108,16 +112,35 @@ def check_guards(rewards: Sequence[Reward]) -> None:
 
 def guard_cases(reward: Reward) -> list[Case]:
     """The cases that apply to a reward with its arguments."""
-    anywhere = reward.args.get("anywhere")
+    tags = reward.thinking
     if reward.function.__name__ == "exact_match":
-        return {None: _MARKER, "marker": _MARKER, "last_number": _LAST_NUMBER, "text": _TEXT}[anywhere]
+        anywhere = reward.args.get("anywhere", "marker")
+        cases = {"marker": _MARKER, "last_number": _LAST_NUMBER, "text": _TEXT}[anywhere]
+        return [*cases, *_thinking(tags, "#### 72" if anywhere == "marker" else "72")]
     if reward.function.__name__ == "math_equivalence":
-        return {None: _BOXED, "boxed": _BOXED, "last": _LAST_EXPRESSION}[anywhere]
+        if reward.args.get("anywhere") == "last":
+            return [*_LAST_EXPRESSION, *_thinking(tags, "$72$")]
+        several = replace(_BOX_OF_SEVERAL, verdict="right" if reward.args.get("boxed") != "all" else "cheat")
+        return [*_BOXED, several, *_thinking(tags, "\\boxed{72}")]
     if reward.function.__name__ == "overlong_penalty":
         limit = reward.args["max_tokens"]
         return [Case("wrong", "at the limit", "", completion_tokens=limit),
                 Case("cheat", "far past the limit", "", completion_tokens=100 * limit)]
     return []
+
+
+def _thinking(tags: Tags, right: str) -> list[Case]:
+    """Cases of a policy that thinks first. `right`: a completion that names 72."""
+    if tags is None:
+        return []
+    begin, end = tags
+    wrong, open_prompt = right.replace("72", "71"), f"Is it 70, 71 or 72?{begin}\n"
+    return [Case("right", "another answer while thinking", f"{begin}{wrong}{end}\n{right}"),
+            Case("right", "the prompt begins the thinking", f"{wrong}{end}\n{right}", prompt=open_prompt),
+            Case("wrong", "the answer while thinking", f"{begin}{right}{end}\n{wrong}"),
+            Case("wrong", "nothing after thinking", f"{begin}{right}{end}"),
+            Case("wrong", "cut off while thinking", f"{begin}{right}"),
+            Case("wrong", "cut off while thinking, which the prompt begins", right, prompt=open_prompt)]
 
 
 def _check(reward: Reward, case: Case) -> None:

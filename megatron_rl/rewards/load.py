@@ -15,6 +15,7 @@ import pydantic
 
 from launch.config.schema import Reward as RewardConfig
 from launch.errors import UserError
+from megatron_rl.rewards.final_answer import THINKING, Tags
 from megatron_rl.rewards.functions import BUILTINS
 from megatron_rl.rewards.sample import Sample
 from megatron_rl.user_code import import_named, one_like
@@ -35,15 +36,24 @@ class Reward:
     keywords: frozenset[str] | None
     """Keyword arguments of the function; None: all (`**kwargs`)."""
 
+    @property
+    def thinking(self) -> Tags:
+        """The tags at which a built-in cuts completions; None for any other function."""
+        if self.function in BUILTINS.values() and "thinking" in (self.keywords or ()):
+            return self.args.get("thinking", THINKING)
+        return None
+
     def __call__(self, sample: Sample) -> float:
         """The unweighted value for one sample. The function gets its `args`, and those of the row's columns and
-        `OFFERED` that its signature names. `args` override `OFFERED`, and `OFFERED` overrides columns.
+        `OFFERED` that its signature names. `args` override `OFFERED`, and `OFFERED` overrides columns. A built-in gets
+        no columns, because one may have the name of an argument.
 
         Raises:
             TypeError, ValueError: the function returned something other than a finite number.
             Anything that the function raises.
         """
-        offered = {**sample.columns, "prompt": sample.prompt, "finish_reason": sample.finish_reason,
+        columns = {} if self.function in BUILTINS.values() else sample.columns
+        offered = {**columns, "prompt": sample.prompt, "finish_reason": sample.finish_reason,
                    "completion_tokens": sample.completion_tokens, **self.args}
         if self.keywords is not None:
             offered = {name: value for name, value in offered.items() if name in self.keywords}
@@ -110,13 +120,13 @@ def _check_signature(name: str, function: Callable[..., Any], args: dict[str, An
     by_keyword = {p.name: p for p in rest if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
     takes_all = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
     _check_args(name, function, args, by_keyword, takes_all, where)
-    available = {*OFFERED, *args, *(columns or ())}
+    available = {*OFFERED, *args, *((columns or ()) if name not in BUILTINS else ())}
     required = [p.name for p in rest if p.default is kinds.empty
                 and p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)]
     missing = [parameter for parameter in required if parameter not in available]
     if missing and (columns is not None or name in BUILTINS):
         raise UserError(f"reward {name!r} needs {', '.join(missing)}, which is neither in its args nor a column of "
-                        f"the data", where=f"{where}.args", fix=f"set {where}.args.{missing[0]}")
+                        "the data that it gets", where=f"{where}.args", fix=f"set {where}.args.{missing[0]}")
     return None if takes_all else frozenset(by_keyword)
 
 
@@ -146,6 +156,9 @@ def _check_args(name: str, function: Callable[..., Any], args: dict[str, Any],
         except re.error as error:
             raise UserError(f"reward 'format': pattern {args['pattern']!r} is not a regular expression: {error}",
                             where=f"{where}.args.pattern", fix="correct the expression") from error
+    if name == "math" and args.get("anywhere") == "last" and "boxed" in args:
+        raise UserError("reward 'math': boxed has no effect with anywhere = last", where=f"{where}.args.boxed",
+                        fix="remove it, or use anywhere = boxed")
     if name == "length" and args.get("buffer_tokens", 0) > args.get("max_tokens", math.inf):
         raise UserError(f"reward 'length': buffer_tokens = {args['buffer_tokens']} is more than max_tokens = "
                         f"{args['max_tokens']}", where=f"{where}.args.buffer_tokens",

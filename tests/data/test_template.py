@@ -214,3 +214,15 @@ def test_a_broken_tokenizer_file_is_refused(chat_folder, tmp_path):
     (folder / "tokenizer.json").write_text('{"version": ')
     with pytest.raises(UserError, match="cannot be read"):
         load_tokenizer(folder)
+
+
+def test_tags_that_the_text_leaves_out_are_refused(chat_tokenizer):
+    """The text of a completion has no special tokens, which some models make of their thinking's tags."""
+    chat_tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]"]})
+    chat_tokenizer.add_tokens(["<think>"])
+    template = PromptTemplate(chat_tokenizer)
+    ids = chat_tokenizer("<think>[THINK]", add_special_tokens=False)["input_ids"]
+    assert len(ids) == 2 and template.decode(ids) == "<think>"
+    template.check_visible(["<think>"])
+    with pytest.raises(UserError, match=r"has \[THINK\] as special tokens"):
+        template.check_visible(["[THINK]", "[/THINK]"])

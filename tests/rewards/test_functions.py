@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import time
 from decimal import Decimal
 
 import pytest
 
 from launch.config.schema import Reward as RewardConfig
 from launch.errors import UserError
+from megatron_rl.rewards.final_answer import THINKING, after_thinking, boxes
 from megatron_rl.rewards.functions import exact_match, format_match, math_equivalence, overlong_penalty
 from megatron_rl.rewards.guards import check_guards, guard_cases
 from megatron_rl.rewards.load import load_rewards
 from megatron_rl.rewards.numbers import last_number, marked_number, parse_number
+from tests.patience import patient
 
 
 @pytest.mark.parametrize("completion, answer", [
@@ -91,7 +95,11 @@ def test_all_ways_to_write_a_half_are_equal(answer):
     ("\\boxed{72}", "long derivation, $\\boxed{72}$", 1.0),
     ("\\boxed{\\frac{\\sqrt{3}}{2}}", "$\\frac{\\sqrt{3}}{2}$", 1.0),
     ("\\boxed{0.333}", "1/3", 0.0), ("\\boxed{5}", "\\boxed{6}", 0.0),
-    ("\\boxed{4} \\boxed{5}", "5", 0.0), ("\\boxed{5} \\boxed{4}", "5", 0.0), ("\\boxed{4, 5}", "5", 0.0),
+    ("\\boxed{4} \\boxed{5}", "5", 1.0), ("\\boxed{5} \\boxed{4}", "5", 0.0), ("\\boxed{4, 5}", "5", 0.0),
+    ("\\boxed{5} \\boxed{" + "9" * 501 + "}", "5", 0.0), ("\\boxed{" + "9" * 501 + "} \\boxed{5}", "5", 1.0),
+    ("\\boxed{5} \\boxed{5", "5", 0.0), ("\\boxed{ is LaTeX. \\boxed{5}", "5", 1.0),
+    ("\\boxed {5}", "5", 1.0), ("\\\\boxed{5}", "5", 1.0), ("\\fbox{5}", "5", 1.0), ("\\unboxed{5}", "5", 0.0),
+    ("\\boxed{\\boxed{5}}", "5", 1.0), ("\\boxed{\\left\\{1,2\\right\\}}", "\\{1,2\\}", 1.0),
     ("\\boxed{4 \\text{ or } 5}", "5", 0.0), ("\\boxed{[0, 10]}", "5", 0.0), ("\\boxed{\\pm 5}", "5", 0.0),
     ("\\boxed{}", "5", 0.0), ("5", "5", 0.0), ("\\boxed{5", "5", 0.0), ("", "5", 0.0), ("\\boxed{x}", "5", 0.0),
     ("\\boxed{" + "(" * 300 + "5" + ")" * 300 + "}", "5", 0.0), ("\\boxed{4 | 5}", "5", 0.0),
@@ -107,6 +115,64 @@ def test_a_gold_answer_that_cannot_be_parsed_never_scores(answer):
     for completion in ("", "\\boxed{}", "\\boxed{5}", f"\\boxed{{{answer}}}"):
         with pytest.raises(ValueError, match="cannot be parsed"):
             math_equivalence(completion, answer)
+
+
+@pytest.mark.parametrize("completion, value", [
+    ("\\boxed{5} \\boxed{5.0}", 1.0), ("\\boxed{4} \\boxed{5}", 0.0), ("\\boxed{5} \\boxed{4}", 0.0),
+    ("\\boxed{5} \\boxed{5", 0.0), ("", 0.0), ("\\boxed{4}</think>\\boxed{5}", 1.0)])
+def test_all_boxes_must_be_right_if_asked(completion, value):
+    assert math_equivalence(completion, "5", boxed="all") == value
+
+
+# What a policy of Qwen3 or DeepSeek-R1 writes: their templates leave the thinking to it, or begin or end it in the
+# prompt (`enable_thinking=False`).
+QWEN3, R1, NO_THINKING = "<|im_start|>assistant\n", "<｜Assistant｜><think>\n", "assistant\n<think>\n\n</think>\n\n"
+THOUGHTS = [
+    (QWEN3, "<think>\nIs it @4@?\n</think>\n\n@5@", 1.0), (QWEN3, "<think>\n@5@\n</think>\n\n@4@", 0.0),
+    (QWEN3, "<think>\n@5@\n</think>\n\n", 0.0), (QWEN3, "<think>\nIs it @5@?", 0.0), (QWEN3, "@5@", 1.0),
+    (QWEN3, "<think>@4@</think>@4@<think>@4@</think>@5@", 1.0), (QWEN3, "<think>a</think>@5@<think>b", 0.0),
+    (R1, "Is it @4@?\n</think>\n\n@5@", 1.0), (R1, "It is @5@", 0.0), (R1, "@5@\n</think>\n\n", 0.0),
+    (R1, "<think>@4@</think>@5@", 1.0),
+    (NO_THINKING, "@5@", 1.0), (NO_THINKING, "@4@", 0.0),
+    ("Think between <think> and </think>.", "@5@", 1.0), ("Begin with <think>!\nassistant: ", "@5@", 1.0)]
+FORMS = [(math_equivalence, {}, "\\boxed{%s}"), (math_equivalence, {"boxed": "all"}, "\\boxed{%s}"),
+         (math_equivalence, {"anywhere": "last"}, "$%s$"), (exact_match, {}, "#### %s\n"),
+         (exact_match, {"anywhere": "last_number"}, "%s "), (exact_match, {"anywhere": "text"}, "%s")]
+
+
+@pytest.mark.parametrize("function, args, form", FORMS, ids=lambda value: str(value).split()[1:2] or str(value))
+@pytest.mark.parametrize("prompt, completion, value", THOUGHTS)
+def test_an_answer_comes_after_the_thinking(function, args, form, prompt, completion, value):
+    def written(text: str) -> str:
+        return re.sub("@(.)@", lambda found: form % found[1], text)
+
+    assert function(written(completion), "5", prompt=prompt, **args) == value
+    tags = {"<think>": "[THINK]", "</think>": "[/THINK]"}
+    other = [re.sub("</?think>", lambda found: tags[found[0]], text) for text in (prompt, completion)]
+    assert function(written(other[1]), "5", prompt=other[0], thinking=list(tags.values()), **args) == value
+
+
+def test_without_tags_everything_is_looked_at():
+    for completion, value in (("<think>\\boxed{5}", 1.0), ("\\boxed{4}</think>\\boxed{5}", 0.0)):
+        assert math_equivalence(completion, "5", prompt=R1, boxed="all", thinking=None) == value
+
+
+@pytest.mark.parametrize("text, contents", [
+    ("", []), ("no box", []), ("\\boxed{}", [""]), ("\\boxed{a}b\\boxed{ c }", ["a", "c"]), ("}\\boxed{a}}", ["a"]),
+    ("{\\boxed{a}", ["a"]), ("\\boxed{\\frac{1}{2}}", ["\\frac{1}{2}"]), ("\\boxed{a\\boxed{b}c}", ["a\\boxed{b}c"]),
+    ("\\boxed{a\\}b}", ["a\\}b"]), ("\\boxed{\\left\\{ 1 \\right.}", ["\\left\\{ 1 \\right."]), ("\\boxed{a", [""]),
+    ("\\boxed{a}\\boxed{b", ["a", ""]), ("\\boxed{a \\boxed{b}", ["b"]), ("\\boxed{a\\boxed{b", [""]),
+    ("\\boxed{a}\\boxed{\\boxed{b}", ["a", "b"])])
+def test_boxes(text, contents):
+    assert boxes(text) == contents
+
+
+@pytest.mark.parametrize("unit", ["\\boxed{", "\\", "{", "\\boxed", "\\boxed ", "\\boxed{}", "<think>", "</think>"])
+def test_no_text_takes_long(unit):
+    """A million characters, which take hours if the time grows with the square of the length."""
+    began = time.monotonic()
+    boxes(after_thinking(unit * (1_000_000 // len(unit)), "", THINKING))
+    assert time.monotonic() - began < patient(5)
 
 
 def test_math_last_expression():
@@ -129,7 +195,9 @@ def test_overlong_penalty_is_daps_piecewise_line():
 
 GUARDED = [{"function": "exact_match"}, {"function": "exact_match", "args": {"anywhere": "last_number"}},
            {"function": "exact_match", "args": {"anywhere": "text"}}, {"function": "math"},
-           {"function": "math", "args": {"anywhere": "last"}},
+           {"function": "math", "args": {"anywhere": "last"}}, {"function": "math", "args": {"boxed": "all"}},
+           {"function": "math", "args": {"thinking": None}},
+           *({"function": name, "args": {"thinking": ["[T]", "[/T]"]}} for name in ("math", "exact_match")),
            {"function": "length", "args": {"max_tokens": 20, "buffer_tokens": 5}}]
 
 
@@ -143,10 +211,10 @@ def test_guards_pass_and_cover_every_verdict(entry):
 
 
 @pytest.mark.parametrize("broken, why", [
-    (lambda completion, answer: 1.0, "wrong|cheat"),
-    (lambda completion, answer: 0.0, "right"),
-    (lambda completion, answer: float((answer or "-").split()[-1] in completion.replace(",", "")), "wrong|cheat"),
-    (lambda completion, answer: float((answer or "").strip()[-2:] == completion[-2:]), "right|cheat|refused"),
+    (lambda completion, answer, **_: 1.0, "wrong|cheat"),
+    (lambda completion, answer, **_: 0.0, "right"),
+    (lambda completion, answer, **_: float((answer or "-").split()[-1] in completion.replace(",", "")), "wrong|cheat"),
+    (lambda completion, answer, **_: float((answer or "").strip()[-2:] == completion[-2:]), "right|cheat|refused"),
 ])
 def test_guards_catch_a_broken_grader(monkeypatch, broken, why):
     """What a changed dependency could do to a built-in: always right, never right, substring, last characters."""

@@ -39,6 +39,15 @@ def test_args_win_over_columns():
     assert reward(Sample("", "", "how far?", {"unit": "miles"}, "length", 2)) == 2.0
 
 
+def test_a_column_is_no_argument_of_a_built_in():
+    """Data sets of reasoning have columns such as `thinking`, and one may be called like any argument."""
+    columns = {"thinking": ["5", "6"], "anywhere": "text", "prompt": "<think>", "pattern": ".*"}
+    (reward,) = load({"function": "exact_match"}, columns=list(columns))
+    assert reward(Sample("#### 5", "5", columns=columns)) == 1.0
+    with pytest.raises(UserError, match="needs pattern"):
+        load({"function": "format"}, columns=list(columns))
+
+
 def test_names_stay_apart_where_a_function_is_used_twice():
     rewards = load({"function": "format", "args": {"pattern": "a"}}, {"function": "format", "args": {"pattern": "b"}})
     assert [reward.name for reward in rewards] == ["format", "format#2"]
@@ -72,6 +81,10 @@ BAD = [
     ({"function": "format"}, "functions.1.args", "functions.1.args.pattern"),
     ({"function": "format", "args": {"pattern": "("}}, "functions.1.args.pattern", "correct the expression"),
     ({"function": "math", "args": {"anywhere": "box"}}, "functions.1.args.anywhere", "'boxed' or 'last'"),
+    ({"function": "math", "args": {"boxed": "first"}}, "functions.1.args.boxed", "'last' or 'all'"),
+    ({"function": "math", "args": {"anywhere": "last", "boxed": "all"}}, "functions.1.args.boxed", "anywhere = boxed"),
+    ({"function": "math", "args": {"thinking": "</think>"}}, "functions.1.args.thinking", "'str' instances"),
+    ({"function": "exact_match", "args": {"thinking": ["</think>"]}}, "functions.1.args.thinking", "2 items"),
     ({"function": "length", "args": {"max_tokens": "9", "buffer_tokens": 1}}, "functions.1.args.max_tokens",
      "integer"),
     ({"function": "length", "args": {"max_tokens": 0, "buffer_tokens": 1}}, "functions.1.args.max_tokens",
