@@ -2,6 +2,7 @@
 
     roll out -> reward -> advantage -> (old, reference, teacher log-probs) -> update -> weight sync -> eval, save
 
+Log-probs of the trainer stay on its ranks.
 The actors behind `Job` do all heavy work. This process needs neither torch nor vLLM.
 """
 
@@ -11,7 +12,6 @@ import asyncio
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from launch import envvars
 from launch.config.checks import cautions
@@ -21,13 +21,13 @@ from launch.run.attempts import Attempt
 from launch.run.components import Failure, await_silently_lost, first_failure
 from launch.run.outcome import Groups, Outcome, write_outcome
 from launch.run.stop import stop_requested
-from megatron_rl.algorithms.batch import batch_statistics, build_policy_batches, in_epochs
+from megatron_rl.algorithms.batch import batch_statistics, build_policy_batches
 from megatron_rl.data import carried
 from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.driver import component, step_metrics
 from megatron_rl.driver.clock import StepClock
 from megatron_rl.driver.cluster import death_reason
-from megatron_rl.driver.job import Job
+from megatron_rl.driver.job import Job, PlacedBatch
 from megatron_rl.driver.start import start_actors
 from megatron_rl.driver.state import RunState, newest_checkpoint, refuse_old_export
 from megatron_rl.layouts.step_folder import checkpoint_folder
@@ -135,14 +135,14 @@ async def take_step(job: Job, state: RunState, clock: StepClock, monitor: Monito
     batch = await job.batch(step)
     state.taken(batch.heard)
     statistics = batch_statistics(batch.groups, batch.rewards, config.algorithm)
-    batches = policy_batches(config, batch.rest, step)
+    batches = [job.place(each) for each in policy_batches(config, batch.rest, step)]
     waited = await settle_disk(job, clock, monitor)
     with clock.span("log-prob"):
-        batches = [await with_fixed_logprobs(job, each) for each in batches]
-    batches = in_epochs(batches, config.algorithm.epochs)
-    last: Sequence[PolicyBatch | None] = batches or [None]      # None: parts have all that can be trained
-    with clock.span("train", f"{len(last)} update(s)"):
-        updates = [await job.update(step, each) for each in last]
+        for each in batches:
+            await keep_fixed_logprobs(job, each)
+    order: Sequence[PlacedBatch | None] = batches * config.algorithm.epochs or [None]   # None: parts have all there is
+    with clock.span("train", f"{len(order)} update(s)"):
+        updates = [await job.update(step, each, index, more=index + 1 < len(order)) for index, each in enumerate(order)]
     control_staleness(state, step, batch.bound, updates, monitor)
     report = await job.sync(step, state.staleness.now)
     state.trained(step, [group.prompt for group in batch.groups],
@@ -178,10 +178,11 @@ def policy_batches(config: ResolvedConfig, scored: ScoredGroups, step: int) -> l
 async def accumulate(job: Job, clock: StepClock, batches: Sequence[PolicyBatch]) -> None:
     """Run forward and backward on a part of the batch (`algorithm.overlap`). The weights do not change."""
     for batch in batches:
+        placed = job.place(batch)
         with clock.span("log-prob"):
-            batch = await with_fixed_logprobs(job, batch)
+            await keep_fixed_logprobs(job, placed)
         with clock.span("train", f"{len(batch.lengths_B)} sequences"):
-            await job.accumulate(batch)
+            await job.accumulate(placed)
 
 
 async def settle_disk(job: Job, clock: StepClock, monitor: Monitor, phase: str = "disk") -> dict[str, float]:
@@ -197,16 +198,15 @@ async def settle_disk(job: Job, clock: StepClock, monitor: Monitor, phase: str =
     return {"time/disk": clock.last(phase)}
 
 
-async def with_fixed_logprobs(job: Job, batch: PolicyBatch) -> PolicyBatch:
-    """Add the log-probs that stay fixed during the update: proximal, reference and teacher."""
+async def keep_fixed_logprobs(job: Job, batch: PlacedBatch) -> None:
+    """Let the ranks compute the log-probs that stay fixed during the update: proximal, reference and teacher."""
     algorithm = job.config.algorithm
     if algorithm.old_logprobs == "recompute":
-        batch = replace(batch, old_logprobs_N=await job.logprobs(batch, "policy"))
+        await job.keep_logprobs(batch, "policy")
     if algorithm.kl.beta > 0:
-        batch = replace(batch, reference_logprobs_N=await job.logprobs(batch, "reference"))
+        await job.keep_logprobs(batch, "reference")
     if algorithm.distillation.teacher is not None:
-        batch = replace(batch, teacher_logprobs_N=await job.logprobs(batch, "teacher"))
-    return batch
+        await job.keep_logprobs(batch, "teacher")
 
 
 async def evaluate(job: Job, state: RunState, clock: StepClock) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -67,8 +67,7 @@ def build_policy_batches(groups: Sequence[Group], rewards: Sequence[np.ndarray],
         version: the version of the trainer's weights, from which the ages of tokens count.
     Returns:
         The mini-batches. Sizes differ by at most one group. There are fewer than `updates_per_batch` mini-batches if
-        fewer groups were kept. `extras` holds `group_B` (the group's place in `groups`), `reward_B`, `kept_B` and
-        `update_index` (from 0).
+        fewer groups were kept. `extras` holds `group_B` (the group's place in `groups`), `reward_B` and `kept_B`.
     Raises:
         ValueError: there are fewer groups than updates, the rewards do not match the groups, or a token was sampled by
             a version after `version`.
@@ -79,11 +78,8 @@ def build_policy_batches(groups: Sequence[Group], rewards: Sequence[np.ndarray],
         return []
     advantages = _advantages(usable, config)
     shares = np.array_split(np.arange(len(usable)), min(config.updates_per_batch, len(usable)))
-    batches = [_mini_batch([(usable[u], advantages[u]) for u in share], config, max_new_tokens, version)
-               for share in shares]
-    for index, batch in enumerate(batches):
-        batch.extras["update_index"] = index
-    return batches
+    return [_mini_batch([(usable[u], advantages[u]) for u in share], config, max_new_tokens, version)
+            for share in shares]
 
 
 def batch_statistics(groups: Sequence[Group], rewards: Sequence[np.ndarray], config: Algorithm) -> BatchStatistics:
@@ -110,13 +106,6 @@ def batch_statistics(groups: Sequence[Group], rewards: Sequence[np.ndarray], con
         truncated=float(np.mean([trajectory.finish_reason == "length" for trajectory in trajectories])),
         masked=float(np.mean([not _kept(trajectory, config) for trajectory in trajectories])),
     )
-
-
-def in_epochs(batches: Sequence[PolicyBatch], epochs: int) -> list[PolicyBatch]:
-    """The mini-batches in the order of the updates: all of them in each epoch, in the same order. `update_index` counts
-    on over the epochs; what is fixed during the updates (old and reference log-probs) is shared."""
-    return [replace(batch, extras={**batch.extras, "update_index": epoch * len(batches) + index})
-            for epoch in range(epochs) for index, batch in enumerate(batches)]
 
 
 @dataclass(frozen=True)

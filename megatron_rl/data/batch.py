@@ -99,14 +99,11 @@ class PolicyBatch:
     ages_N: np.ndarray
     """int32: number of versions by which the trainer's weights at the start of the step are ahead of those that sampled
     the token. 0: the same weights. 0 for tokens that were not sampled."""
-    old_logprobs_N: np.ndarray | None = None
-    """float32 proximal log-probs, or None (see `algorithm.old_logprobs`)."""
-    reference_logprobs_N: np.ndarray | None = None
-    """float32, or None if `algorithm.kl.beta` is 0."""
-    teacher_logprobs_N: np.ndarray | None = None
-    """float32, or None without `algorithm.distillation.teacher`."""
     normaliser: float = 1.0
     """Divides the loss and its gradient. The normalisers of the parts of a batch add up."""
+    number: int = 0
+    """Tells the batches of a run apart: a training rank finds by it the log-probs that it keeps for the batch
+    (`megatron_rl.trainer.fixed_logprobs`)."""
     extras: dict = field(default_factory=dict)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Callable
+from typing import Callable
 
 import numpy as np
 import torch
@@ -42,12 +42,6 @@ class Predictions:
     """float32."""
     behaviour_logprobs_P: torch.Tensor
     """float32."""
-    old_logprobs_P: torch.Tensor | None
-    """float32 or None, as in the batch."""
-    reference_logprobs_P: torch.Tensor | None
-    """float32 or None, as in the batch."""
-    teacher_logprobs_P: torch.Tensor | None
-    """float32 or None, as in the batch."""
     ages_P: torch.Tensor
     """int64, as in the batch."""
     positions_P: torch.Tensor
@@ -60,9 +54,7 @@ class Predictions:
 
     def map(self, function: Mapping) -> Predictions:
         """Apply a function to every tensor."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        mapped: dict[str, Any] = {name: None if x is None else function(x) for name, x in values.items()}
-        return Predictions(**mapped)
+        return Predictions(**{field.name: function(getattr(self, field.name)) for field in fields(self)})
 
 
 @dataclass(frozen=True)
@@ -80,10 +72,13 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch with its tensors on another device."""
-        def move(x: torch.Tensor) -> torch.Tensor:
-            return x.to(device, non_blocking=True)
-        return replace(self, tokens_T=move(self.tokens_T), positions_T=move(self.positions_T),
-                       predictions=self.predictions.map(move))
+        return replace(self, tokens_T=to_device(self.tokens_T, device), positions_T=to_device(self.positions_T, device),
+                       predictions=self.predictions.map(lambda x: to_device(x, device)))
+
+
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device. The host does not wait for a GPU that copies from pinned memory."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def pack(batch: PolicyBatch, units: tuple[Unit, ...], *, multiple: int = 1, length: int | None = None, cp: int = 1,
@@ -213,15 +208,10 @@ def _predictions(batch: PolicyBatch, sequences: _Sequences, rows_P: np.ndarray, 
     def values(values_N: np.ndarray, dtype: type = np.float32) -> torch.Tensor:
         return torch.from_numpy(np.where(real_P, values_N[index_P], 0).astype(dtype))
 
-    def given(values_N: np.ndarray | None) -> torch.Tensor | None:
-        return None if values_N is None else values(values_N)
-
     return Predictions(
         rows_P=torch.from_numpy(rows_P), labels_P=values(batch.tokens_N, np.int64),
         weights_P=values(batch.loss_weights_N), advantages_P=values(batch.advantages_N),
-        behaviour_logprobs_P=values(batch.behaviour_logprobs_N), old_logprobs_P=given(batch.old_logprobs_N),
-        reference_logprobs_P=given(batch.reference_logprobs_N),
-        teacher_logprobs_P=given(batch.teacher_logprobs_N), ages_P=values(batch.ages_N, np.int64),
+        behaviour_logprobs_P=values(batch.behaviour_logprobs_N), ages_P=values(batch.ages_N, np.int64),
         positions_P=torch.from_numpy(np.where(real_P, position_P, 0)),
         sequence_P=torch.from_numpy(np.where(real_P, place_B[number_P], 0)), index_P=torch.from_numpy(index_P))
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from launch.run import faults
 from launch.run.components import component, register_children
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
     from megatron_rl.rewards.sample import Sample, Score
     from megatron_rl.rollout.engine import RolloutEngine
     from megatron_rl.rollout.sampling import Sampling
+    from megatron_rl.trainer.fixed_logprobs import Model
     from megatron_rl.trainer.trainer import MegatronTrainer
     from megatron_rl.weight_sync.ends.sender import WeightSender
     from megatron_rl.weight_sync.plan.copies import Destination, Source
@@ -78,13 +77,13 @@ class TrainerActor:
         self.trainer.accumulate(batch)
 
     @guarded
-    def update(self, step: int, batch: PolicyBatch | None) -> dict[str, float]:
+    def update(self, step: int, batch: PolicyBatch | None, index: int, more: bool) -> dict[str, float]:
         faults.strike(self.name, "update", step)
-        return self.trainer.update(batch)
+        return self.trainer.update(batch, index, more)
 
     @guarded
-    def logprobs(self, batch: PolicyBatch, model: Literal["policy", "reference", "teacher"]) -> np.ndarray:
-        return self.trainer.logprobs(batch, model)
+    def keep_logprobs(self, batch: PolicyBatch, model: Model) -> None:
+        self.trainer.keep_logprobs(batch, model)
 
     @guarded
     def export(self, folder: str, part: Part) -> Exported:

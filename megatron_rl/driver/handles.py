@@ -71,7 +71,7 @@ class RemoteTrainer(Handle):
     save_checkpoint = verb(TrainerActor.save_checkpoint)
     accumulate = verb(TrainerActor.accumulate)
     update = verb(TrainerActor.update)
-    logprobs = verb(TrainerActor.logprobs)
+    keep_logprobs = verb(TrainerActor.keep_logprobs)
     export = verb(TrainerActor.export)
     sync_describe = verb(TrainerActor.sync_describe)
     sync_open = verb(TrainerActor.sync_open)

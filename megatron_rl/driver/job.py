@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import ray
 
 from launch.run.attempts import Attempt
@@ -37,6 +38,9 @@ from megatron_rl.weight_sync.coordinator import Endpoint, SyncCoordinator
 from megatron_rl.weight_sync.disk import VersionsOnDisk, WrittenVersion, write_folder
 from megatron_rl.weight_sync.protocol import SyncError, SyncReport
 
+if TYPE_CHECKING:
+    from megatron_rl.trainer.fixed_logprobs import Model
+
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
@@ -46,6 +50,14 @@ STOP_S = 180.0
 """How long the actors may take to close, independent of `run.deadline_s`."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 """An engine with an untied head loads the head from the trainer's embedding."""
+
+
+@dataclass(frozen=True)
+class PlacedBatch:
+    """A batch in Ray's store. A node fetches it once, and all its ranks read that copy."""
+
+    stored: PolicyBatch
+    """For the type checker. It is a reference, which only a call of an actor turns into the batch."""
 
 
 class Job:
@@ -70,6 +82,7 @@ class Job:
         self._writers = dict(enumerate(self._trainers))
         self._disk = VersionsOnDisk(self._writers, attempt.weights, self.config.weight_sync.disk.keep)
         self._writing: asyncio.Task[WrittenVersion] | None = None
+        self._numbers = itertools.count()
 
     async def __aenter__(self) -> Job:
         return self
@@ -173,22 +186,23 @@ class Job:
         scores = (score for part in parts.values() for score in part)
         return [[next(scores) for _ in group.trajectories] for group in groups]
 
-    async def logprobs(self, batch: PolicyBatch, model: Literal["policy", "reference", "teacher"]) -> np.ndarray:
-        """Compute the log-probs of the batch's tokens under a model of the trainer, float32 [N]."""
-        batch = shared(batch)
-        answers = await gather({rank.name: rank.logprobs(batch, model) for rank in self._trainers}, "logprobs")
-        return next(iter(answers.values()))
+    def place(self, batch: PolicyBatch) -> PlacedBatch:
+        """Put a batch into Ray's store, once for all passes over it."""
+        return PlacedBatch(shared(replace(batch, number=next(self._numbers))))
 
-    async def accumulate(self, batch: PolicyBatch) -> None:
+    async def keep_logprobs(self, batch: PlacedBatch, model: Model) -> None:
+        """Let every rank compute its log-probs of a batch under a model, and keep them for the updates on it."""
+        await gather({rank.name: rank.keep_logprobs(batch.stored, model) for rank in self._trainers}, "logprobs")
+
+    async def accumulate(self, batch: PlacedBatch) -> None:
         """Add the gradient of a part of the next optimizer step's batch."""
-        batch = shared(batch)
-        await gather({rank.name: rank.accumulate(batch) for rank in self._trainers}, "accumulate")
+        await gather({rank.name: rank.accumulate(batch.stored) for rank in self._trainers}, "accumulate")
 
-    async def update(self, step: int, batch: PolicyBatch | None) -> Mapping[str, float]:
+    async def update(self, step: int, batch: PlacedBatch | None, index: int, more: bool) -> Mapping[str, float]:
         """Take one optimizer step on what was accumulated and on a last part, if there is one. Every rank returns the
-        same metrics."""
-        batch = shared(batch)
-        answers = await gather({rank.name: rank.update(step, batch) for rank in self._trainers}, "update")
+        same metrics. For `index` and `more` see `MegatronTrainer.update`."""
+        stored = None if batch is None else batch.stored
+        answers = await gather({rank.name: rank.update(step, stored, index, more) for rank in self._trainers}, "update")
         return next(iter(answers.values()))
 
     async def sync(self, version: int, max_staleness: int) -> SyncReport:

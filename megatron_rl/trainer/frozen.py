@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from launch.config.resolved import ResolvedTrainer
 from launch.plan.plan import Plan
 from megatron_rl.data.batch import PolicyBatch
+from megatron_rl.data.schedule import Schedule
 from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
 from megatron_rl.layouts.megatron import Implementation, canonical_tensors, megatron_layout
 from megatron_rl.trainer.model import build_model, named_parameters
@@ -38,10 +38,10 @@ class FrozenModel:
         if self._host is not None:
             self._point_at_host()
 
-    def logprobs(self, batch: PolicyBatch, temperature: float) -> np.ndarray:
-        """Log-probs of the sampled tokens under the model: float32 [N] on every rank, 0 for other tokens."""
+    def logprobs(self, batch: PolicyBatch, temperature: float, schedule: Schedule) -> list[torch.Tensor]:
+        """Log-probs of this rank's predictions under the model, see `run_logprobs`."""
         with self._on_device():
-            return run_logprobs(self.chunks, self.plan, batch, temperature)
+            return run_logprobs(self.chunks, self.plan, batch, temperature, schedule)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:

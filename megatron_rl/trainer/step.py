@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Callable, Iterator, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from megatron.core.utils import get_model_config
 from launch.plan.plan import Plan
 from megatron_rl.algorithms.sequences import Sequences
 from megatron_rl.data.batch import PolicyBatch
-from megatron_rl.data.packing import MicroBatch, Predictions, pack
+from megatron_rl.data.packing import MicroBatch, Predictions, pack, to_device
 from megatron_rl.data.schedule import InputTokens, Schedule, make_schedule
 from megatron_rl.trainer import cpu
 from megatron_rl.trainer.logprobs import vocab_parallel_logprobs
@@ -24,9 +25,16 @@ from megatron_rl.trainer.model import select_output_rows
 from megatron_rl.trainer.packed_attention import plan_documents
 from megatron_rl.trainer.parallel import device_of_rank
 
+FixedArguments = Mapping[str, Sequence[torch.Tensor]]
+"""By argument of the objective (`old_logprobs_T`): the log-probs of each micro-batch of this rank, float32 [P]. Without
+values on a stage without logits."""
+
 # Micro-batches are padded to one length, so that the pipeline need not exchange shapes before each exchange of
 # activations, unless this would add more than this share of tokens.
 _MOST_PADDING = 0.25
+
+
+_NOT_FIXED = dict.fromkeys(("old_logprobs_T", "reference_logprobs_T", "teacher_logprobs_T"))
 
 
 class Objective(Protocol):
@@ -49,7 +57,7 @@ def schedule_of(batch: PolicyBatch, plan: Plan) -> Schedule:
 
 
 def run_step(chunks: list, plan: Plan, batch: PolicyBatch, objective: Objective, temperature: float,
-             schedule: Schedule | None = None) -> dict[str, float]:
+             schedule: Schedule | None = None, fixed: FixedArguments | None = None) -> dict[str, float]:
     """Add this rank's share of the gradient of the objective over a batch, or over a part of it.
 
     Afterwards, `param.main_grad` holds what it held before, plus d(sum over the rank's micro-batches of the
@@ -59,82 +67,82 @@ def run_step(chunks: list, plan: Plan, batch: PolicyBatch, objective: Objective,
         chunks: model chunks of this rank, wrapped in Megatron's DDP.
         batch: the global batch or part, equal on every rank.
         schedule: default `schedule_of(batch, plan)`.
+        fixed: log-probs of `run_logprobs` under the same schedule, which the objective takes.
 
     Returns:
         The objective's sums over `batch` (maxima if the name ends in `_max`) and `train/loss`, the sum of its losses,
         equal on every rank.
     """
-    sums: list[dict[str, torch.Tensor]] = []
+    fixed, sums = fixed or {}, []
 
-    def loss_of(logits_PV: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    def loss_of(logits_PV: torch.Tensor, micro: MicroBatch, index: int) -> torch.Tensor:
         predictions = micro.predictions
         logprobs_P, entropy_P = _logprobs(logits_PV, predictions, plan, temperature)
         loss, parts = objective(
             logprobs_T=logprobs_P, entropy_T=entropy_P, advantages_T=predictions.advantages_P,
             weights_T=predictions.weights_P, behaviour_logprobs_T=predictions.behaviour_logprobs_P,
-            old_logprobs_T=predictions.old_logprobs_P, reference_logprobs_T=predictions.reference_logprobs_P,
-            teacher_logprobs_T=predictions.teacher_logprobs_P, ages_T=predictions.ages_P,
-            positions_T=predictions.positions_P,
-            sequences=Sequences(predictions.sequence_P, micro.sequences, _add_over_context_parallel))
+            ages_T=predictions.ages_P, positions_T=predictions.positions_P,
+            sequences=Sequences(predictions.sequence_P, micro.sequences, _add_over_context_parallel),
+            **_NOT_FIXED | {argument: values[index] for argument, values in fixed.items()})
         sums.append({name: value.detach() for name, value in {"train/loss": loss, **parts}.items()})
         return loss
 
     _run(chunks, plan, batch, schedule or schedule_of(batch, plan), loss_of, forward_only=False)
-    return _reduce(sums, objective, batch)
+    return _reduce(sums, objective, fixed)
 
 
 @torch.no_grad()
 def run_logprobs(chunks: list, plan: Plan, batch: PolicyBatch, temperature: float,
-                 schedule: Schedule | None = None) -> np.ndarray:
-    """Log-probs of every sampled token under the model, without gradients.
+                 schedule: Schedule | None = None) -> list[torch.Tensor]:
+    """Log-probs of this rank's predictions under the model, without gradients: log p(token | previous tokens).
 
     Returns:
-        float32 [N] on every rank, in the batch's order: log p(token | previous tokens), 0 for tokens that were not
-        sampled.
+        float32 [P] of each micro-batch of the schedule, in the order of `Predictions`; without meaning at a
+        placeholder. Empty on a stage without logits.
     """
-    values_N = torch.zeros(len(batch.tokens_N), device=device_of_rank())
+    values: dict[int, torch.Tensor] = {}
 
-    def record(logits_PV: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        predictions = micro.predictions
-        logprobs_P, _ = _logprobs(logits_PV, predictions, plan, temperature)
-        if parallel_state.get_tensor_model_parallel_rank() == 0:
-            real_P = predictions.index_P >= 0
-            values_N[predictions.index_P[real_P]] = logprobs_P[real_P]
-        return logprobs_P.sum()
+    def record(logits_PV: torch.Tensor, micro: MicroBatch, index: int) -> torch.Tensor:
+        values[index], _ = _logprobs(logits_PV, micro.predictions, plan, temperature)
+        return values[index].sum()
 
     _run(chunks, plan, batch, schedule or schedule_of(batch, plan), record, forward_only=True)
-    # Each token was written by exactly one rank and one stage.
-    dist.all_reduce(values_N)
-    return values_N.cpu().numpy()
+    return [values[index] for index in sorted(values)]
 
 
 def _run(chunks: list, plan: Plan, batch: PolicyBatch, schedule: Schedule,
-         loss_of: Callable[[torch.Tensor, MicroBatch], torch.Tensor], forward_only: bool) -> None:
+         loss_of: Callable[[torch.Tensor, MicroBatch, int], torch.Tensor], forward_only: bool) -> None:
     """Run this rank's micro-batches of the schedule through the pipeline once."""
     training = plan.training
     config = get_model_config(chunks[0])
     length = _padded_length(schedule, batch, plan)
     config.variable_seq_lengths = length is None and training.pp > 1
-    mine = schedule[parallel_state.get_data_parallel_rank()]
-    device, cp_rank = device_of_rank(), parallel_state.get_context_parallel_rank()
+    count, device = len(schedule[parallel_state.get_data_parallel_rank()]), device_of_rank()
 
     # Each virtual stage asks for each micro-batch, with at most PP x VPP others between the first and the last.
     @functools.lru_cache(maxsize=2 * training.pp * training.vpp)
     def packed(index: int) -> tuple[MicroBatch, PackedSeqParams]:
-        micro = pack(batch, mine[index], multiple=plan.batch.sequence_multiple, length=length, cp=training.cp,
-                     cp_rank=cp_rank, predict_everywhere=training.sequence_parallel).to(device)
-        return micro, _packed_seq_params(micro, training.cp, cp_rank)
+        micro = micro_batch(plan, batch, schedule, index, length).to(device)
+        return micro, _packed_seq_params(micro, training.cp, parallel_state.get_context_parallel_rank())
 
     def forward(indices: Iterator[int], chunk: torch.nn.Module):
-        micro, params = packed(next(indices))
+        index = next(indices)
+        micro, params = packed(index)
         select_output_rows(chunk, micro.predictions.rows_P)
         output = chunk(micro.tokens_T[None], micro.positions_T[None], None, packed_seq_params=params)
-        return output, lambda logits_1PV: (loss_of(logits_1PV.squeeze(0), micro), _no_tokens(), {})
+        return output, lambda logits_1PV: (loss_of(logits_1PV.squeeze(0), micro, index), _no_tokens(), {})
 
     get_forward_backward_func()(
-        forward_step_func=forward, data_iterator=[iter(range(len(mine))) for _ in chunks], model=chunks,
-        num_microbatches=len(mine), seq_length=length or 1, micro_batch_size=1, forward_only=forward_only)
+        forward_step_func=forward, data_iterator=[iter(range(count)) for _ in chunks], model=chunks,
+        num_microbatches=count, seq_length=length or 1, micro_batch_size=1, forward_only=forward_only)
     cpu.finish_sends()
+
+
+def micro_batch(plan: Plan, batch: PolicyBatch, schedule: Schedule, index: int, length: int | None) -> MicroBatch:
+    """This rank's micro-batch of a schedule, in host memory. `length`: see `_padded_length`."""
+    return pack(batch, schedule[parallel_state.get_data_parallel_rank()][index], multiple=plan.batch.sequence_multiple,
+                length=length, cp=plan.training.cp, cp_rank=parallel_state.get_context_parallel_rank(),
+                predict_everywhere=plan.training.sequence_parallel)
 
 
 def _padded_length(schedule: Schedule, batch: PolicyBatch, plan: Plan) -> int | None:
@@ -154,8 +162,8 @@ def _packed_seq_params(micro: MicroBatch, cp: int, cp_rank: int) -> PackedSeqPar
         raise ValueError("documents that share a prefix need the CPU's attention: Transformer Engine's does not "
                          "support prefixes")
     lengths = micro.documents.lengths_D
-    cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-    cu_seqlens = cu_seqlens.to(micro.tokens_T.device)
+    cu_seqlens = to_device(torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
+                           micro.tokens_T.device)
     longest = int(lengths.max())
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
                            cu_seqlens_q_padded=cu_seqlens, cu_seqlens_kv_padded=cu_seqlens, max_seqlen_q=longest,
@@ -181,12 +189,12 @@ def _no_tokens() -> torch.Tensor:
 
 
 def _reduce(parts_of_micro: list[dict[str, torch.Tensor]], objective: Objective,
-            batch: PolicyBatch) -> dict[str, float]:
+            fixed: FixedArguments) -> dict[str, float]:
     """Combine over micro-batches and DP x CP, for every rank, with one collective of a few numbers.
 
     Only the last stage has seen the objective. The others learn its names from a call with one token of weight 0.
     """
-    names = list(parts_of_micro[0] if parts_of_micro else _names(objective, batch))
+    names = list(parts_of_micro[0] if parts_of_micro else _names(objective, fixed))
     maxima = torch.tensor([name.endswith("_max") for name in names], device=device_of_rank())
     mine = torch.where(maxima, -torch.inf, torch.zeros(len(names), dtype=torch.float64, device=device_of_rank()))
     if parts_of_micro and parallel_state.get_tensor_model_parallel_rank() == 0:
@@ -200,13 +208,10 @@ def _combine(rows: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
     return torch.where(maxima, rows.amax(0), torch.where(maxima, 0.0, rows).sum(0))
 
 
-def _names(objective: Objective, batch: PolicyBatch) -> list[str]:
+def _names(objective: Objective, fixed: FixedArguments) -> list[str]:
     zero = torch.zeros(1, device=device_of_rank())
     first = zero.long()
     _, parts = objective(
-        logprobs_T=zero, entropy_T=zero, advantages_T=zero, weights_T=zero, behaviour_logprobs_T=zero,
-        old_logprobs_T=None if batch.old_logprobs_N is None else zero,
-        reference_logprobs_T=None if batch.reference_logprobs_N is None else zero,
-        teacher_logprobs_T=None if batch.teacher_logprobs_N is None else zero, ages_T=first, positions_T=first,
-        sequences=Sequences(first, 1))
+        logprobs_T=zero, entropy_T=zero, advantages_T=zero, weights_T=zero, behaviour_logprobs_T=zero, ages_T=first,
+        positions_T=first, sequences=Sequences(first, 1), **_NOT_FIXED | dict.fromkeys(fixed, zero))
     return ["train/loss", *parts]

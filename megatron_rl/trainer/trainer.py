@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from launch.plan.plan import Plan
 from megatron_rl.algorithms.mismatch import means
 from megatron_rl.algorithms.objective import token_objective
 from megatron_rl.data.batch import PolicyBatch
+from megatron_rl.data.schedule import Schedule
 from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
 from megatron_rl.layouts.hf_write import Exporter, export_part
 from megatron_rl.layouts.megatron import Implementation, canonical_tensors, megatron_layout
@@ -31,6 +32,7 @@ from megatron_rl.layouts.step_folder import Exported, Part, changed_since
 from megatron_rl.layouts.tiles import ParamLayout
 from megatron_rl.trainer import cpu, rng
 from megatron_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
+from megatron_rl.trainer.fixed_logprobs import FixedLogprobs, Model
 from megatron_rl.trainer.frozen import FrozenModel, copy_of, read_from
 from megatron_rl.trainer.initial_weights import draw_layout
 from megatron_rl.trainer.model import DTYPES, build_model, named_parameters, sum_model_grads
@@ -72,6 +74,7 @@ class MegatronTrainer:
         self._teacher: FrozenModel | None = None
         self._parts: list[_Part] = []
         """The parts of the next optimizer step whose gradients are in Megatron's buffers."""
+        self._fixed = FixedLogprobs()
 
     def load_initial_weights(self) -> None:
         """Fill the policy from the model folder or from `run.seed`, freeze a copy as the reference if beta > 0, and
@@ -113,19 +116,23 @@ class MegatronTrainer:
         """
         if not self._parts:
             self.optimizer.zero_grad()
-        schedule = schedule_of(batch, self.plan)
+        schedule = self._schedule(batch)
         sums = run_step(self.optimizer.chunks, self.plan, batch, self._objective, self.config.rollout.temperature,
-                        schedule)
+                        schedule, self._fixed.arguments(batch))
         self._parts.append(_Part(sums, batch.normaliser, len(batch.lengths_B), len(schedule[0])))
 
-    def update(self, batch: PolicyBatch | None) -> dict[str, float]:
+    def update(self, batch: PolicyBatch | None, index: int = 0, more: bool = False) -> dict[str, float]:
         """Run one optimizer step on a batch: the parts that `accumulate` has had, and this last one if there is one.
         The gradient is that of the whole, up to the order of summation.
 
+        Args:
+            index: number of updates of the same rollout batch before this one.
+            more: another update of the same rollout batch follows. Without one, what `keep_logprobs` keeps is dropped.
+
         Returns:
             Metrics by the names in `megatron_rl.monitor.metrics`, equal on every rank. Without old log-probs,
-            `mismatch/*` and `drift/*` exist only for the first update of a rollout batch (`extras["update_index"]` 0 or
-            absent), because the weights then still are those of the step's start.
+            `mismatch/*` and `drift/*` exist only for the first update of a rollout batch, because the weights then
+            still are those of the step's start.
 
         Raises:
             UserError: a sequence exceeds the token budget, or gradients were not finite three times in a row.
@@ -138,26 +145,38 @@ class MegatronTrainer:
         result = self.optimizer.step()
         metrics = means(_together([part.sums for part in parts]))
         metrics["train/loss"] /= normaliser or 1.0
-        if batch is not None and batch.old_logprobs_N is None and batch.extras.get("update_index", 0) > 0:
+        if self.config.algorithm.old_logprobs != "recompute" and index > 0:
             metrics = {name: value for name, value in metrics.items()
                        if not name.startswith(("mismatch/", "drift/"))}
+        if not more:
+            self._fixed.forget()
         metrics["train/clip_fraction"] = metrics["train/clip_fraction_high"] + metrics["train/clip_fraction_low"]
         return metrics | {"train/grad_norm": result.grad_norm, "train/lr": result.learning_rate,
                           "train/skipped": float(not result.applied),
                           "train/sequences": float(sum(part.sequences for part in parts)),
                           "train/microbatches": float(sum(part.microbatches for part in parts))}
 
-    def logprobs(self, batch: PolicyBatch,
-                 model: Literal["policy", "reference", "teacher"] = "policy") -> np.ndarray:
-        """Log-probs of the sampled tokens at the sampling temperature: float32 [N] on every rank, 0 for others."""
-        temperature = self.config.rollout.temperature
+    def keep_logprobs(self, batch: PolicyBatch, model: Model) -> None:
+        """Compute log-probs that stay fixed during the updates of a batch, and keep them for these: of the policy as it
+        is now (`algorithm.old_logprobs: recompute`), of the reference or of the teacher."""
+        schedule = self._schedule(batch)
+        self._fixed.put(batch, schedule, model, self.logprobs(batch, model, schedule))
+
+    def logprobs(self, batch: PolicyBatch, model: Model = "policy",
+                 schedule: Schedule | None = None) -> list[torch.Tensor]:
+        """Log-probs of this rank's predictions at the sampling temperature, see `run_logprobs`."""
+        temperature, schedule = self.config.rollout.temperature, schedule or schedule_of(batch, self.plan)
         if model == "policy":
-            return run_logprobs(self.optimizer.chunks, self.plan, batch, temperature)
+            return run_logprobs(self.optimizer.chunks, self.plan, batch, temperature, schedule)
         frozen = self._reference if model == "reference" else self._teacher
         if frozen is None:
             key = "algorithm.kl.beta is 0" if model == "reference" else "algorithm.distillation.teacher is null"
             raise RuntimeError(f"there is no {model} model: {key}, or no weights have been loaded")
-        return frozen.logprobs(batch, temperature)
+        return frozen.logprobs(batch, temperature, schedule)
+
+    def _schedule(self, batch: PolicyBatch) -> Schedule:
+        """One schedule for all passes over a batch, computed once."""
+        return self._fixed.schedule(batch) or schedule_of(batch, self.plan)
 
     def layout(self) -> list[ParamLayout]:
         """Layout of this rank's parameters, as tiles of the Hugging Face tensors."""

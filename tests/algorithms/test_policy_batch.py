@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from launch.config.schema import Algorithm
 from launch.errors import UserError
 from megatron_rl.algorithms.advantages import group_advantages
-from megatron_rl.algorithms.batch import NothingToLearn, batch_statistics, build_policy_batches, in_epochs
+from megatron_rl.algorithms.batch import NothingToLearn, batch_statistics, build_policy_batches
 from megatron_rl.data.batch import Group, Prompt, Trajectory
 
 LIMIT, VERSION = 6, 1
@@ -90,7 +88,6 @@ def test_mini_batches_are_whole_groups_each_with_its_own_normaliser():
     rewards = [*REWARDS, np.array([1.0, 1.0])]
     batches, statistics = build(groups, rewards, algorithm(updates_per_batch=2))
     assert [batch.extras["group_B"].tolist() for batch in batches] == [[0, 0, 1, 1, 1], [2, 2]]
-    assert [batch.extras["update_index"] for batch in batches] == [0, 1]
     assert [(batch.loss_weights_N.sum(), batch.normaliser) for batch in batches] == [(12, 12), (3, 3)]
     assert statistics.groups["group/zero_variance"] == pytest.approx(1 / 3)
     (whole,), _ = build(groups, rewards, algorithm())
@@ -237,14 +234,3 @@ def test_whitening_sees_all_mini_batches_and_what_is_in_the_loss(advantage, trun
     assert advantages_N.mean() == pytest.approx(0, abs=1e-6) and advantages_N.std(ddof=1) == pytest.approx(1, rel=1e-6)
     assert abs(batches[0].advantages_N[batches[0].sampled_N].mean()) > 0.05, "not one mini-batch alone"
     assert advantages_N[0] > 0, "the first trajectory is above the mean"
-
-
-def test_epochs_repeat_the_mini_batches_with_what_was_fixed_before():
-    batches, _ = build(GROUPS, REWARDS, algorithm(updates_per_batch=2))
-    fixed = [replace(batch, old_logprobs_N=batch.behaviour_logprobs_N + 1) for batch in batches]
-    repeated = in_epochs(fixed, 3)
-    assert [batch.extras["update_index"] for batch in repeated] == [0, 1, 2, 3, 4, 5]
-    for index, batch in enumerate(repeated):
-        assert batch.old_logprobs_N is fixed[index % 2].old_logprobs_N
-        assert batch.tokens_N is fixed[index % 2].tokens_N
-    assert [batch.extras["update_index"] for batch in batches] == [0, 1], "the originals are as they were"

@@ -17,7 +17,15 @@ from tests.gpu.one_gpu import on_gpu
 from tests.ranks import Rank
 from tests.tiny_models import make_tiny
 from tests.trainer.harness import hugging_face, make_batch
-from tests.trainer.runs import assert_same_bits, batches, config_of, keep_next_gradient, start, whole_model
+from tests.trainer.runs import (
+    assert_same_bits,
+    batches,
+    config_of,
+    keep_next_gradient,
+    logprobs,
+    start,
+    whole_model,
+)
 
 VOCAB = 320
 LENGTHS = [17, 40, 9, 33, 5, 61, 1, 2, 22]
@@ -28,11 +36,11 @@ Device = Literal["cpu", "gpu"]
 def _one_update(rank: Rank, config: ResolvedConfig, batch: PolicyBatch, device: Device) -> dict[str, Any]:
     trainer = start(rank, config, device)
     trainer.load_initial_weights()
-    logprobs_N = trainer.logprobs(batch)
+    logprobs_N = logprobs(trainer, batch)
     gradients = keep_next_gradient(trainer)
     metrics = trainer.update(batch)
     layer = trainer.optimizer.chunks[0].module.decoder.layers[0]
-    return {"logprobs": logprobs_N, "gradients": gradients[0], "metrics": metrics, "after": trainer.logprobs(batch),
+    return {"logprobs": logprobs_N, "gradients": gradients[0], "metrics": metrics, "after": logprobs(trainer, batch),
             "modules": [type(module).__module__ for module in (layer.self_attention.linear_qkv,
                                                                layer.self_attention.core_attention)]}
 

@@ -116,7 +116,7 @@ def _step(rank: Rank, config, plan: str, batch) -> tuple:
     sys.path = [entry for entry in sys.path if not Path(entry, "exaone_family.py").exists()]
     assert not family.installed()
     training = TrainingRank(rank, config, Plan.model_validate_json(plan))
-    logprobs = step.run_logprobs(training.chunks, training.plan, batch, 1.0)
+    logprobs = training.logprobs(batch)
     training.zero_grad()
     step.run_step(training.chunks, training.plan, batch, reinforce, 1.0)
     return logprobs, training.gradients()

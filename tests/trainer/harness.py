@@ -23,7 +23,7 @@ from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
 from megatron_rl.layouts.megatron import canonical_tensors, megatron_layout
 from megatron_rl.layouts.tiles import ParamLayout, tile_view
-from megatron_rl.trainer import parallel
+from megatron_rl.trainer import parallel, step
 from megatron_rl.trainer.model import build_model, sum_model_grads
 from tests.ranks import Rank
 
@@ -119,6 +119,33 @@ def hugging_face(folder: Path | str, batch: PolicyBatch, temperature: float = 1.
     return logprobs_N, total, {name: p.grad.float().numpy() for name, p in model.named_parameters()}
 
 
+def of_batch(values: list[torch.Tensor], plan: Plan, batch: PolicyBatch) -> np.ndarray:
+    """What `run_logprobs` gives each rank, of the whole batch on every rank: float32 [N], 0 for tokens that were not
+    sampled. Collective."""
+    values_N = torch.zeros(len(batch.tokens_N))
+    if parallel_state.get_tensor_model_parallel_rank() == 0:
+        for index_P, values_P in zip(_predicted(plan, batch), values, strict=False):
+            real_P = index_P >= 0
+            assert not values_N[index_P[real_P]].any(), "a token has one rank"
+            values_N[index_P[real_P]] = values_P.cpu()[real_P]
+    values_N = values_N.to(parallel.device_of_rank())
+    dist.all_reduce(values_N)
+    return values_N.cpu().numpy()
+
+
+def of_rank(values_N: np.ndarray, plan: Plan, batch: PolicyBatch) -> list[torch.Tensor]:
+    """The reverse: values of a batch as `run_logprobs` would give them to this rank."""
+    return [torch.from_numpy(np.where(index_P >= 0, values_N[index_P], 0)) for index_P in _predicted(plan, batch)]
+
+
+def _predicted(plan: Plan, batch: PolicyBatch) -> list[torch.Tensor]:
+    """The tokens on the N axis that this rank predicts, by micro-batch."""
+    schedule = step.schedule_of(batch, plan)
+    length = step._padded_length(schedule, batch, plan)
+    return [step.micro_batch(plan, batch, schedule, index, length).predictions.index_P
+            for index in range(len(schedule[0]))]
+
+
 class TrainingRank:
     """A real rank with Hugging Face's weights and Megatron's DDP around its chunks."""
 
@@ -137,6 +164,10 @@ class TrainingRank:
         after the passes of a step."""
         sum_model_grads(self.chunks, normaliser)
         return gather_gradients(self._named([chunk.module for chunk in self.chunks]), self.layouts, self.plan)
+
+    def logprobs(self, batch: PolicyBatch, temperature: float = 1.0) -> np.ndarray:
+        """float32 [N] on every rank."""
+        return of_batch(step.run_logprobs(self.chunks, self.plan, batch, temperature), self.plan, batch)
 
     def zero_grad(self) -> None:
         for chunk in self.chunks:

@@ -15,9 +15,10 @@ from launch.config.resolved import ResolvedConfig
 from launch.config.schema import RunConfig
 from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.trainer import parallel
+from megatron_rl.trainer.fixed_logprobs import Model
 from megatron_rl.trainer.trainer import MegatronTrainer
 from tests.ranks import Rank
-from tests.trainer.harness import gather, gather_gradients, make_batch, make_plan, run_config
+from tests.trainer.harness import gather, gather_gradients, make_batch, make_plan, of_batch, run_config
 
 LENGTHS = [9, 23, 5, 16, 12, 7]
 
@@ -39,6 +40,11 @@ def start(rank: Rank, config: ResolvedConfig, device: Literal["cpu", "gpu"] = "c
     plan = make_plan(config, device)
     parallel.initialise(plan, rank.rank, rank.address, rank.port, rank.timeout_s)
     return MegatronTrainer(config, plan, rank.rank)
+
+
+def logprobs(trainer: MegatronTrainer, batch: PolicyBatch, model: Model = "policy") -> np.ndarray:
+    """Log-probs of the whole batch, float32 [N] on every rank. Collective."""
+    return of_batch(trainer.logprobs(batch, model), trainer.plan, batch)
 
 
 def batches(vocab: int, count: int, first: int = 0) -> list[PolicyBatch]:

@@ -25,7 +25,7 @@ def _numbered(batch: PolicyBatch) -> PolicyBatch:
     """Every value tells its place on the N axis."""
     place_N = np.arange(len(batch.tokens_N), dtype=np.float32)
     return replace(batch, loss_weights_N=place_N + 0.25, advantages_N=place_N + 0.5, behaviour_logprobs_N=-place_N,
-                   old_logprobs_N=-place_N - 0.5, ages_N=place_N.astype(np.int32))
+                   ages_N=place_N.astype(np.int32))
 
 
 def _inputs(batch: PolicyBatch, sequence: int) -> int:
@@ -48,14 +48,13 @@ def _whole(micro: MicroBatch, batch: PolicyBatch, predictions: dict[int, int]) -
         else:
             assert p.labels_P[i] == batch.tokens_N[place]
             assert p.weights_P[i] == place + 0.25 and p.advantages_P[i] == place + 0.5
-            assert p.behaviour_logprobs_P[i] == -place and p.old_logprobs_P[i] == -place - 0.5
+            assert p.behaviour_logprobs_P[i] == -place
             sequence = int(np.searchsorted(batch.offsets_B1, place, side="right")) - 1
             assert p.ages_P[i] == place
             assert p.positions_P[i] == place - batch.offsets_B1[sequence] - batch.prompt_lengths_B[sequence]
             assert 0 <= p.sequence_P[i] < micro.sequences
             assert numbers.setdefault(int(p.sequence_P[i]), sequence) == sequence
     assert len(set(numbers.values())) == len(numbers), "a sequence has one number"
-    assert p.reference_logprobs_P is None
 
 
 @settings(max_examples=60, deadline=None)
@@ -178,8 +177,8 @@ def test_one_prediction_a_row_where_logits_are_made_for_all_rows() -> None:
     chosen, every = (pack(batch, ((0,), (1,)), multiple=4, predict_everywhere=x) for x in (False, True))
     assert every.predictions.rows_P.tolist() == list(range(len(every.tokens_T)))
     rows = chosen.predictions.rows_P
-    for name in ("index_P", "labels_P", "weights_P", "advantages_P", "behaviour_logprobs_P", "old_logprobs_P",
-                 "ages_P", "positions_P", "sequence_P"):
+    for name in ("index_P", "labels_P", "weights_P", "advantages_P", "behaviour_logprobs_P", "ages_P",
+                 "positions_P", "sequence_P"):
         assert torch.equal(getattr(every.predictions, name)[rows], getattr(chosen.predictions, name))
     others = np.setdiff1d(np.arange(len(every.tokens_T)), rows)
     assert not every.predictions.weights_P[others].any() and (every.predictions.index_P[others] == -1).all()

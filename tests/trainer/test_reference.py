@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,7 @@ from megatron_rl.layouts import step_folder as files
 from tests.ranks import Rank, run_ranks
 from tests.tiny_models import make_tiny
 from tests.trainer.harness import hugging_face
-from tests.trainer.runs import batches, config_of, start
+from tests.trainer.runs import batches, config_of, logprobs, start
 
 
 @pytest.fixture(scope="module")
@@ -27,19 +25,20 @@ def teacher(tmp_path_factory):
                      intermediate_size=128, num_hidden_layers=3, tie_word_embeddings=True)
 
 
-def _with_frozen(trainer, batch: PolicyBatch) -> PolicyBatch:
-    return replace(batch, reference_logprobs_N=trainer.logprobs(batch, "reference"),
-                   teacher_logprobs_N=trainer.logprobs(batch, "teacher"))
+def _update(trainer, batch: PolicyBatch) -> dict[str, float]:
+    trainer.keep_logprobs(batch, "reference")
+    trainer.keep_logprobs(batch, "teacher")
+    return trainer.update(batch)
 
 
 def _train(rank: Rank, config, folder):
     trainer = start(rank, config)
     trainer.load_initial_weights()
     probe, *rest = batches(trainer.plan.architecture.vocab, 3)
-    before = trainer.logprobs(probe, "reference")
-    metrics = [trainer.update(_with_frozen(trainer, batch)) for batch in rest]
-    rows = {"before": before, "after": trainer.logprobs(probe, "reference"), "policy": trainer.logprobs(probe),
-            "teacher": trainer.logprobs(probe, "teacher"), "metrics": metrics, "held_by_host": _on_host(trainer)}
+    before = logprobs(trainer, probe, "reference")
+    metrics = [_update(trainer, batch) for batch in rest]
+    rows = {"before": before, "after": logprobs(trainer, probe, "reference"), "policy": logprobs(trainer, probe),
+            "teacher": logprobs(trainer, probe, "teacher"), "metrics": metrics, "held_by_host": _on_host(trainer)}
     trainer.save(folder, {})
     return rows
 
@@ -48,7 +47,7 @@ def _resumed(rank: Rank, config, folder):
     trainer = start(rank, config)
     trainer.load(folder)
     probe = batches(trainer.plan.architecture.vocab, 1)[0]
-    return trainer.logprobs(probe, "reference"), trainer.logprobs(probe), trainer.logprobs(probe, "teacher")
+    return logprobs(trainer, probe, "reference"), logprobs(trainer, probe), logprobs(trainer, probe, "teacher")
 
 
 def _on_host(trainer) -> set[bool]:
@@ -87,9 +86,9 @@ def _no_reference(rank: Rank, config):
     trainer = start(rank, config)
     trainer.load_initial_weights()
     with pytest.raises(RuntimeError, match="algorithm.kl.beta is 0"):
-        trainer.logprobs(batches(320, 1)[0], "reference")
+        trainer.keep_logprobs(batches(320, 1)[0], "reference")
     with pytest.raises(RuntimeError, match="algorithm.distillation.teacher is null"):
-        trainer.logprobs(batches(320, 1)[0], "teacher")
+        trainer.keep_logprobs(batches(320, 1)[0], "teacher")
     return trainer._reference is None and trainer._teacher is None
 
 

@@ -47,7 +47,7 @@ def _with_maximum(**tensors) -> tuple[torch.Tensor, dict]:
 
 def _step(rank: Rank, config: ResolvedConfig, batch: PolicyBatch) -> tuple:
     training = TrainingRank(rank, config)
-    before = step.run_logprobs(training.chunks, training.plan, batch, TEMPERATURE)
+    before = training.logprobs(batch, TEMPERATURE)
     training.zero_grad()
     metrics = step.run_step(training.chunks, training.plan, batch, _with_maximum, TEMPERATURE)
     return before, metrics, training.gradients()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from dataclasses import fields, replace
 
 import numpy as np
@@ -10,14 +11,24 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.data.batch import PolicyBatch
 from megatron_rl.driver import step_metrics
+from megatron_rl.driver.actors import TrainerActor
 from megatron_rl.layouts.tiles import CanonicalTensor
 from megatron_rl.monitor.metrics import lookup
 from megatron_rl.trainer.initial_weights import draw_canonical
 from megatron_rl.trainer.trainer import MegatronTrainer
 from tests.ranks import Rank, run_ranks
 from tests.tiny_models import make_tiny
-from tests.trainer.harness import make_plan
-from tests.trainer.runs import assert_same_bits, batches, config_of, start, whole_model, worst_difference
+from tests.trainer.harness import make_batch, make_plan
+from tests.trainer.runs import (
+    LENGTHS,
+    assert_same_bits,
+    batches,
+    config_of,
+    logprobs,
+    start,
+    whole_model,
+    worst_difference,
+)
 
 UPDATES = 3
 
@@ -147,20 +158,28 @@ def _two_updates(rank: Rank, config) -> list[dict[str, float]]:
     trainer.load_initial_weights()
     metrics = []
     twice = batches(trainer.plan.architecture.vocab, 2)
-    before = [trainer.logprobs(batch) for batch in twice]
-    for index, (batch, logprobs_N) in enumerate(zip(twice, before, strict=True)):
-        old_N = logprobs_N if config.algorithm.old_logprobs == "recompute" else None
-        metrics.append(trainer.update(replace(batch, behaviour_logprobs_N=logprobs_N, old_logprobs_N=old_N,
-                                              extras={"update_index": index})))
+    twice = [replace(batch, behaviour_logprobs_N=logprobs(trainer, batch), number=number)
+             for number, batch in enumerate(twice)]
+    if config.algorithm.old_logprobs == "recompute":
+        for batch in twice:
+            trainer.keep_logprobs(batch, "policy")
+    for index, batch in enumerate(twice):
+        metrics.append(trainer.update(batch, index, more=index == 0))
     return metrics
 
 
-@pytest.mark.parametrize("old_logprobs", ["none", "recompute"])
-def test_drift_of_the_policy_is_not_shown_as_mismatch(model, old_logprobs) -> None:
-    """An engine without any error: on the second update the policy has moved, the mismatch stays 0 or is left out."""
-    config = config_of(model, algorithm={"updates_per_batch": 2, "old_logprobs": old_logprobs})
-    (first, second), = run_ranks(1, _two_updates, config)
+@pytest.mark.parametrize("old_logprobs, sizes", [
+    ("none", {}), ("recompute", {"dp": 2, "cp": 2}), ("recompute", {"pp": 2, "vpp": 2}),
+    ("recompute", {"tp": 2, "sequence_parallel": True}),
+], ids=["bypass", "dp2-cp2", "pp2-vpp2", "tp2-sp"])
+def test_drift_of_the_policy_is_not_shown_as_mismatch(model, old_logprobs, sizes) -> None:
+    """An engine without any error: on the second update the policy has moved, the mismatch stays 0 or is left out. So
+    each rank's old log-probs are those of the tokens that it trains."""
+    config = config_of(model, token_budget=24, algorithm={"updates_per_batch": 2, "old_logprobs": old_logprobs},
+                       **sizes)
+    first, second = run_ranks(make_plan(config).training.world_size, _two_updates, config)[0]
     assert first["mismatch/abs_max"] < 1e-5
+    assert min(first["train/microbatches"], second["train/microbatches"]) > 1
     assert abs(second["train/ratio_max"] - 1) > 0.1, "the policy did move"
     if old_logprobs == "recompute":
         assert second["mismatch/abs_max"] == 0.0
@@ -168,6 +187,31 @@ def test_drift_of_the_policy_is_not_shown_as_mismatch(model, old_logprobs) -> No
         assert not [name for name in second if name.startswith(("mismatch/", "drift/"))]
     merged = step_metrics._updates([first, second])
     assert merged["mismatch/kl"] < 1e-9 and merged["mismatch/abs_max"] < 1e-5
+
+
+def _answers(rank: Rank, config, lengths: list[int]) -> dict[str, int]:
+    """Bytes of what the verbs of an actor answer to the driver, in a step of two batches of this size."""
+    actor = object.__new__(TrainerActor)        # without the files of an attempt
+    actor.name, actor.trainer = f"trainer-{rank.rank}", start(rank, config)
+    actor.load_initial_weights()
+    first, second = (replace(make_batch(lengths, actor.trainer.plan.architecture.vocab, seed), number=seed)
+                     for seed in range(2))
+    answers = {f"{model} {each.number}": actor.keep_logprobs(each, model) for each in (first, second)
+               for model in ("policy", "reference", "teacher")}
+    answers |= {"accumulate": actor.accumulate(first), "update": actor.update(1, second, 0, False)}
+    assert actor.trainer._fixed._batches == {}, "a step keeps nothing for the next"
+    return {name: len(pickle.dumps(answer)) for name, answer in answers.items()}
+
+
+def test_what_the_ranks_answer_does_not_grow_with_the_batch(model) -> None:
+    """The careful recipe: old, reference and teacher log-probs stay where they are."""
+    config = config_of(model, dp=2, token_budget=400, algorithm={
+        "old_logprobs": "recompute", "kl": {"beta": 0.1}, "distillation": {"teacher": str(model)}})
+    few, many = (run_ranks(2, _answers, config, LENGTHS * times) for times in (1, 16))
+    assert few == many, "bytes"
+    for answers in many:
+        assert max(bytes_ for name, bytes_ in answers.items() if name != "update") < 10, "None"
+        assert answers["update"] < 8192, "some hundred numbers with names"
 
 
 def test_random_weights_do_not_depend_on_the_layout(tmp_path) -> None:

@@ -55,7 +55,7 @@ def _flipped(group: Group) -> Group:
 
 def _update(rank: Rank, config: RunConfig, batch: PolicyBatch) -> tuple:
     training = TrainingRank(rank, config)
-    logprobs_N = step.run_logprobs(training.chunks, training.plan, batch, 1.0)
+    logprobs_N = training.logprobs(batch)
     training.zero_grad()
     sums = step.run_step(training.chunks, training.plan, batch, partial(token_objective, ALGORITHM), 1.0)
     return logprobs_N, sums, training.gradients(batch.normaliser)
