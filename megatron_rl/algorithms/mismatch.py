@@ -6,6 +6,9 @@ Age 1 and more: the policy was updated since (`drift/*`).
 
 The mean `family/what/part` divides by the count `family/tokens/part`; `means` knows the exceptions. A sequence whose
 tokens have several ages counts at each of them with its share of tokens.
+
+Masks choose by `where`, never by an index: how many tokens an index leaves is known on the host only, so a GPU would
+have to finish its queue first, in every micro-batch.
 """
 
 from __future__ import annotations
@@ -43,15 +46,14 @@ def mismatch_sums(logprobs_T: torch.Tensor, behaviour_logprobs_T: torch.Tensor,
     Returns:
         float32 scalars without gradient, with the count `mismatch/tokens`.
     """
-    log_ratio_T = (logprobs_T.detach().float() - behaviour_logprobs_T.float())[mask_T]
-    ratio_T = clamped_exp(log_ratio_T)
+    log_ratio_T = _log_ratio(logprobs_T, behaviour_logprobs_T, mask_T)
     abs_diff_T = log_ratio_T.abs()
     return {
         "mismatch/tokens": mask_T.sum().float(),
         "mismatch/kl": (clamped_expm1(log_ratio_T) - log_ratio_T).sum(),
-        "mismatch/ratio_mean": ratio_T.sum(),
+        "mismatch/ratio_mean": masked_sum(clamped_exp(log_ratio_T), mask_T),
         "mismatch/abs_mean": abs_diff_T.sum(),
-        "mismatch/abs_max": abs_diff_T.max() if abs_diff_T.numel() else abs_diff_T.new_zeros(()),
+        "mismatch/abs_max": masked_max(abs_diff_T, mask_T),
     }
 
 
@@ -65,14 +67,12 @@ def drift_sums(logprobs_T: torch.Tensor, behaviour_logprobs_T: torch.Tensor, age
     Returns:
         As `mismatch_sums`: `drift/<tokens, kl, abs_mean>` with and without a part, `drift/divergence`.
     """
-    log_ratio_T = (logprobs_T.detach().float() - behaviour_logprobs_T.float())[mask_T]
-    ages_T, old_T = ages_T[mask_T], ages_T[mask_T] > 0
+    log_ratio_T = _log_ratio(logprobs_T, behaviour_logprobs_T, mask_T)
     change_T = clamped_expm1(log_ratio_T)
-    values = {"tokens": torch.ones_like(log_ratio_T), "kl": change_T - log_ratio_T, "abs_mean": log_ratio_T.abs()}
+    values = {"tokens": mask_T.float(), "kl": change_T - log_ratio_T, "abs_mean": log_ratio_T.abs()}
     by_age = _sums(_age_of(ages_T), len(AGES), values)
-    edges = torch.tensor(_EDGES, device=positions_T.device)
-    place_T = torch.bucketize(positions_T[mask_T], edges, right=True)
-    by_place = _sums(place_T + len(POSITIONS) * old_T, 2 * len(POSITIONS), values)
+    place_T = sum((positions_T >= edge).long() for edge in _EDGES)      # a tensor of edges would be a copy to the GPU
+    by_place = _sums(place_T + len(POSITIONS) * (ages_T > 0), 2 * len(POSITIONS), values)
     sums = {"drift/divergence": change_T.abs().sum()}
     for what in values:
         sums[f"drift/{what}"] = by_age[what][1:].sum()
@@ -92,11 +92,11 @@ def correction_sums(values_T: Mapping[str, torch.Tensor], ages_T: torch.Tensor,
     Returns:
         `correction/<tokens, the same, weight_squared>` with and without an age.
     """
-    values = {what: each_T[mask_T].float() for what, each_T in values_T.items()}
-    values["tokens"] = torch.ones_like(ages_T[mask_T], dtype=torch.float32)
+    values = {what: torch.where(mask_T, each_T.float(), 0.0) for what, each_T in values_T.items()}
+    values["tokens"] = mask_T.float()
     if "weight" in values:
         values["weight_squared"] = values["weight"].square()
-    by_age = _sums(_age_of(ages_T[mask_T]), len(AGES), values)
+    by_age = _sums(_age_of(ages_T), len(AGES), values)
     return ({f"correction/{what}": value_T.sum() for what, value_T in values.items()}
             | {f"correction/{what}/{part}": by_age[what][i] for what in values for i, part in enumerate(AGES)})
 
@@ -126,13 +126,30 @@ def means(sums: Mapping[str, float]) -> dict[str, float]:
     return metrics
 
 
+def masked_sum(values_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
+    """Sum over the tokens in `mask_T`; what stands at the others is not used, finite or not. No gradient."""
+    return torch.where(mask_T, values_T.detach(), 0.0).sum()
+
+
+def masked_max(values_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
+    """Largest of values that are not negative, over the tokens in `mask_T`; 0 without any. No gradient."""
+    if not len(values_T):
+        return values_T.new_zeros(())
+    return torch.where(mask_T, values_T.detach(), 0.0).amax()
+
+
+def _log_ratio(logprobs_T: torch.Tensor, behaviour_logprobs_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
+    """log pi - log mu, 0 outside the mask."""
+    return torch.where(mask_T, logprobs_T.detach().float() - behaviour_logprobs_T.float(), 0.0)
+
+
 def _age_of(ages_T: torch.Tensor) -> torch.Tensor:
     return ages_T.clamp(0, len(AGES) - 1)
 
 
 def _sums(bucket_T: torch.Tensor, count: int, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sums of each value over the tokens of each bucket. A product with indicators: scattered additions would have no
-    fixed order on a GPU."""
+    """Sums of each value, 0 outside the mask, over the tokens of each bucket. A product with indicators: scattered
+    additions would have no fixed order on a GPU."""
     indicators_CT = (bucket_T == torch.arange(count, device=bucket_T.device)[:, None]).double()
     sums_CK = indicators_CT @ torch.stack(list(values.values()), dim=1).double()
     return dict(zip(values, sums_CK.float().unbind(1), strict=True))

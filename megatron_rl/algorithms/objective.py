@@ -12,7 +12,7 @@ from megatron_rl.algorithms.corrections import importance_weight, in_band, inter
 from megatron_rl.algorithms.distillation import teacher_advantages, teacher_loss
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.losses import PolicyLoss, cispo_loss, clipped_loss, gspo_loss
-from megatron_rl.algorithms.mismatch import correction_sums, drift_sums, mismatch_sums
+from megatron_rl.algorithms.mismatch import correction_sums, drift_sums, masked_max, masked_sum, mismatch_sums
 from megatron_rl.algorithms.ratios import clamped_exp
 from megatron_rl.algorithms.sequences import Sequences
 
@@ -42,7 +42,8 @@ def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torc
 
     Args:
         logprobs_T: log pi of the sampled tokens, with gradient, [T]; T may be 0.
-        entropy_T: entropy of pi at these positions, [T]. Needed if `entropy_coef` is above 0.
+        entropy_T: entropy of pi at these positions, [T]. Needed if `entropy_coef` is above 0; otherwise a metric
+            without gradient.
         advantages_T, behaviour_logprobs_T: [T].
         weights_T: 0 for a token outside the loss (prompt, padding, masked). The values of the other tensors at such a
             token are never used, finite or not.
@@ -96,18 +97,19 @@ def token_objective(config: Algorithm, logprobs_T: torch.Tensor, entropy_T: torc
         per_token |= {"distill/kl": kl_estimate(logprobs_T, teacher_logprobs_T, "k1"),
                       "distill/teacher_logprob": teacher_logprobs_T}
     if entropy_T is not None:
-        entropy_T = in_loss(entropy_T)
-        loss_T = loss_T - config.entropy_coef * entropy_T
+        if config.entropy_coef > 0:
+            entropy_T = in_loss(entropy_T)
+            loss_T = loss_T - config.entropy_coef * entropy_T
         per_token["train/entropy"] = entropy_T
 
     # The policy at the start of the update, if known. On later mini-batches pi has already changed.
     engine_twin_T = logprobs_T if given_T is None else given_T
     sums = {"train/tokens": mask_T.sum().float()}
-    sums |= {name: values_T.detach()[mask_T].sum() for name, values_T in per_token.items()}
+    sums |= {name: masked_sum(values_T, mask_T) for name, values_T in per_token.items()}
     sums |= correction
     sums |= mismatch_sums(engine_twin_T, behaviour_logprobs_T, mask_T & (ages_T == 0))
     sums |= drift_sums(engine_twin_T, behaviour_logprobs_T, ages_T, positions_T, mask_T)
-    sums["train/ratio_max"] = policy.ratio_T[mask_T].max() if mask_T.any() else loss_T.new_zeros(())
+    sums["train/ratio_max"] = masked_max(policy.ratio_T, mask_T)
     return (weights_T.float() * loss_T).sum(), sums
 
 

@@ -93,6 +93,7 @@ def test_value_and_gradient(mode, terms):
     torch.testing.assert_close(gradient_T.double(), torch.tensor(expected_gradient, dtype=torch.float64),
                                rtol=1e-4, atol=1e-7)
     expected_T = -config.entropy_coef * values["weights_T"]
+    assert (entropy_gradient_T is None) == (config.entropy_coef == 0), "no gradient is none, not one of zeros"
     torch.testing.assert_close(torch.zeros(T) if entropy_gradient_T is None else entropy_gradient_T, expected_T)
 
 
