@@ -106,7 +106,7 @@ def _whole_record(step: int, place: int, group: Group, g: int, score: Score) -> 
     return {
         "step": step, "group": place, "row": int(group.prompt.index), "sample": g, "engine": group.engine,
         "prompt": group.prompt.text, "completion": trajectory.text, "answer": group.prompt.answer,
-        "reward": score.total, "components": score.components, "status": score.status,
+        "reward": score.total if score.graded else None, "components": score.components, "status": score.status,
         "tokens": trajectory.length, "finish_reason": trajectory.finish_reason,
         "prompt_token_ids": group.prompt.token_ids.tolist(), "token_ids": trajectory.token_ids.tolist(),
         "logprobs": of_sampled(trajectory.logprobs), "weight_versions": of_sampled(trajectory.weight_versions),

@@ -75,7 +75,7 @@ def test_a_rollout_batch_is_written_whole_and_exactly(tmp_path):
                                    np.array([4, 999, 5], np.int32), "stop", f"é{row}") for _ in range(2)]
         groups.append(Group(Prompt(row, np.array([1, 2], np.int32), f"question {row}", "answer", {}),
                             tuple(trajectories), engine=1))
-        scores.append([Score(0.1 * row, {"f": 0.1}), Score(0.0, {}, "timeout")])
+        scores.append([Score(0.1 * row, {"f": 0.1}), Score.failed("timeout", "")])
     writer = RolloutWriter(tmp_path / "rollouts", every=2)
     assert [step for step in range(1, 7) if writer.due(step)] == [2, 4, 6]
     assert not RolloutWriter(tmp_path, every=0).due(2)
@@ -93,7 +93,7 @@ def test_a_rollout_batch_is_written_whole_and_exactly(tmp_path):
         read_back = np.array([record["logprobs"][0], record["logprobs"][2]], np.float32)
         assert read_back.tobytes() == trajectory.logprobs[trajectory.sampled].tobytes()
     assert [(each["reward"], each["status"]) for each in records] == [
-        (0.7000000000000001, "ok"), (0, "timeout"), (0.30000000000000004, "ok"), (0, "timeout")]
+        (0.7000000000000001, "ok"), (None, "timeout"), (0.30000000000000004, "ok"), (None, "timeout")]
     assert lengths_file.read(path) == {2: 4}, "the planner reads the lengths"
 
 
