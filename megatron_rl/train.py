@@ -82,6 +82,8 @@ async def train(attempt: Attempt, clock: StepClock) -> Outcome:
         monitor = Monitor(config, attempt.folder, first_step=state.step + 1)
         for line in state.changes:
             monitor.note("CHANGED", line)
+        for line in state.overlong:
+            monitor.note("OVERLONG", line)
         for code, line in cautions(config):
             monitor.note(code, line)
         job.open_stream(state.draw, carried.read(checkpoint / carried.FILE) if checkpoint else [],

@@ -313,6 +313,9 @@ class Data(Section):
     """System message before a `prompt`."""
     chat_template: Literal["auto", "none"] = "auto"
     """`auto`: the tokenizer's template, if any. `none`: plain text."""
+    overlong: Literal["refuse", "drop", "truncate_left"] = "refuse"
+    """Prompts longer than `rollout.max_prompt_tokens`: `refuse` the run, `drop` the rows, or `truncate_left`, which
+    keeps their last tokens (docs/data.md)."""
     shuffle: bool = True
     """Shuffle each epoch, with `run.seed`; false: file order."""
     curriculum: str | None = Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")

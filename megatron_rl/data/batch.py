@@ -12,7 +12,7 @@ class Prompt:
     """One row of the data set, rendered and tokenised once for engines and trainer."""
 
     index: int
-    """Row in the data set."""
+    """Place in the data set that the run uses."""
     token_ids: np.ndarray
     """int32 [P]."""
     text: str
@@ -21,7 +21,14 @@ class Prompt:
     columns: dict
     """The row's other columns, passed to the reward."""
     instance: int = 0
-    """Number of earlier prompts in the same batch with the same row."""
+    """Number of earlier prompts in the same batch with the same index."""
+    dropped_before: int = 0
+    """Number of earlier rows that the run does not use (`data.overlong: drop`)."""
+
+    @property
+    def row(self) -> int:
+        """Row in the file, for people."""
+        return self.index + self.dropped_before
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
@@ -16,17 +16,30 @@ from launch.config.resolved import ResolvedConfig
 from launch.config.schema import Data
 from launch.errors import UserError, nearest
 from megatron_rl.data.batch import Prompt
+from megatron_rl.data.overlong import Overlong, fitted
 from megatron_rl.data.template import PromptTemplate
 
 Row = dict[str, Any]
 Split = Literal["train", "eval"]
 
 
+class DataSet(NamedTuple):
+    """The prompts that a run uses, and those over the limit, if there were any."""
+
+    prompts: list[Prompt]
+    overlong: Overlong | None
+
+
 def load_prompts(config: ResolvedConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> list[Prompt]:
-    """Load the prompts of `data.train` or `data.eval` in file order. `Prompt.index` is the row, counted from 0.
+    """The prompts of `load`."""
+    return load(config, tokenizer, split).prompts
+
+
+def load(config: ResolvedConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> DataSet:
+    """Load the prompts of `data.train` or `data.eval` in file order. `Prompt.index` counts from 0.
 
     Raises UserError if the file is missing, empty or broken, if a column is missing or has the wrong type, or if a
-    prompt is longer than `rollout.max_prompt_tokens`.
+    prompt is longer than `rollout.max_prompt_tokens` and `data.overlong` does not help.
     """
     path = config.data.train if split == "train" else config.data.eval
     if path is None:
@@ -36,8 +49,7 @@ def load_prompts(config: ResolvedConfig, tokenizer: PreTrainedTokenizerBase, spl
     rows = read_rows(Path(path), where)
     template = PromptTemplate(tokenizer, chat_template=config.data.chat_template, system=config.data.system)
     prompts = [_prompt(index, row, config.data, template, where) for index, row in enumerate(rows)]
-    _check_lengths(prompts, config.rollout.max_prompt_tokens, where)
-    return prompts
+    return DataSet(*fitted(prompts, config.rollout.max_prompt_tokens, config.data.overlong, where, template.text_of))
 
 
 def fingerprint(prompts: list[Prompt]) -> str:
@@ -158,14 +170,3 @@ def _missing_column(index: int, row: Row, where: str, wanted: dict[str, str]) ->
            else f"add the column, or name another one in {' or '.join(wanted)}")
     columns = ", ".join(sorted(row)) or "none"
     return UserError(f"row {index} has no {names}; its columns are {columns}", where=where, fix=fix)
-
-
-def _check_lengths(prompts: list[Prompt], limit: int, where: str) -> None:
-    lengths = [len(prompt.token_ids) for prompt in prompts]
-    too_long = sum(length > limit for length in lengths)
-    if too_long:
-        longest = max(range(len(lengths)), key=lengths.__getitem__)
-        raise UserError(f"{too_long} of {len(prompts)} prompts are longer than rollout.max_prompt_tokens = {limit}; "
-                        f"the longest, row {longest}, has {lengths[longest]} tokens",
-                        where=f"{where}; rollout.max_prompt_tokens",
-                        fix=f"set rollout.max_prompt_tokens={lengths[longest]} or more, or remove these rows")

@@ -84,6 +84,11 @@ class PromptTemplate:
         return str(self.tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=True,
                                          clean_up_tokenization_spaces=False))
 
+    def text_of(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """Decode int [P] ids of a prompt, special tokens included."""
+        return str(self.tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=False,
+                                         clean_up_tokenization_spaces=False))
+
     def fingerprint(self) -> str:
         """16 hex digits over everything that affects how rows become ids and ids become text: vocabulary, merges,
         normaliser, special tokens, chat template and system message. They are read from the loaded tokenizer, so the

@@ -14,6 +14,7 @@ from megatron_rl.algorithms.staleness import StalenessBound
 from megatron_rl.data import dataset, template
 from megatron_rl.data.batch import Prompt
 from megatron_rl.data.curriculum import Guarded, load_curriculum
+from megatron_rl.data.overlong import EFFECTS
 from megatron_rl.data.sampler import BatchSampler, PromptSampler
 from megatron_rl.driver.ledger import Ledger
 from megatron_rl.layouts.step_folder import latest_complete
@@ -44,6 +45,8 @@ class RunState:
     """Settings that a resumed run changed."""
     saved: int = -1
     """Step of the newest checkpoint written or loaded."""
+    overlong: list[str] = field(default_factory=list)
+    """What became of prompts over the limit."""
 
     @staticmethod
     def from_data(config: ResolvedConfig, attempt: Attempt) -> RunState:
@@ -54,9 +57,9 @@ class RunState:
                 (`megatron_rl.rewards.load`). A wrong path is reported before anything starts.
         """
         tokenizer = template.load_tokenizer(config.model.path)
-        prompts = dataset.load_prompts(config, tokenizer, "train")
+        prompts, overlong = dataset.load(config, tokenizer, "train")
         evaluates = config.eval.every > 0 or config.eval.at_start or config.eval.at_end
-        held_out = dataset.load_prompts(config, tokenizer, "eval")[:config.eval.max_prompts] if evaluates else []
+        held_out, overlong_eval = dataset.load(config, tokenizer, "eval") if evaluates else dataset.DataSet([], None)
         rendering = template.PromptTemplate(tokenizer, chat_template=config.data.chat_template,
                                             system=config.data.system)
         rendering.check_end_token(template.stop_token_ids(tokenizer, config.model.path))
@@ -65,9 +68,13 @@ class RunState:
         content = dataset.fingerprint(prompts)
         sampler = _sampler(config, prompts)
         exports = config.checkpoint.export == "last" and not attempt.exported(config.run.steps).exists()
-        return RunState(config, prompts, held_out, sampler, {"data": content, "template": rendering.fingerprint()},
+        identity = {"data": content, "template": rendering.fingerprint(),
+                    "overlong": overlong.identity if overlong else "none"}
+        notes = [f"data.{split}: {found}. data.overlong = {found.rule}: {EFFECTS[found.rule]}"
+                 for split, found in (("train", overlong), ("eval", overlong_eval)) if found]
+        return RunState(config, prompts, held_out[:config.eval.max_prompts], sampler, identity,
                         StalenessBound(config.algorithm.max_staleness), Ledger(_order(config, prompts)),
-                        exports=exports)
+                        exports=exports, overlong=notes)
 
     @property
     def columns(self) -> list[str]:
@@ -110,6 +117,11 @@ class RunState:
         if extra["identity"]["template"] != self.identity["template"]:
             raise UserError("the tokenizer or chat template changed since the checkpoint", where="model.path",
                             fix="restore the old files, or start a run with another run.name")
+        then, now = extra["identity"].get("overlong", "none"), self.identity["overlong"]
+        if extra["identity"]["data"] != self.identity["data"] and then != now:
+            raise UserError(f"the treatment of prompts over the limit was {then!r} when the checkpoint was written, "
+                            f"and is {now!r} now", where="data.overlong, rollout.max_prompt_tokens",
+                            fix="restore both keys, or start a run with another run.name")
         if extra["identity"]["data"] != self.identity["data"]:
             raise UserError(f"the data set changed since the checkpoint: fingerprint {extra['identity']['data']} then, "
                             f"{self.identity['data']} now", where="data.train",

@@ -74,7 +74,7 @@ def of_evaluation(file: Path, groups: Sequence[Group], scores: Sequence[Sequence
     rewards = np.concatenate([group_rewards(*each) for each in zip(groups, scores, strict=True)])
     with file.open("w", encoding="utf-8") as out:
         for (prompt, trajectory, score), is_right, reward in zip(rows, right, rewards, strict=True):
-            out.write(json.dumps({"index": int(prompt.index), "prompt": prompt.text, "answer": prompt.answer,
+            out.write(json.dumps({"index": int(prompt.row), "prompt": prompt.text, "answer": prompt.answer,
                                   "completion": trajectory.text, "finish_reason": trajectory.finish_reason,
                                   "reward": None if np.isnan(reward) else float(reward), "components": score.components,
                                   "right": is_right}, ensure_ascii=False) + "\n")

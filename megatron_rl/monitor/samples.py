@@ -104,7 +104,7 @@ def _whole_record(step: int, place: int, group: Group, g: int, score: Score) -> 
                 zip(values_R.tolist(), trajectory.sampled.tolist(), strict=True)]
 
     return {
-        "step": step, "group": place, "row": int(group.prompt.index), "sample": g, "engine": group.engine,
+        "step": step, "group": place, "row": int(group.prompt.row), "sample": g, "engine": group.engine,
         "prompt": group.prompt.text, "completion": trajectory.text, "answer": group.prompt.answer,
         "reward": score.total if score.graded else None, "components": score.components, "status": score.status,
         "tokens": trajectory.length, "finish_reason": trajectory.finish_reason,
@@ -116,7 +116,7 @@ def _whole_record(step: int, place: int, group: Group, g: int, score: Score) -> 
 def _record(step: int, group: Group, g: int, reward: float, why: str) -> dict:
     trajectory = group.trajectories[g]
     return {
-        "step": step, "why": why, "row": group.prompt.index, "sample": g, "prompt": group.prompt.text,
+        "step": step, "why": why, "row": group.prompt.row, "sample": g, "prompt": group.prompt.text,
         "completion": trajectory.text, "answer": group.prompt.answer, "reward": round(reward, 6),
         "tokens": trajectory.length, "finish_reason": trajectory.finish_reason,
     }

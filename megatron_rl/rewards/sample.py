@@ -28,7 +28,7 @@ class Sample:
     completion_tokens: int = 0
     """Number of tokens sampled by the policy."""
     prompt_index: int = -1
-    """Row in the data set."""
+    """Row in the file."""
     sample_index: int = -1
     """Position in its group."""
 
@@ -68,7 +68,7 @@ def group_samples(group: Group) -> list[Sample]:
     prompt = group.prompt
     return [Sample(completion=trajectory.text, answer=prompt.answer, prompt=prompt.text, columns=dict(prompt.columns),
                    finish_reason=trajectory.finish_reason, completion_tokens=trajectory.length,
-                   prompt_index=int(prompt.index), sample_index=i)
+                   prompt_index=int(prompt.row), sample_index=i)
             for i, trajectory in enumerate(group.trajectories)]
 
 

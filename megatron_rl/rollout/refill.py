@@ -79,4 +79,4 @@ def _sample(group: Group, scores: Sequence[Score]) -> str:
     score, text = scores[at], group.trajectories[at].text
     value = f"reward {score.total:g}" if score.graded else f"{score.function} failed: {score.detail}"
     excerpt = text if len(text) <= EXCERPT else text[:EXCERPT] + "..."
-    return f"row {group.prompt.index}, answer {group.prompt.answer!r}: {excerpt!r}: {value}"
+    return f"row {group.prompt.row}, answer {group.prompt.answer!r}: {excerpt!r}: {value}"

@@ -200,7 +200,7 @@ def test_long_prompts_are_counted_and_the_longest_shown(tmp_path, plain_tokenize
     message = refused(plain_tokenizer, path, limit=8)
     assert "2 of 4 prompts are longer than rollout.max_prompt_tokens = 8" in message
     assert "the longest, row 2, has 12 tokens" in message
-    assert "rollout.max_prompt_tokens=12" in message
+    assert "rollout.max_prompt_tokens=12" in message and "data.overlong" in message
     assert len(load_prompts(config(path, limit=12), plain_tokenizer, "train")) == 4
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+
 import pytest
 
 from launch.errors import UserError
 from launch.planner.prepare import prepare
 from launch.run.attempts import Attempt
 from megatron_rl.driver.state import RunState
+from tests.planner.problems import ROOT
 
 STEPS = 24
 
@@ -84,3 +88,47 @@ def test_a_class_of_the_users_picks_and_hears_and_its_reserve_counts(tmp_path):
     assert len(rows) == 4 and calls[0] == [{"rewards": [[row, [0.5, 1.0]] for row in rows[:3]], "unused": rows[3:]}]
     assert calls[1][0] == ["seed", 4] and [call[0] for call in calls[1][1:]] == [
         "pick", "pick", "hear", "hear", "hear", "put_back", "pick"]
+
+
+@pytest.fixture
+def dropping(tmp_path):
+    """Some rows are too long, of which no prompt is trained."""
+    rows = (ROOT / "configs/tiny/train.jsonl").read_text(encoding="utf-8").splitlines()[:20]
+    long = [json.dumps({"prompt": f"{row} 1 2 3=", "answer": "3"}) for row in range(5)]
+    mixed = [line for at, line in enumerate(rows) for line in ([long[at // 4], line] if at % 4 == 0 else [line])]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(mixed), encoding="utf-8")
+
+    def made(*words: str) -> RunState:
+        config = prepare("configs/tiny/grpo.yaml", (f"data.train={tmp_path / 'mixed.jsonl'}", "data.overlong=drop",
+                                                    "algorithm.prompts_per_step=6", *words), "cpu").config
+        return RunState.from_data(config, Attempt(tmp_path))
+    return made
+
+
+def train(state: RunState, first: int, last: int) -> list[str]:
+    texts = []
+    for step in range(first, last + 1):
+        prompts = state.draw()
+        state.taken([(prompt.index, [1.0]) for prompt in prompts])
+        state.trained(step, prompts)
+        texts += [prompt.text for prompt in prompts]
+    return texts
+
+
+def test_every_row_within_the_limit_is_trained_once_an_epoch_and_no_other_over_a_resume(dropping):
+    state = dropping()
+    assert state.overlong[0].startswith("data.train: 5 of 25 prompts are longer than rollout.max_prompt_tokens = 4;")
+    assert {prompt.row for prompt in state.prompts} == set(range(25)) - {0, 5, 10, 15, 20}
+    texts, resumed = train(state, 1, 4), dropping()
+    resumed.resume(loaded(state, 4))
+    texts += train(resumed, 5, 10)
+    assert Counter(texts) == {prompt.text: 3 for prompt in state.prompts} and len(state.prompts) == 20
+    assert (resumed.ledger.trained, resumed.ledger.lost, resumed.ledger.duplicated) == (60, 0, 0)
+    assert texts == train(dropping(), 1, 10)
+
+
+@pytest.mark.parametrize("words", [("data.overlong=truncate_left",), ("rollout.max_prompt_tokens=9",)])
+def test_another_treatment_of_long_prompts_is_refused(dropping, words):
+    with pytest.raises(UserError, match="prompts over the limit was 'drop above 4 tokens' when .* and is") as caught:
+        dropping(*words).resume(loaded(dropping(), 3))
+    assert caught.value.where == "data.overlong, rollout.max_prompt_tokens"
