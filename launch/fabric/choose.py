@@ -168,7 +168,8 @@ class SyncPrediction:
 
     def simulate(self, coefficients: SyncCoefficients = DEFAULT, kind: Kind | None = None) -> Simulation:
         """Simulate a route chunk by chunk (default: the chosen one)."""
-        return simulate(self.build(kind), coefficients, quantise=self.quantise)
+        return simulate(self.build(kind), coefficients, quantise=self.quantise,
+                        trainer_digested_bytes=self.cost.trainer_digested_bytes)
 
 
 def predict(shape: Architecture, training: TrainingLayout, rollout: RolloutLayout, cluster: ClusterSpec,

@@ -13,7 +13,7 @@ broadcast", Parallel Computing 35, 2009. `simulate` computes the same chunk by c
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, sqrt
 from typing import Literal
@@ -124,12 +124,22 @@ class RouteCost:
             wire = max(wire, self.nvlink_bytes / nvlink_rate) + chunk / nvlink_rate
         return wire
 
-    @line("s", "pause + barriers + wire + 2 c/copy rate + held/digest rate (+ held/quantise rate)", key="seconds")
+    @line("bytes", "busiest training GPU: its shard, once as it is sent and once as other ranks hold it",
+          shown=round)
+    @part
+    def trainer_digested_bytes(self) -> float:
+        """Bytes that the busiest training GPU digests while it sends."""
+        return 2 * _largest_shard(self.traffic)
+
+    @line("s", "pause + barriers + max(wire, trainer digested/digest rate) + 2 c/copy rate + held/digest rate "
+               "(+ held/quantise rate)", key="seconds")
     @part
     def expected_s(self) -> float:
-        """The whole sync: pause, barriers, wire, packing that is not overlapped, digest, requantising."""
+        """The whole sync: pause, barriers, wire or the trainer's digests, packing that is not overlapped, digest,
+        requantising."""
         c, held = self.c, self.rollout_nic_in_bytes + self.nvlink_bytes
-        return (c.pause_s + c.barrier_s + self.wire_s + 2 * self.chunk_bytes / c.copy_rate
+        return (c.pause_s + c.barrier_s + max(self.wire_s, self.trainer_digested_bytes / c.digest_rate)
+                + 2 * self.chunk_bytes / c.copy_rate
                 + held / c.digest_rate + (held / c.quantise_rate if self.quantise else 0.0))
 
     @line("bytes", "2 chunks")
@@ -209,14 +219,27 @@ def _egress(traffic: Traffic, kind: Kind) -> float:
     busiest = dict(spread)
     for (shard, _), out in per_rail.items():
         busiest[shard] = max(busiest.get(shard, 0.0), out + spread.get(shard, 0.0))
+    shared = max(1, traffic.fabric.gpus_per_node // traffic.fabric.nics_per_node)
+    return _most_of_a_rank(busiest) * min(shared, traffic.training.gpus)
+
+
+def _largest_shard(traffic: Traffic) -> float:
+    """Bytes that the training rank with the largest shard holds."""
+    held: dict[Shard, float] = defaultdict(float)
+    for demand in (demand for demands in traffic.demands for demand in demands):
+        held[demand.shard] += demand.bytes
+    copies = sum(held.values()) / traffic.replica_bytes if traffic.replica_bytes else 1.0
+    return _most_of_a_rank(held) / copies
+
+
+def _most_of_a_rank(of_shard: Mapping[Shard, float]) -> float:
+    """The most of one rank, which holds a dense shard and one of routed experts of its stage."""
     dense: dict[int, float] = {}
     experts: dict[int, float] = {}
-    for shard, out in busiest.items():
+    for shard, number in of_shard.items():
         part = experts if shard.routed else dense
-        part[shard.pp] = max(part.get(shard.pp, 0.0), out)
-    shared = max(1, traffic.fabric.gpus_per_node // traffic.fabric.nics_per_node)
-    most = max((dense.get(stage, 0.0) + experts.get(stage, 0.0) for stage in {*dense, *experts}), default=0.0)
-    return most * min(shared, traffic.training.gpus)
+        part[shard.pp] = max(part.get(shard.pp, 0.0), number)
+    return max((dense.get(stage, 0.0) + experts.get(stage, 0.0) for stage in {*dense, *experts}), default=0.0)
 
 
 def _hops(each: NodeKind, demands: Sequence[ShardDemand], kind: Kind) -> int:

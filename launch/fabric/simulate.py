@@ -44,8 +44,13 @@ class Simulation(NamedTuple):
     """Components of the graph. Of equal ones, only one is simulated."""
 
 
-def simulate(route: Route, coefficients: SyncCoefficients, *, quantise: bool = False) -> Simulation:
-    """Seconds of a route on an otherwise idle fabric."""
+def simulate(route: Route, coefficients: SyncCoefficients, *, quantise: bool = False,
+             trainer_digested_bytes: float = 0.0) -> Simulation:
+    """Seconds of a route on an otherwise idle fabric.
+
+    Args:
+        trainer_digested_bytes: see `RouteCost`.
+    """
     ports = [_ports(route, edge) for edge in route.edges]
     parts = _components(route, ports)
     wire = done = 0.0
@@ -57,7 +62,8 @@ def simulate(route: Route, coefficients: SyncCoefficients, *, quantise: bool = F
     for edge in route.edges:
         held[edge.destination] += edge.bytes
     most = max(held.values(), default=0)
-    total = (coefficients.pause_s + coefficients.barrier_s + done + most / coefficients.digest_rate
+    total = (coefficients.pause_s + coefficients.barrier_s
+             + max(done, trainer_digested_bytes / coefficients.digest_rate) + most / coefficients.digest_rate
              + (most / coefficients.quantise_rate if quantise else 0.0))
     return Simulation(wire, done, total, chunks, len(parts))
 

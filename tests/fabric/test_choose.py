@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from launch.coefficients.sync import DEFAULT
@@ -110,6 +112,24 @@ def test_fp8_rollout_saves_no_bytes():
                  for precision in ("bf16", "fp8"))
     assert fp8.cost.rollout_nic_in_bytes == bf16.cost.rollout_nic_in_bytes
     assert fp8.seconds > bf16.seconds and fp8.wire_precision == "bf16" and "bf16 is sent" in fp8.notes[0]
+
+
+@pytest.mark.parametrize("rollout", [REFERENCE[1], RolloutLayout(tp=4, replicas=33), RolloutLayout(tp=16, replicas=8)])
+def test_a_training_gpu_digests_its_shard_as_sent_and_as_others_hold_it(rollout):
+    """A quarter of the layers and the embedding are 36.3 GB on 8 GPUs, whatever the engines."""
+    found = predict(LLAMA_70B, REFERENCE[0], rollout, cluster(40))
+    for cost in found.routes.values():
+        assert cost.trainer_digested_bytes == pytest.approx(2 * 36.3e9 / 8, rel=0.02)
+
+
+def test_a_sync_waits_for_slow_digests_on_the_trainer():
+    slow = replace(DEFAULT, digest_rate=5e9)
+    found = predict(LLAMA_70B, *REFERENCE, cluster(32), slow)
+    digests = found.cost.trainer_digested_bytes / 5e9
+    after = found.cost.rollout_nic_in_bytes / 5e9 + slow.pause_s + slow.barrier_s
+    assert digests > 4 * found.cost.wire_s
+    assert found.seconds == pytest.approx(digests + after, rel=0.001)
+    assert found.simulate(slow).total_s == pytest.approx(digests + after, rel=0.001)
 
 
 def test_lora_only():
