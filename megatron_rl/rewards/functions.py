@@ -115,11 +115,11 @@ def _parse(text: str) -> list[Any]:
 
 def _parse_box(content: str) -> list[Any]:
     r"""The whole content as one expression. With math-verify's other extractors, `\boxed{Is it 4 or 5?}` would be 5,
-    the last number in a text that is not an expression."""
+    the last number in a text that is not an expression. A full stop at the end is that of the sentence."""
     from math_verify import LatexExtractionConfig, parse
 
     whole = LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0)
-    return parse(f"\\boxed{{{content}}}", [whole], fallback_mode="no_fallback", parsing_timeout=None)
+    return parse(f"\\boxed{{{content.removesuffix('.')}}}", [whole], fallback_mode="no_fallback", parsing_timeout=None)
 
 
 def _equal(gold: list[Any], found: list[Any]) -> bool:
