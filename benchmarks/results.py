@@ -66,15 +66,16 @@ def shortfall(result: dict[str, float]) -> str | None:
 
 
 def answers(path: Path) -> dict[int, bool]:
-    """Question -> whether the answer was right, in one evaluation."""
-    return {row["index"]: row["right"] for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+    """Question -> whether the answer was right, in one evaluation, without those that are neither right nor wrong."""
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {row["index"]: row["right"] for row in rows if row["right"] is not None}
 
 
 def compare(before: dict[int, bool], after: dict[int, bool]) -> dict[str, float]:
     """Accuracies on the same questions, and the two-sided p of McNemar's exact test: a binomial test of a fair coin on
     the questions whose answer changed (McNemar, Psychometrika 12, 1947)."""
     if before.keys() != after.keys():
-        raise ValueError("the two evaluations did not ask the same questions")
+        raise ValueError("the two evaluations did not grade the same questions")
     gained = sum(after[question] and not before[question] for question in before)
     lost = sum(before[question] and not after[question] for question in before)
     changed = gained + lost
