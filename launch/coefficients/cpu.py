@@ -1,15 +1,16 @@
 """Coefficients of CPU cores, for a run on a machine that no cluster file describes. The H100 values of the other
 modules are ten times too slow for models and batches of this size.
 
-`megatron-rl plan calibrate` wrote them into configs/clusters/local-cpu.yaml (docs/calibration.md). They are repeated
-here because a package cannot read the repository's configurations. A test compares the two.
+`megatron-rl plan calibrate` and `megatron-rl sync bench` measured those of configs/clusters/local-cpu.yaml
+(docs/calibration.md). They are repeated here because a package cannot read the repository's configurations. A test
+compares the two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-SOURCE = "measured: configs/tiny/grpo.yaml on 2 cores of an EPYC (docs/calibration.md)"
+SOURCE = "measured on 2 cores of an EPYC: configs/clusters/local-cpu.yaml (docs/calibration.md)"
 MEASURED: Mapping[str, float] = {
     "coefficients.rl.train_efficiency": 0.557454,
     "coefficients.rl.train_efficiency_low": 0.470709,
@@ -24,5 +25,7 @@ MEASURED: Mapping[str, float] = {
     "coefficients.rl.response_s": 0.000234152,
     "coefficients.sync.pause_s": 0.0154903,
     "coefficients.sync.barrier_s": 0.00433729,
+    "coefficients.sync.copy_rate": 1.95e10,
+    "coefficients.sync.digest_rate": 1.91e10,
 }
 """By key, as in a cluster file's `coefficients`."""

@@ -283,7 +283,9 @@ def test_the_shipped_file_is_calibrated_with_runs_that_it_names():
     shipped = load_cluster(HERE)
     names = {key.removeprefix("coefficients.") for key in shipped.coefficients}
     assert {"rl.train_efficiency", "rl.rollout_efficiency", "rl.logprob_factor", "sync.pause_s"} <= names
-    assert all("configs/tiny" in shipped.sources[key] for key in shipped.coefficients)
+    benched = {"coefficients.sync.copy_rate", "coefficients.sync.digest_rate"}
+    for key in shipped.coefficients:
+        assert ("sync bench of configs/135m" if key in benched else "configs/tiny") in shipped.sources[key]
 
 
 def test_medians_are_of_the_steps_after_the_warm_up(file, tmp_path):
