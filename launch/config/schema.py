@@ -290,7 +290,7 @@ class Reward(Section):
     functions: list[RewardFunction] = Field(min_length=1)
     """Reward functions. A sample's reward is their weighted sum."""
     workers: PositiveInt = 1
-    """Reward worker processes."""
+    """Reward processes on each node that trains. Leave its ranks a core per GPU or more."""
     timeout_s: PositiveFloat = 10.0
     """Timeout of one sample's reward."""
     on_error: Literal["stop", "zero"] = "stop"

@@ -35,6 +35,8 @@ class Expected:
     """Whether NVLink connects the GPUs of a node."""
     cpus: int = 0
     """Cores that the supervisor's processes may use."""
+    reward_processes: int = 0
+    """Reward processes of a node that trains."""
     model: str | None = None
     """Model folder that every node reads; None if the job reads none."""
     model_weights: bool = True
@@ -73,7 +75,8 @@ def expected_of(config: RunConfig, cluster: ClusterSpec | None, device: envvars.
     variables = {role: {name: value for name, value in envvars.environment(role, device, config, job="").items()
                         if name.startswith("NCCL_") and name != "NCCL_SOCKET_IFNAME"}
                  for role in ("trainer", "rollout")}
-    common = Expected(device=device, cpus=cpus, scratch=profile.scratch, libraries=LIBRARIES if computes else (),
+    common = Expected(device=device, cpus=cpus, reward_processes=config.reward.workers if computes else 0,
+                      scratch=profile.scratch, libraries=LIBRARIES if computes else (),
                       model=config.model.path if computes else None, model_weights=config.model.init == "load",
                       teacher=config.algorithm.distillation.teacher if computes else None,
                       port_base=config.run.port_base,

@@ -173,6 +173,8 @@ class Placement(Frozen):
     rollout: tuple[EnginePlacement, ...]
     master_port: int
     """Port of the training ranks' rendezvous, on the node of rank 0."""
+    rewards: tuple[str, ...] = ()
+    """Node of each reward actor: every node that trains. (): an attempt of an older version."""
     spares: tuple[str, ...] = ()
     """Nodes of the allocation that no process runs on."""
     ports: dict[str, int] = {}

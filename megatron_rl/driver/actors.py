@@ -5,7 +5,9 @@ Heavy imports are inside the methods, because the driver imports this module and
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -193,24 +195,32 @@ class RolloutActor:
 
 
 class RewardActor:
-    """The reward processes of one node."""
+    """The reward processes of one node. It is asynchronous and scores several groups at once."""
 
-    def __init__(self, attempt_folder: str, index: int, node: str, columns: Sequence[str]) -> None:
+    def __init__(self, attempt_folder: str, index: int, columns: Sequence[str]) -> None:
+        from launch.run.attempts import Attempt
         from megatron_rl.rewards.worker import RewardWorker
 
         self.name = f"reward-{index}"
-        self.attempt = begin(attempt_folder, self.name, node)
-        self.worker = RewardWorker(self.attempt.config().reward, self.attempt.folder, columns=columns)
+        self.attempt = begin(attempt_folder, self.name, Attempt(Path(attempt_folder)).placement().rewards[index])
+        config = self.attempt.config().reward
+        self.worker = RewardWorker(config, self.attempt.folder, index=index, columns=columns)
+        self._threads = ThreadPoolExecutor(max(2, 2 * config.workers), "score")
+        """They wait for scores; see `driver.rewards` for how many calls are under way."""
 
     @guarded
-    def start(self) -> dict[str, Any]:
-        self.worker.start()
+    async def start(self) -> dict[str, Any]:
+        await asyncio.to_thread(self.worker.start)
         return {}
 
     @guarded
-    def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return self.worker.score(samples)
+    async def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.worker.score, samples)
+
+    async def stay(self) -> None:
+        """Never answers: the call ends with this process."""
+        await asyncio.Event().wait()
 
     @guarded
-    def close(self) -> None:
-        self.worker.close()
+    async def close(self) -> None:
+        await asyncio.to_thread(self.worker.close)

@@ -38,6 +38,10 @@ class ComponentFailed(RuntimeError):
         self.name = name
 
 
+class ComponentDied(ComponentFailed):
+    """The process of a component ended."""
+
+
 class StartTimeout(RuntimeError):
     """A node or component did not arrive before its deadline. The message names those that are missing."""
 
@@ -81,7 +85,8 @@ async def answer(name: str, reference: Awaitable[Answer]) -> Answer:
         reference: Ray's reference to the result of the call.
     Raises:
         UserError: the component raised it.
-        ComponentFailed: the component raised anything else, or died.
+        ComponentFailed: the component raised anything else.
+        ComponentDied: its process ended.
     """
     try:
         return await reference
@@ -90,7 +95,7 @@ async def answer(name: str, reference: Awaitable[Answer]) -> Answer:
             raise error.cause from None
         raise ComponentFailed(name, f"{type(error.cause).__name__}: {error.cause}") from error
     except RayActorError as error:
-        raise ComponentFailed(name, f"its process died ({type(error).__name__})") from error
+        raise ComponentDied(name, f"its process died ({type(error).__name__})") from error
 
 
 async def gather(calls: Mapping[str, Awaitable[Answer]], what: str, timeout_s: float | None = None,

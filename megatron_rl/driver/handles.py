@@ -98,8 +98,9 @@ class RemoteEngine(Handle):
 
 
 class RemoteRewards(Handle):
-    """The reward processes of one node."""
+    """The reward processes of one node: a `driver.rewards.RewardActorHandle`."""
 
     start = verb(RewardActor.start)
     score = verb(RewardActor.score)
+    stay = verb(RewardActor.stay)
     close = verb(RewardActor.close)

@@ -25,6 +25,7 @@ from megatron_rl.driver.clock import StepClock
 from megatron_rl.driver.cluster import gather
 from megatron_rl.driver.engines import ASK_EVERY_S, Engines, Means, Note
 from megatron_rl.driver.handles import shared
+from megatron_rl.driver.rewards import Rewards
 from megatron_rl.driver.start import Actors
 from megatron_rl.driver.sync_plan import announced, differences, sync_plan
 from megatron_rl.layouts.megatron import canonical_tensors
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 SCORED_AT_ONCE = 64
-"""Samples that a reward process scores between two signs of life."""
+"""Samples of an evaluation that a node scores between two signs of life."""
 STOP_S = 180.0
 """How long the actors may take to close, independent of `run.deadline_s`."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -71,12 +72,13 @@ class Job:
 
     def __init__(self, attempt: Attempt, actors: Actors, clock: StepClock) -> None:
         self.attempt, self.config, self.plan = attempt, attempt.config(), attempt.plan()
-        self._trainers, self._actors, self._rewards = actors.trainers, actors, actors.rewards
+        self._trainers, self._actors = actors.trainers, actors
         self._clock = clock
         self._scheduler = RolloutScheduler(
             actors.engines, max_num_seqs=self.config.rollout.max_num_seqs, vocabulary=self.plan.architecture.vocab,
             deterministic=self.config.rollout.deterministic)
         self._engines: Engines | None = None
+        self._rewards: Rewards | None = None
         self._stream: RolloutStream | None = None
         self._coordinator = self._make_coordinator(attempt)
         self._writers = dict(enumerate(self._trainers))
@@ -93,7 +95,8 @@ class Job:
         if kind is None:  # after a failure the actors stay unchanged, so that the cause can be found
             if self._engines is not None:
                 await self._engines.stop(STOP_S)
-            await gather({self._rewards.name: self._rewards.close()}, "stopping the rewards", STOP_S)
+            if self._rewards is not None:
+                await self._rewards.close(STOP_S)
             self._coordinator.close()
             ray.shutdown()
 
@@ -128,14 +131,15 @@ class Job:
 
     def open_stream(self, draw: Callable[[], Sequence[Prompt]], carried: Sequence[CarriedGroup],
                     bounds: Sequence[int], note: Note) -> None:
-        """Start the rollout stream at the next `sync`, and watch the engines. `draw` returns the prompts of the next
-        batch. `carried` and `bounds` are the groups and the batches ahead that a checkpoint holds. `note` records a
-        warning."""
+        """Start the rollout stream at the next `sync`, and watch engines and rewards. `draw` returns the prompts of the
+        next batch. `carried` and `bounds` are the groups and the batches ahead that a checkpoint holds. `note` records
+        a warning."""
         config, attempt, most = self.config, self.attempt, self.config.algorithm.max_staleness
         means = Means(self._actors.start_again, functools.partial(dismiss, attempt), functools.partial(blame, attempt),
                       note)
         self._engines = Engines(self._actors.engines, self._scheduler, self._coordinator, means,
                                 hang_s=config.run.hang_min_s / INSIDE_FIRST, first_s=config.run.deadline_s)
+        self._rewards = Rewards(self._actors.rewards, config.reward.workers, means.dismiss, note)
         self._stream = RolloutStream(
             draw, self._scheduler, self._rewards, Sampling.training(config), last=config.run.steps,
             max_staleness=most, batch_size=config.algorithm.prompts_per_step, timed=self._clock.generating,
@@ -178,10 +182,10 @@ class Job:
 
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
         """Score the trajectories of every group. Returns the scores in the order of the groups."""
+        assert self._rewards is not None
         samples = [sample for group in groups for sample in group_samples(group)]
-        size = SCORED_AT_ONCE * self.config.reward.workers
-        calls = {f"samples from {at}": self._rewards.score(samples[at:at + size])
-                 for at in range(0, len(samples), size)}
+        calls = {f"samples from {at}": self._rewards.score(samples[at:at + SCORED_AT_ONCE])
+                 for at in range(0, len(samples), SCORED_AT_ONCE)}
         parts = await gather(calls, "score", arrived=self._clock.alive)
         scores = (score for part in parts.values() for score in part)
         return [[next(scores) for _ in group.trajectories] for group in groups]

@@ -24,7 +24,8 @@ class Actors:
     """By rank."""
     engines: tuple[RemoteEngine, ...]
     """By replica."""
-    rewards: RemoteRewards
+    rewards: tuple[RemoteRewards, ...]
+    """One on each training node."""
     start_again: Callable[[int], Awaitable[RemoteEngine]]
     """Starts a new process for a replica, on the node and GPUs of the placement. Raises like `start_actors`."""
 
@@ -44,7 +45,7 @@ async def start_actors(attempt: Attempt, columns: Sequence[str], template_finger
     placement, deadline_s = attempt.placement(), attempt.config().run.deadline_s
     clock.start_up(f"waiting for {len(placement.nodes)} Ray node(s)")
     nodes = await connect(placement, deadline_s)
-    folder, first = str(attempt.folder.resolve()), placement.nodes[0]
+    folder = str(attempt.folder.resolve())
 
     def engine_of(replica: int) -> RemoteEngine:
         each, name = placement.rollout[replica], f"rollout-{replica}"
@@ -67,12 +68,15 @@ async def start_actors(attempt: Attempt, columns: Sequence[str], template_finger
             TrainerActor, nodes[each.node],
             _environment(attempt, "trainer", each.node, () if each.gpu is None else (each.gpu,)), folder, each.rank))
         for each in placement.training)
-    rewards = RemoteRewards("reward-0", pinned(RewardActor, nodes[first], _environment(attempt, "reward", first, ()),
-                                               folder, 0, first, list(columns)))
-    clock.start_up(f"starting {len(trainers)} training rank(s), {len(engines)} vLLM engine(s) and the rewards")
+    rewards = tuple(
+        RemoteRewards(f"reward-{index}", pinned(RewardActor, nodes[node], _environment(attempt, "reward", node, ()),
+                                                folder, index, list(columns), concurrent=True))
+        for index, node in enumerate(placement.rewards))
+    clock.start_up(f"starting {len(trainers)} training rank(s), {len(engines)} vLLM engine(s) and the rewards on "
+                   f"{len(rewards)} node(s)")
     calls = {each.name: each.start() for each in trainers}
     calls |= {each.name: each.start() for each in engines}
-    calls |= {rewards.name: rewards.start()}
+    calls |= {each.name: each.start() for each in rewards}
     facts = await gather(calls, "start", deadline_s)
     facts = {"driver": {"template_fingerprint": template_fingerprint}, **facts}
     refuse_disagreement(facts)

@@ -80,6 +80,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("time/rollout", "s", "waiting for the trajectories of the batch, or for the engines at a border"),
         Metric("time/rollout_hidden", "s", "generation beside other work, not in `time/rollout`"),
         Metric("time/reward", "s", "waiting for scores, after the last trajectory of the batch"),
+        Metric("time/reward_sample", "s", "mean time of a reward process for a trajectory", "`workload.reward_s`"),
         Metric("time/logprob", "s", "passes for old, reference and teacher log-probs"),
         Metric("time/train", "s", "forward, backward and optimizer of all updates"),
         Metric("time/train_hidden", "s", "training and log-prob passes while the same batch is still generated, in "

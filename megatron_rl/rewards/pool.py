@@ -20,6 +20,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -30,7 +32,8 @@ from megatron_rl.rewards.sample import Sample, Score, Status
 
 log = logging.getLogger(__name__)
 
-LARGEST_CHUNK = 32
+LARGEST_CHUNK = 8
+"""Maximum number of samples that wait in a process, behind one that may hang."""
 
 
 class RewardFailure(Exception):
@@ -41,21 +44,53 @@ class RewardFailure(Exception):
         self.index, self.score = index, score
 
 
+@dataclass(eq=False)
+class _Call:
+    """The samples of one call, and the scores that it has so far."""
+
+    samples: Sequence[Sample]
+    stop_on_failure: bool
+    scores: dict[int, Score] = field(default_factory=dict)
+    future: Future[list[Score]] = field(default_factory=Future)
+
+    def scored(self, index: int, score: Score) -> None:
+        if self.future.done():
+            return
+        self.scores[index] = score
+        if score.status != "ok" and self.stop_on_failure:
+            self.future.set_exception(RewardFailure(index, score))
+        elif len(self.scores) == len(self.samples):
+            self.future.set_result([self.scores[i] for i in range(len(self.samples))])
+
+
+Item = tuple[_Call, int]
+"""A sample: its call, and its index there."""
+
+
 class RewardPool:
-    """`config.workers` processes that score samples. Any thread may call it, one at a time.
+    """`config.workers` processes that score samples. Any thread may call it, several at a time: samples are scored in
+    the order of the calls, by whichever process is free. A thread of the pool serves the processes.
 
     Args:
         columns: names of the data's further columns, see `load_rewards`.
         log_dir: each worker writes to `<log_dir>/reward-process-<i>.log`; None: to this process's output.
+        first: number of the first worker.
         start_timeout_s: time limit for the start of a worker (import, guards).
     """
 
     def __init__(self, config: RewardConfig, *, columns: Sequence[str] | None = None, log_dir: Path | None = None,
-                 start_timeout_s: float = 120.0) -> None:
-        self._config = config
+                 first: int = 0, start_timeout_s: float = 120.0) -> None:
+        self._workers = [
+            _Worker(i, config, columns, None if log_dir is None else log_dir / f"reward-process-{i}.log",
+                    start_timeout_s) for i in range(first, first + config.workers)]
         self._lock = threading.Lock()
-        logs = [None if log_dir is None else log_dir / f"reward-process-{i}.log" for i in range(config.workers)]
-        self._workers = [_Worker(i, config, columns, logs[i], start_timeout_s) for i in range(config.workers)]
+        """Guards what callers change: the next four fields."""
+        self._waiting: deque[Item] = deque()
+        self._calls: set[_Call] = set()
+        self._closed, self._rung = True, False
+        self._heard, self._bell = multiprocessing.Pipe(duplex=False)
+        """A message in this pipe wakes the pool's thread."""
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the processes and wait until all are ready.
@@ -63,17 +98,33 @@ class RewardPool:
         Raises:
             UserError: the rewards do not load or fail their guards, or a worker does not start in time.
         """
-        with self._lock:
-            try:
+        try:
+            for worker in self._workers:
+                worker.start()
+            while any(worker.starting for worker in self._workers):
+                self._wait()
                 for worker in self._workers:
-                    worker.start()
-                while any(worker.starting for worker in self._workers):
-                    self._wait()
-                    for worker in self._workers:
-                        worker.read()
-            except BaseException:
-                self._kill_all()
-                raise
+                    worker.read()
+        except BaseException:
+            self._kill_all()
+            raise
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="reward-pool")
+        self._thread.start()
+
+    def submit(self, samples: Sequence[Sample], *, stop_on_failure: bool = False) -> Future[list[Score]]:
+        """Ask for the scores of samples, see `score`. Returns at once."""
+        call = _Call(list(samples), stop_on_failure)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the reward pool is not running")
+            if not samples:
+                call.future.set_result([])
+                return call.future
+            self._calls.add(call)
+            self._waiting.extend((call, index) for index in range(len(samples)))
+            self._ring()
+        return call.future
 
     def score(self, samples: Sequence[Sample], *, stop_on_failure: bool = False) -> list[Score]:
         """The score of every sample, in the given order.
@@ -83,32 +134,17 @@ class RewardPool:
         Raises:
             RewardFailure: with `stop_on_failure`, at the first sample that fails. The pool can be used again.
         """
-        with self._lock:
-            if not all(worker.running for worker in self._workers):
-                raise RuntimeError("the reward pool is not running")
-            scores: dict[int, Score] = {}
-            waiting = deque(range(len(samples)))
-            try:
-                while len(scores) < len(samples):
-                    self._hand_out(samples, waiting)
-                    self._wait()
-                    for worker in self._workers:
-                        scored = worker.read()
-                        scores |= scored
-                        waiting.extendleft(reversed(worker.take_back()))
-                        failed = [i for i in scored if scored[i].status != "ok"]
-                        if failed and stop_on_failure:
-                            raise RewardFailure(failed[0], scored[failed[0]])
-            except BaseException:
-                # Also on Ctrl-C: scores of this call must not arrive in the next one.
-                self._restart_busy()
-                raise
-            return [scores[i] for i in range(len(samples))]
+        return self.submit(samples, stop_on_failure=stop_on_failure).result()
 
     def close(self) -> None:
         """End all worker processes and the processes they started. May be called twice."""
         with self._lock:
-            self._kill_all()
+            self._closed = True
+            self._ring()
+        if self._thread is not None:
+            self._thread.join()
+        self._fail(RuntimeError("the reward pool was closed"))
+        self._kill_all()
 
     def __enter__(self) -> RewardPool:
         self.start()
@@ -117,24 +153,69 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _hand_out(self, samples: Sequence[Sample], waiting: deque[int]) -> None:
-        size = min(LARGEST_CHUNK, math.ceil(len(waiting) / (2 * len(self._workers))))
+    def _serve(self) -> None:
+        """Hand samples out and collect their scores, until the pool is closed."""
+        try:
+            while not self._closed:
+                self._hand_out()
+                self._wait()
+                for worker in self._workers:
+                    for (call, index), score in worker.read().items():
+                        call.scored(index, score)
+                        if call.future.done():
+                            self._forget(call)
+                    self._put_back(worker.take_back())
+        except BaseException as error:  # a worker that cannot be replaced: nobody may wait for its scores
+            self._closed = True
+            self._fail(error)
+
+    def _hand_out(self) -> None:
         for worker in self._workers:
-            if waiting and worker.idle:
-                chunk = [waiting.popleft() for _ in range(min(size, len(waiting)))]
-                if not worker.give(chunk, [samples[i] for i in chunk]):
-                    waiting.extendleft(reversed(chunk))
+            chunk = self._next_chunk() if worker.idle else []
+            if chunk and not worker.give(chunk):
+                self._put_back(chunk)
+
+    def _next_chunk(self) -> list[Item]:
+        with self._lock:
+            size = min(LARGEST_CHUNK, math.ceil(len(self._waiting) / (2 * len(self._workers))))
+            return [self._waiting.popleft() for _ in range(size)]
+
+    def _put_back(self, items: Sequence[Item]) -> None:
+        if items:
+            with self._lock:
+                self._waiting.extendleft(reversed(items))
+
+    def _forget(self, call: _Call) -> None:
+        """Nobody waits for further scores of a call."""
+        with self._lock:
+            self._calls.discard(call)
+            if len(call.scores) < len(call.samples):
+                self._waiting = deque(item for item in self._waiting if item[0] is not call)
+
+    def _fail(self, error: BaseException) -> None:
+        """End the calls that are under way. Only while no thread serves them, or in that thread."""
+        with self._lock:
+            calls, self._calls = self._calls, set()
+            self._waiting.clear()
+        for call in calls:
+            if not call.future.done():
+                call.future.set_exception(error)
+
+    def _ring(self) -> None:
+        """Wake the pool's thread. The lock is held."""
+        if not self._rung:
+            self._rung = True
+            self._bell.send_bytes(b"!")
 
     def _wait(self) -> None:
+        """Wait for a message, a death, a deadline or a new call."""
         deadlines = [worker.deadline for worker in self._workers if worker.deadline is not None]
-        timeout_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else 0.0
-        wait([handle for worker in self._workers for handle in worker.handles()], timeout_s)
-
-    def _restart_busy(self) -> None:
-        for worker in self._workers:
-            if worker.running and not worker.idle and not worker.starting:
-                worker.kill()
-                worker.start()
+        timeout_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        ready = wait([self._heard, *(handle for worker in self._workers for handle in worker.handles())], timeout_s)
+        if self._heard in ready:
+            with self._lock:
+                self._heard.recv_bytes()
+                self._rung = False
 
     def _kill_all(self) -> None:
         for worker in self._workers:
@@ -149,9 +230,9 @@ class _Worker:
         self._number, self._config, self._columns, self._log_path = number, config, columns, log_path
         self._start_timeout_s = start_timeout_s
         self._process: multiprocessing.process.BaseProcess | None = None
-        self._pending: deque[int] = deque()
-        self._left: list[int] = []
-        self._running = ""
+        self._pending: deque[Item] = deque()
+        self._left: list[Item] = []
+        self._running, self._began = "", 0.0
         self.starting = False
         self.deadline: float | None = None
         """When silence becomes a fault, on the monotonic clock; None while idle."""
@@ -178,10 +259,10 @@ class _Worker:
         """Handles that become ready when the worker sends a message or dies."""
         return [] if self._process is None else [self._connection, self._process.sentinel]
 
-    def give(self, chunk: list[int], samples: list[Sample]) -> bool:
+    def give(self, chunk: list[Item]) -> bool:
         """Whether the samples were taken. A process that died while idle is replaced, as no sample is to blame."""
         try:
-            self._connection.send(samples)
+            self._connection.send([call.samples[index] for call, index in chunk])
         except (BrokenPipeError, ConnectionResetError):
             self.kill()
             self.start()
@@ -190,10 +271,10 @@ class _Worker:
         self._progress()
         return True
 
-    def read(self) -> dict[int, Score]:
-        """Scores that have arrived, by sample index. If the process died or missed its deadline it is replaced, and the
-        sample that it was scoring has failed."""
-        scores: dict[int, Score] = {}
+    def read(self) -> dict[Item, Score]:
+        """Scores that have arrived. If the process died or missed its deadline it is replaced, and the sample that it
+        was scoring has failed."""
+        scores: dict[Item, Score] = {}
         if self._process is None:
             return scores
         # Taken before the messages are read: a score that arrives while this process is not scheduled is in time.
@@ -207,7 +288,7 @@ class _Worker:
                     self._running = value
                     continue
                 if kind == child.SCORED:
-                    scores[self._pending.popleft()] = value
+                    scores[self._pending.popleft()] = replace(value, seconds=max(0.0, now - self._began))
                 self.starting = False
                 self._progress()
         except (EOFError, ConnectionResetError):
@@ -217,7 +298,7 @@ class _Worker:
             return scores | self._replace("timeout", f"no answer within {limit:g} s")
         return scores
 
-    def take_back(self) -> list[int]:
+    def take_back(self) -> list[Item]:
         """The samples left behind by a process that was replaced."""
         left, self._left = self._left, []
         return left
@@ -236,10 +317,10 @@ class _Worker:
         self._pending.clear()
 
     def _progress(self) -> None:
-        self._running = ""
-        self.deadline = time.monotonic() + self._config.timeout_s if self._pending else None
+        self._running, self._began = "", time.monotonic()
+        self.deadline = self._began + self._config.timeout_s if self._pending else None
 
-    def _replace(self, status: Status, detail: str) -> dict[int, Score]:
+    def _replace(self, status: Status, detail: str) -> dict[Item, Score]:
         """Replace this process. The sample that it was scoring gets the blame."""
         if self._log_path is not None:
             detail += f"; see {self._log_path}"
@@ -249,7 +330,10 @@ class _Worker:
         functions = self._config.functions
         function = self._running or (functions[0].function if len(functions) == 1 else "")
         log.warning("reward worker %d is replaced: %s", self._number, detail)
-        failed = {self._pending.popleft(): Score.failed(status, detail, function)} if self._pending else {}
+        failed = {}
+        if self._pending:
+            score = Score.failed(status, detail, function)
+            failed = {self._pending.popleft(): replace(score, seconds=time.monotonic() - self._began)}
         self._left = list(self._pending)
         self.kill()
         self.start()

@@ -51,6 +51,8 @@ class Score:
     """Reason of the failure: the function and its exception, or how its process ended."""
     function: str = ""
     """The function that failed."""
+    seconds: float = field(default=0.0, compare=False)
+    """How long a reward process was busy with the sample."""
 
     @staticmethod
     def failed(status: Status, detail: str, function: str = "", components: Mapping[str, float] | None = None) -> Score:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,27 +17,29 @@ from megatron_rl.rewards.sample import Sample, Score
 log = logging.getLogger(__name__)
 
 SAVED_AT_MOST = 50
-"""Maximum number of failed samples saved per attempt with `reward.on_error: zero`."""
+"""Maximum number of failed samples that a worker saves with `reward.on_error: zero`."""
 
 
 class RewardWorker:
-    """Scores samples as configured. It is a plain class; the driver puts it into a Ray actor on CPUs.
+    """Scores samples as configured. It is a plain class; the driver puts one into a Ray actor on each training node.
+    Several threads may call `score`.
 
     Args:
         config: the `reward` section.
         attempt_dir: failed samples are saved in `<attempt_dir>/failed_samples/`.
+        index: number of this worker among those of the attempt.
         log_dir: folder for the output of the worker processes; default `<attempt_dir>/logs`.
         columns: names of the data's further columns, if known.
     """
 
-    def __init__(self, config: RewardConfig, attempt_dir: str | Path, *, log_dir: str | Path | None = None,
-                 columns: Sequence[str] | None = None) -> None:
-        self._config = config
+    def __init__(self, config: RewardConfig, attempt_dir: str | Path, *, index: int = 0,
+                 log_dir: str | Path | None = None, columns: Sequence[str] | None = None) -> None:
+        self._config, self._index = config, index
         self._failed_dir = Path(attempt_dir) / "failed_samples"
         self._log_dir = Path(log_dir) if log_dir else Path(attempt_dir) / "logs"
         self._columns = columns
         self._pool: RewardPool | None = None
-        self._saved = 0
+        self._saved, self._lock = 0, threading.Lock()
 
     def start(self) -> None:
         """Load the rewards, run their guards and start the processes.
@@ -45,7 +48,8 @@ class RewardWorker:
             UserError: see `RewardPool.start`.
         """
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._pool = RewardPool(self._config, columns=self._columns, log_dir=self._log_dir)
+        self._pool = RewardPool(self._config, columns=self._columns, log_dir=self._log_dir,
+                                first=self._index * self._config.workers)
         self._pool.start()
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
@@ -82,8 +86,10 @@ class RewardWorker:
 
     def _save(self, sample: Sample, score: Score) -> Path:
         self._failed_dir.mkdir(parents=True, exist_ok=True)
-        self._saved += 1
-        path = self._failed_dir / f"{self._saved:03d}-prompt{sample.prompt_index}-sample{sample.sample_index}.json"
+        with self._lock:
+            self._saved += 1
+            name = f"reward-{self._index}-{self._saved:03d}"
+        path = self._failed_dir / f"{name}-prompt{sample.prompt_index}-sample{sample.sample_index}.json"
         content = {"function": score.function, "status": score.status, "detail": score.detail,
                    "components": score.components, "sample": dataclasses.asdict(sample)}
         path.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=repr) + "\n", encoding="utf-8")

@@ -33,7 +33,7 @@ def test_what_tools_wrote_counts_as_work_and_not_as_the_policys() -> None:
     prompt = Prompt(0, np.arange(5, dtype=np.int32), "", None, {})
     groups = [Group(prompt, (_trajectory([1, 1, 0, 0, 0, 1], [6, 6, 0, 0, 0, 7]),
                              _trajectory([1, 0, 1, 1, 1], [7, -1, 7, 7, 7], "length")))]
-    scores = [[Score(1.0, {"a": 1.0, "b": 0.0}), Score(0.0, {"a": 0.0, "b": 1.0})]]
+    scores = [[Score(1.0, {"a": 1.0, "b": 0.0}), Score(0.0, {"a": 0.0, "b": 1.0}, seconds=0.5)]]
     algorithm = Algorithm.model_validate({"group_size": 2, "prompts_per_step": 1})
     statistics = batch_statistics(groups, [np.array([1.0, 0.0])], algorithm)
     updates = [{"train/tokens": 5.0, "train/ratio_max": 1.5, "train/lr": 0.2, "train/loss": 1.0, "mismatch/kl": 0.25},
@@ -44,8 +44,9 @@ def test_what_tools_wrote_counts_as_work_and_not_as_the_policys() -> None:
         "staleness/mean": 2 / 7, "staleness/max": 1, "response/length_mean": 3.5, "response/length_max": 4,
         "response/length_min": 3, "response/truncated": 0.5, "response/aborted": 0, "prompt/length_mean": 5,
         "throughput/samples_per_s": 2 / 4, "throughput/tokens_per_s": (7 + 4 + 2 * 5) / 4,
-        "throughput/rollout_tokens_per_s": 7 / 2, "reward/errors": 0.0, "reward/component/a": 0.5,
-        "reward/component/b": 0.5, "weights/version": STEP, "sync/gb_per_s": 2.0, "sync/verify_seconds": 0.75,
+        "throughput/rollout_tokens_per_s": 7 / 2, "reward/errors": 0.0, "time/reward_sample": 0.25,
+        "reward/component/a": 0.5, "reward/component/b": 0.5, "weights/version": STEP,
+        "sync/gb_per_s": 2.0, "sync/verify_seconds": 0.75,
         "train/tokens": 7, "train/ratio_max": 1.5, "train/lr": 0.1, "train/loss": 1.5, "mismatch/kl": 0.25,
         "drift/kl": 0.5}
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)

@@ -77,6 +77,13 @@ def test_memory_tells_cards_of_one_name_apart(fleet):
         assert named(checks, "gpu.model").severity == severity
 
 
+def test_reward_processes_have_cores_besides_those_of_the_ranks(fleet):
+    for cores, severity in ((16, "ok"), (15, "warning"), (7, "critical")):
+        [checks] = fleet(1, {"n1": {"cpus": cores}}, expected=replace(H100X8, cpus=0, reward_processes=8)).values()
+        found = named(checks, "cpu.affinity")
+        assert found.severity == severity and (severity != "warning" or "lower reward.workers" in found.remedy)
+
+
 def test_slurm_gave_fewer_gpus_than_the_node_has(fleet):
     [checks] = fleet(1, environment={"CUDA_VISIBLE_DEVICES": "0,1,2,3"}).values()
     found = named(checks, "gpu.count")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
+from launch import envvars
 from megatron_rl.rewards.functions import exact_match
 
 
@@ -13,21 +15,19 @@ def raises(completion: str, answer: str | None) -> float:
 
 
 def held(completion: str, answer: str | None, *, gate: str) -> float:
-    """`exact_match` of the last number. While there is a file `gate`, this process scores only as many completions as
-    the file says (none if it is empty), and then waits."""
-    global _scored
-    while _closed(Path(gate)):
+    """`exact_match` of the last number. While there is a file `gate`, the reward processes of an attempt score only as
+    many completions as the file says (none if it is empty), and then wait."""
+    scored = Path(f"{gate}-{Path(os.environ[envvars.JOB_MARK]).name}")       # a byte for each completion
+    while _closed(Path(gate), scored):
         time.sleep(0.1)
-    _scored += 1
+    with scored.open("ab") as file:
+        file.write(b".")
     return exact_match(completion, answer, anywhere="last_number")
 
 
-_scored = 0
-
-
-def _closed(gate: Path) -> bool:
+def _closed(gate: Path, scored: Path) -> bool:
     try:
-        return _scored >= int(gate.read_text() or 0)
+        return (scored.stat().st_size if scored.exists() else 0) >= int(gate.read_text() or 0)
     except FileNotFoundError:
         return False
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -87,7 +88,27 @@ def test_scores_keep_their_order_over_workers():
 def test_the_deadline_is_a_samples_and_not_a_chunks():
     """Fourteen samples of 0.15 s each, seven to a chunk: each is far from the deadline of 1 s, a chunk is past it."""
     with pool(config(f"{GRADERS}:slow", timeout_s=1.0)) as running:
-        assert {score.status for score in running.score(do(*["fine"] * 14))} == {"ok"}
+        began = time.monotonic()
+        scores = running.score(do(*["fine"] * 14))
+        assert {score.status for score in scores} == {"ok"}
+        assert 14 * 0.15 <= sum(score.seconds for score in scores) <= time.monotonic() - began
+
+
+def test_calls_wait_neither_for_each_other_nor_for_a_call_that_has_failed(tmp_path):
+    """A process hangs with a sample of one call, and another call fails at once."""
+    with pool(config(f"{GRADERS}:by_completion", workers=2, timeout_s=patient(120))) as running:
+        hanging = running.submit([Sample("child and hang", str(tmp_path / "pid"))], stop_on_failure=True)
+        until = time.monotonic() + patient(30)
+        while not (tmp_path / "pid").exists():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        failing = running.submit(do("raise", *["fine"] * 200), stop_on_failure=True)
+        others = [running.submit(do(*["fine"] * 5), stop_on_failure=True) for _ in range(20)]
+        assert all([score.total for score in call.result(patient(60))] == [1.0] * 5 for call in others)
+        assert isinstance(failing.exception(patient(10)), RewardFailure) and not hanging.done()
+    assert "closed" in str(hanging.exception(0))
+    with pytest.raises(RuntimeError, match="not running"):
+        running.submit(do("fine"))
 
 
 def test_weights_components_and_blame_with_several_functions():

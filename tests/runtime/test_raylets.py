@@ -1,5 +1,6 @@
 """A job on three simulated nodes of one host, without Slurm: Ray's nodes with their own names and ports, one token,
-one after the other; actors where the placement puts them; a death on another node than the driver's."""
+one after the other; actors where the placement puts them; deaths on another node than the driver's, of rewards, which
+the run survives, and of a rank."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from launch.planner.prepare import prepare
 from launch.planner.seats.local import place_cpu
 from launch.ports import BLOCK, Ports
 from launch.processes import marked
-from launch.run.components import components
+from launch.run.components import components, dismissed, lost
+from launch.run.metrics import metric_rows
 from launch.run.node_files import NodeFiles
 from launch.run.outcome import read_outcome
 from tests.patience import patient
@@ -49,11 +51,17 @@ def test_a_job_on_three_raylets_of_one_host(tmp_path):
         where = {record.name: record for record in components(job.attempt)}
         assert {name: record.node for name, record in where.items()} == {
             "driver": NODES[0], "trainer-0": NODES[0], "reward-0": NODES[0], "trainer-1": NODES[1],
-            "rollout-0": NODES[2]}
+            "reward-1": NODES[1], "rollout-0": NODES[2]}
         for record in where.values():
             assert psutil.Process(record.process.pid).environ()["MEGATRON_RL_NODE"] == record.node
 
+        os.kill(where["reward-1"].process.pid, signal.SIGKILL)      # with groups that it has not scored
+        job.until(lambda: any(each.name == "reward-1" for each in dismissed(job.attempt)), "the loss of reward-1", 30)
+        steps = len(metric_rows(job.attempt.folder / "metrics.jsonl"))
         gate.unlink()
+        job.at_step(steps + 2)
+        assert "REWARD" in (job.attempt.folder / "warnings.jsonl").read_text() and not lost(job.attempt)
+
         os.kill(where["trainer-1"].process.pid, signal.SIGKILL)
         job.until(lambda: read_outcome(job.attempt.folder) is not None, "the outcome", 30)
         outcome = read_outcome(job.attempt.folder)
@@ -67,12 +75,12 @@ def test_where_a_cpu_job_sits_and_what_does_not_divide():
     ports = {node: Ports(12288 + BLOCK * index) for index, node in enumerate(NODES)}
     placement = place_cpu(plan, 1, NODES, 2, addresses, ports, dict.fromkeys(NODES, "ib0"))
     assert [rank.node for rank in placement.training] == [NODES[0]] * 2 + [NODES[1]] * 2     # TP inside a node
-    assert [engine.node for engine in placement.rollout] == NODES[2:]
+    assert [engine.node for engine in placement.rollout] == NODES[2:] and placement.rewards == tuple(NODES[:2])
     assert [rank.port for rank in placement.training] == [
         ports[NODES[0]].lane(0), ports[NODES[0]].lane(1), ports[NODES[1]].lane(0), ports[NODES[1]].lane(1)]
     assert placement.master_port == ports[NODES[0]].rendezvous and placement.interface(NODES[3]) == "ib0"
     one = place_cpu(plan, 1, NODES[:1], 1, addresses, ports)
-    assert one.nodes == (NODES[0],) and {engine.node for engine in one.rollout} == {NODES[0]}
+    assert one.nodes == one.rewards == (NODES[0],) and {engine.node for engine in one.rollout} == {NODES[0]}
     spare = place_cpu(prepare(CONFIG, (), "cpu").plan, 1, NODES, 2, addresses, ports)
     assert spare.nodes == tuple(NODES[:3]) and spare.spares == (NODES[3],)
     for wrong in (0, 3, 5):

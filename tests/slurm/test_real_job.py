@@ -66,7 +66,7 @@ def test_a_real_job_outlives_the_time_limit_and_a_dead_node(slurm: SlurmCluster,
     _wait(slurm, job, lambda: len(_rows(second)) == 3, "three steps of the second attempt")
     assert _saved(second) == [3, SAVED]
     victim = second.placement().nodes[1]
-    assert {name for name, node in _nodes(second).items() if node == victim} == {"trainer-1"}
+    assert {name for name, node in _nodes(second).items() if node == victim} == {"trainer-1", "reward-1"}
     slurm.kill_node(victim)
     _wait(slurm, job, lambda: slurm.job(job)["JobState"] != "RUNNING", "the end of the job that lost a node")
     slurm.mark_down(victim)
@@ -152,7 +152,8 @@ def _every_component_is_where_it_belongs(attempt: Attempt) -> None:
     assert len(placement.nodes) == 3 and len(set(placement.ports.values())) == 3
     first, second, rollout = placement.nodes
     assert _nodes(attempt) == {
-        "driver": first, "reward-0": first, "trainer-0": first, "trainer-1": second, "rollout-0": rollout}
+        "driver": first, "reward-0": first, "trainer-0": first, "reward-1": second, "trainer-1": second,
+        "rollout-0": rollout}
     for node in placement.nodes:
         assert json.loads((NodeFiles(attempt, node).folder / "ray.json").read_text())["node"] == node
         assert marked(attempt.mark, node)

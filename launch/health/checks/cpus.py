@@ -17,6 +17,10 @@ def check(machine: Machine, expected: Expected) -> list[Check]:
     if cores < needed:
         return [critical("cpu.affinity", cores, f"{told} for {needed} GPUs: data loading and kernels would starve",
                          remedy)]
+    if expected.device == "gpu" and cores < needed + expected.reward_processes:
+        return [warning("cpu.affinity", cores, f"{told} for {needed} GPUs and {expected.reward_processes} reward "
+                        "processes: if this node trains, they take time from its ranks",
+                        f"lower reward.workers, or {remedy}")]
     if cores < expected.cpus:
         return [warning("cpu.affinity", cores, f"{told}, the job requested {expected.cpus}", remedy)]
     return [ok("cpu.affinity", cores, told)]

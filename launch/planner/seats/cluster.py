@@ -160,7 +160,7 @@ def bind(seating: Seating, plan_fingerprint: str, attempt: int, addresses: Mappi
     return Placement(
         attempt=attempt, plan_fingerprint=plan_fingerprint, nodes=used,
         addresses={node: addresses[node] for node in used}, training=tuple(ranks), rollout=engines,
-        master_port=blocks[ranks[0].node].rendezvous, spares=seating.spares,
+        master_port=blocks[ranks[0].node].rendezvous, rewards=seating.training_nodes, spares=seating.spares,
         ports={} if isinstance(ports, Ports) else {node: block.base for node, block in blocks.items()},
         interfaces={node: interfaces[node] for node in used} if interfaces else {})
 

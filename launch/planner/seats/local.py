@@ -42,7 +42,7 @@ def place_local(plan: Plan, attempt: int, ports: Ports, *, gpus: Sequence[int] =
                                      gpus=tuple(free.pop(0) for _ in range(engine.tp)) if on_gpu else ())
                      for engine in engines)
     return Placement(attempt=attempt, plan_fingerprint=plan.fingerprint(), nodes=(node,), addresses={node: address},
-                     training=ranks, rollout=replicas, master_port=ports.rendezvous)
+                     training=ranks, rollout=replicas, master_port=ports.rendezvous, rewards=(node,))
 
 
 def place_cpu(plan: Plan, attempt: int, nodes: Sequence[str], training_nodes: int, addresses: Mapping[str, str],
@@ -74,6 +74,7 @@ def place_cpu(plan: Plan, attempt: int, nodes: Sequence[str], training_nodes: in
     used = tuple(node for node in nodes if node in busy)
     return Placement(attempt=attempt, plan_fingerprint=plan.fingerprint(), nodes=used,
                      addresses={node: addresses[node] for node in used}, training=ranks, rollout=replicas,
-                     master_port=ports[nodes[0]].rendezvous, spares=tuple(node for node in nodes if node not in busy),
+                     master_port=ports[nodes[0]].rendezvous, rewards=tuple(nodes[:training_nodes]),
+                     spares=tuple(node for node in nodes if node not in busy),
                      ports={node: ports[node].base for node in used},
                      interfaces={node: interfaces[node] for node in used} if interfaces else {})
