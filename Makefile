@@ -28,7 +28,7 @@ UV := .venv-lock/bin/uv
 COMPILE = cd requirements && UV_CUSTOM_COMPILE_COMMAND="make lock" ../$(UV) pip compile --quiet \
 	--python-platform x86_64-manylinux_2_28 --python-version 3.11
 
-.PHONY: help install grpo test test-fast lint slurm gpu-check bench bench-learning bench-plan bench-start bench-sync bench-async results picture exercise lock docs clean
+.PHONY: help install grpo test test-fast lint slurm gpu-check bench bench-learning bench-plan bench-rewards bench-start bench-sync bench-async results picture exercise lock docs clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ bench-sync: $(INSTALLED) ## Measure weight sync between simulated hosts, as root
 
 bench-async: $(INSTALLED) ## Measure asynchronous steps beside the ideal (ARGS=--learning: rewards, --scale: the driver at 70B)
 	$(VENV)/bin/python -m benchmarks.asynchrony $(ARGS)
+
+bench-rewards: $(INSTALLED) ## Measure the CPU time of the built-in rewards for a completion
+	$(VENV)/bin/python -m benchmarks.rewards
 
 results: $(INSTALLED) models/smollm2-135m ## Train the 135M model and write docs/results.md again (some 10 minutes)
 	$(VENV)/bin/python -m benchmarks.results $(ARGS)

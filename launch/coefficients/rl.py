@@ -35,7 +35,7 @@ class RlCoefficients(Coefficients):
     rollout_efficiency_low: float = coefficient(0.61, "", "low end of the efficiency", _SPREAD, FACTOR)
     rollout_efficiency_high: float = coefficient(0.94, "", "high end of the efficiency", _SPREAD, FACTOR)
     response_s: float = coefficient(
-        0.002, "s", "time per response in a step: tokenising, reward, gathering by the driver", _FIT)
+        0.002, "s", "time per response in a step: tokenising, gathering by the driver", _FIT)
     other_share: float = coefficient(
         0.0293, "", "advantages, data and logging over the sum of the phases", _FIT, PART)
     refit_s: float = coefficient(2.01, "s", "handing weights to engines of published systems, fixed part", _FIT)

@@ -9,6 +9,7 @@ from launch.coefficients.base import Coefficients
 from launch.coefficients.collectives import CollectiveCoefficients
 from launch.coefficients.memory import MemoryCoefficients
 from launch.coefficients.reliability import ReliabilityCoefficients
+from launch.coefficients.reward import RewardCoefficients
 from launch.coefficients.rl import RlCoefficients
 from launch.coefficients.rollout import RolloutCoefficients
 from launch.coefficients.sync import SyncCoefficients
@@ -25,6 +26,7 @@ class SiteCoefficients:
     rollout: RolloutCoefficients = RolloutCoefficients()
     sync: SyncCoefficients = SyncCoefficients()
     rl: RlCoefficients = RlCoefficients()
+    reward: RewardCoefficients = RewardCoefficients()
     reliability: ReliabilityCoefficients = ReliabilityCoefficients()
 
     @staticmethod

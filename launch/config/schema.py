@@ -409,6 +409,9 @@ class Workload(Section):
     """Distribution of completion lengths."""
     flat_groups: float = Field(default=0.0, ge=0, lt=1)
     """Expected share of groups with equal rewards, which `algorithm.dynamic_sampling` generates in addition."""
+    reward_s: PositiveFloat | None = None
+    """Seconds of a reward process for a completion: `time/reward_sample` of a run. null: the planner's figures for the
+    built-in rewards, and an assumed one for functions of yours."""
     target_prompts_per_hour: PositiveFloat | None = None
     """Throughput to compare the plan with."""
 

@@ -59,7 +59,8 @@ class MemoryOf(Record):
 
 
 class Phase(Record):
-    """A phase of the step. The phases of an asynchronous step overlap."""
+    """A phase of the step. The phases of an asynchronous step overlap. `reward` is the time from the last completion of
+    a batch to its last score; the rest of the grading is hidden behind the rollout."""
 
     name: PhaseName
     seconds: float
@@ -162,6 +163,21 @@ class RolloutForecast(Record):
     bound_by: str
 
 
+class RewardForecast(Record):
+    """Grading of a step. The phase `reward` is the part of it after the last completion."""
+
+    nodes: int
+    """Nodes with reward processes: those that train."""
+    processes: int
+    """On all of them."""
+    sample_s: float
+    """Seconds of a process for a completion."""
+    busy_s: float
+    """Seconds of a step for which all processes grade."""
+    behind_s: float
+    """Seconds of grading that are left when the last completion ends, without the last group."""
+
+
 class Staleness(Record):
     versions: int
     """Largest age, in versions, of a token in training: `algorithm.max_staleness`, or what `auto` derives from the
@@ -236,6 +252,8 @@ class Forecast(Record):
     """The phase or partition that sets the length of the step, and the resource that limits it."""
     throughput: Throughput
     rollout: RolloutForecast
+    reward: RewardForecast | None = None
+    """None: the plan of an older version."""
     staleness: Staleness
     sync: SyncForecast
     reliability: Reliability

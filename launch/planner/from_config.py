@@ -26,6 +26,8 @@ from launch.planner.workload.lengths import Counted, Lengths
 from launch.planner.workload.workload import Workload, assumed_lengths
 
 MIB, GIB = 1 << 20, 1 << 30
+TEXT_REWARDS = ("exact_match", "format", "length")
+"""Built-in rewards that only read the text (`megatron_rl.rewards.functions`)."""
 ASYNCHRONOUS_FROM = 1_000_000
 """Sampled tokens per step below which `algorithm.max_staleness: auto` is 0: so small a step ends soon, and on-policy
 samples are worth more than the seconds."""
@@ -46,6 +48,7 @@ def problem_of(loaded: LoadedConfig, shape: Architecture, cluster: ClusterSpec,
     workload, bound = workload_of(loaded), config.algorithm.max_staleness
     asynchronous = workload.sequences * workload.lengths.mean >= ASYNCHRONOUS_FROM if bound == "auto" else bound > 0
     given = {"model": loaded.where("model.path"), "workload": f"{loaded.path}, workload", "cluster": config.cluster}
+    given |= {"reward": f"{loaded.path}, reward"}
     given |= {"teacher": loaded.where("algorithm.distillation.teacher")} if teacher else {}
     given |= {key: str(source) for key, source in loaded.sources.items() if source.kind in ("file", "override")
               and key.startswith(("trainer.", "rollout.")) and key not in opened}
@@ -61,6 +64,7 @@ def problem_of(loaded: LoadedConfig, shape: Architecture, cluster: ClusterSpec,
         "kept" if config.rollout.keep_kv else "dropped",
         # A copy, since the book tells objects apart by their identity.
         teacher=replace(teacher) if teacher else None,
+        reward_workers=config.reward.workers,
         spare_nodes=config.placement.spare_nodes, disk_every=config.weight_sync.disk.every,
         origin=Origin(loaded.path, {key: loaded.where(key) for key in loaded.sources}, given)))
 
@@ -186,7 +190,7 @@ def workload_of(loaded: LoadedConfig) -> Workload:
         raise UserError(f"workload.prompt_tokens = {prompt:g} is a mean above rollout.max_prompt_tokens = "
                         f"{longest_prompt}", where=loaded.where("workload.prompt_tokens", "rollout.max_prompt_tokens"),
                         fix=f"use a mean of at most {longest_prompt}, or a higher limit")
-    kl = config.algorithm.kl
+    kl, rewards = config.algorithm.kl, [each.function for each in config.reward.functions]
     return Workload(
         prompts=config.algorithm.prompts_per_step, group=config.algorithm.group_size,
         updates=config.algorithm.updates_per_batch, epochs=config.algorithm.epochs, prompt_tokens=prompt,
@@ -196,6 +200,8 @@ def workload_of(loaded: LoadedConfig) -> Workload:
         flat_groups=config.workload.flat_groups if config.algorithm.dynamic_sampling.enabled else 0.0,
         reference=kl.beta > 0, reference_offload=kl.reference_offload,
         teacher_offload=config.algorithm.distillation.offload,
+        math_rewards=rewards.count("math"), text_rewards=sum(name in TEXT_REWARDS for name in rewards),
+        own_rewards=sum(":" in name for name in rewards), reward_s=config.workload.reward_s,
         target=config.workload.target_prompts_per_hour, measured_lengths=asked.distribution == "file",
         assumed_sigma=asked.sigma if asked.distribution == "lognormal" else None,
         assumed_mean=asked.distribution == "lognormal" and asked.mean is None)

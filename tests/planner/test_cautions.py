@@ -100,7 +100,8 @@ def test_the_cost_of_swaps_at_borders_is_told():
     found = replace(flying, problem=posed, rollout=replace(flying.rollout, problem=posed))
     c = found.problem.coefficients.rl
     assert found.step_s == pytest.approx(
-        (max(found.rollout.seconds, found.training.seconds) + found.sync_s) * (1 + c.other_share))
+        (max(found.rollout.seconds + found.reward.seconds, found.training.seconds) + found.sync_s)
+        * (1 + c.other_share))
     lengths, work = found.problem.workload.lengths, found.problem.workload
     assert found.rollout.seconds > lengths.expected_max(work.sequences) * found.rollout.engine.step_s(1, 0)
     assert found.step_s > flying.step_s and found.staleness == 1

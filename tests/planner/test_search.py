@@ -103,6 +103,7 @@ def _largest_that_fits(found: Problem, mode: Mode, trainer: TrainingOption, layo
 
 
 TINY = workload(prompts=16, group=4)
+GRADED = workload(reward_s=0.6)
 CASES: dict[str, tuple[Problem, Mode]] = {
     "one node": (problem(nodes=1, work=TINY), "disaggregated"),
     "one node, asynchronous": (problem(nodes=1, work=TINY, asynchronous=True), "disaggregated"),
@@ -123,6 +124,8 @@ CASES: dict[str, tuple[Problem, Mode]] = {
     "pins that leave GPUs idle": (problem(LLAMA_8B, nodes=4, pins=Pins(replicas=3, dp=3, tp=2)), "disaggregated"),
     "two nodes, second copy": (problem(nodes=2, work=TINY, asynchronous=True, shadow=True), "disaggregated"),
     "staleness bounded": (problem(LLAMA_8B, nodes=3, asynchronous=True, max_staleness=3), "disaggregated"),
+    "rewards bind": (problem(nodes=3, work=GRADED, reward_workers=4), "disaggregated"),
+    "rewards bind, asynchronous": (problem(nodes=3, work=GRADED, asynchronous=True), "disaggregated"),
     "overlap": (problem(LLAMA_8B, nodes=3, overlap=True), "disaggregated"),
     "colocated": (problem(LLAMA_8B, nodes=2), "colocated"),
     "colocated, fits with recomputation only": (problem(LLAMA_8B, nodes=1, token_budget=38400, pins=Pins(
@@ -204,7 +207,7 @@ def test_a_limit_on_the_staleness_makes_the_trainer_wait():
         mine = Search(problem(LLAMA_8B, nodes=3, asynchronous=True, max_staleness=limit)).best()
         assert mine is not None and mine.staleness <= limit
         update_s = (mine.training.seconds + mine.sync_s) * (1 + mine.problem.coefficients.rl.other_share)
-        pace_s = (mine.rollout.time.latency_max_s + update_s) / (limit + 1)
+        pace_s = (mine.rollout.time.latency_max_s + mine.reward.last_s + update_s) / (limit + 1)
         assert mine.step_s >= max(free.step_s, pace_s) * (1 - 1e-12)
         assert mine.waits == (mine.step_s == pytest.approx(pace_s, rel=1e-9) and limit < free.staleness)
     assert mine.step_s == free.step_s

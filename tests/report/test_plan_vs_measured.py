@@ -7,6 +7,7 @@ import statistics
 
 import pytest
 
+from launch.plan.forecast import RewardForecast
 from launch.planner.calibrate.measured import FEWEST, WARM_UP, PlanVsMeasured, compare
 from launch.report.run.plan_vs_measured import comparison_html, comparison_text, of_attempt
 from tests.report.plan_example import example_plan
@@ -36,7 +37,7 @@ def test_each_phase_has_the_median_of_its_metric_after_the_warm_up(forecast):
     found = compare(forecast, made)
     predicted = {phase.name: phase for phase in forecast.phases}
     for each in found.phases:
-        metrics = {"rollout": ("time/rollout", "time/reward"), "log-prob": ("time/logprob",),
+        metrics = {"rollout": ("time/rollout",), "reward": ("time/reward",), "log-prob": ("time/logprob",),
                    "train": ("time/train",), "sync": ("time/sync",), "step": ("time/step",)}[each.name]
         times = [sum(row[name] for name in metrics) for row in made[2:]]
         assert each.measured.median == pytest.approx(statistics.median(times), rel=1e-12)
@@ -81,6 +82,15 @@ def test_a_phase_far_off_with_right_lengths_points_at_the_calibration(forecast):
     quiet = forecast.model_copy(update={"numbers": ()})
     far = compare(quiet, rows(train=1e5))
     assert any("train" in note and "plan calibrate" in note for note in far.notes)
+
+
+def test_rewards_that_cost_something_else_are_named(forecast):
+    assumed = RewardForecast(nodes=2, processes=16, sample_s=0.01, busy_s=2.0, behind_s=0.0)
+    known = forecast.model_copy(update={"reward": assumed})
+    notes = {cost: [note for note in compare(known, rows(reward_sample=cost)).notes if "reward process" in note]
+             for cost in (0.004, 0.006, 0.018, 0.05)}
+    assert not notes[0.006] and not notes[0.018] and notes[0.004]
+    assert "0.01 s were assumed: workload.reward_s=0.053 predicts this run" in notes[0.05][0]
 
 
 def overlapping(*, waited: float, step: float = 95.0, train: float = 64.0) -> list[dict]:

@@ -141,7 +141,7 @@ def calibrate(run: Path, cluster_file: str, *others: Path) -> Calibration:
 def phase_seconds(found: Candidate) -> dict[str, float]:
     """Predicted seconds of the recipe's phases, by the names of `launch.planner.calibrate.measured`."""
     training = found.training
-    every = {"rollout": found.rollout.seconds, "log-prob": training.passes_s,
+    every = {"rollout": found.rollout.seconds, "reward": found.reward.seconds, "log-prob": training.passes_s,
              "train": training.train_s, "sync": found.sync_s}
     return {name: value for name, value in every.items() if value}
 

@@ -1,6 +1,7 @@
 """Predicted and measured times of a run, side by side. Every number is labelled as one or the other.
 
-    rollout    predicted: generation, and host work per response             measured: time/rollout + _hidden + reward
+    rollout    predicted: generation, and host work per response             measured: time/rollout + _hidden
+    reward     predicted: from the last completion to the last score         measured: time/reward
     log-prob   predicted: passes for old, reference and teacher log-probs    measured: time/logprob
     train      predicted: all optimizer steps                                measured: time/train
     sync       predicted: the weight sync                                    measured: time/sync
@@ -29,6 +30,8 @@ WARM_UP = 2
 """Steps at the start of an attempt that are left out, because engines and allocators warm up."""
 FEWEST = 3
 """Minimum number of steps after the warm-up for a median."""
+GRADING_TOLERANCE = 2.0
+"""The seconds of a completion's reward are named as a cause if they differ by more than this factor."""
 LENGTH_TOLERANCE = 0.1
 """A length with a larger relative difference is named as a cause."""
 
@@ -44,7 +47,8 @@ class Kind:
     """Metrics, summed step by step."""
 
 
-KINDS = (Kind("rollout", ("rollout", "reward"), ("time/rollout", "time/rollout_hidden", "time/reward")),
+KINDS = (Kind("rollout", ("rollout",), ("time/rollout", "time/rollout_hidden")),
+         Kind("reward", ("reward",), ("time/reward",)),
          Kind("log-prob", ("logprob", "reference", "teacher"), ("time/logprob",)),
          Kind("train", ("train",), ("time/train",)),
          Kind("sync", ("sync",), ("time/sync",)))
@@ -139,7 +143,7 @@ def compare(forecast: Forecast | None, rows: Sequence[Row], no_forecast: str = "
         made = len([row for row in rows if "time/step" in row])
         return _nothing(f"{made} step{'s' * (made != 1)}: plan and measurement are compared from {WARM_UP + FEWEST} "
                         f"on, since the first {WARM_UP} are warm-up and a median needs {FEWEST}")
-    kinds = KINDS[1:] if forecast.asynchronous else KINDS
+    kinds = KINDS[2:] if forecast.asynchronous else KINDS
     phases = [found for kind in kinds if (found := _phase(kind, forecast, measured))]
     if forecast.asynchronous:
         phases[:0] = _overlapping(forecast, measured)
@@ -230,6 +234,17 @@ def _lengths(forecast: Forecast, rows: Sequence[Row]) -> tuple[Length, ...]:
                  for name, assumed, found in pairs if assumed and found)
 
 
+def _grading(forecast: Forecast, rows: Sequence[Row]) -> Iterable[str]:
+    """What a completion costs a reward process, if the plan assumed something else."""
+    measured_s = mean_of(rows, "time/reward_sample")
+    if forecast.reward is None or not measured_s:
+        return
+    assumed_s = forecast.reward.sample_s
+    if not 1 / GRADING_TOLERANCE < measured_s / assumed_s < GRADING_TOLERANCE:
+        yield (f"a completion took a reward process {measured_s:.2g} s, {assumed_s:.2g} s were assumed: "
+               f"workload.reward_s={measured_s:.2g} predicts this run")
+
+
 def _notes(phases: Sequence[PhaseComparison], lengths: Sequence[Length], forecast: Forecast,
            rows: Sequence[Row]) -> Iterable[str]:
     if forecast.asynchronous:
@@ -241,7 +256,8 @@ def _notes(phases: Sequence[PhaseComparison], lengths: Sequence[Length], forecas
         yield (f"{each.name}s were {each.measured:.4g} tokens long, {each.assumed:.4g} were assumed: "
                f"{explains[each.name]} were predicted for other lengths; "
                f"{keys[each.name]}={each.measured:.4g} predicts this run")
-    far = [phase.name for phase in phases if not phase.in_range and phase.name != "step"]
+    yield from _grading(forecast, rows)
+    far = [phase.name for phase in phases if not phase.in_range and phase.name not in ("step", "reward")]
     if far and not wrong:
         fits = ("`megatron-rl plan calibrate` fits the site's coefficients to a run with algorithm.max_staleness=0"
                 if forecast.asynchronous else

@@ -48,7 +48,7 @@ def book_of(found: Candidate, sources: Mapping[str, str]) -> Book:
         book.write(*found.sync.routes.values(), found.sync.limits, found.sync)
     if found.colocated is not None:
         book.write(found.colocated)
-    book.write(found, found.failures)
+    book.write(found.reward, found, found.failures)
     return book
 
 
@@ -96,6 +96,12 @@ def write_givens(book: Book, found: Candidate, source: Source) -> None:
         given(workload, name, f"workload.{name}", unit, "workload")
     if workload.epochs > 1:
         given(workload, "epochs", "workload.epochs", "passes", "workload")
+    given(problem, "reward_workers", "reward.workers", "processes per node")
+    for name in ("math_rewards", "text_rewards", "own_rewards"):
+        if getattr(workload, name):
+            given(workload, name, f"workload.{name}", "functions", "reward.functions")
+    if workload.reward_s is not None:
+        given(workload, "reward_s", "workload.reward_s", "s", "workload")
     if workload.flat_groups:
         given(workload, "flat_groups", "workload.flat_groups", "share", "workload")
     for name, unit in (("cap", "tokens"), ("mean", "tokens"), ("second_moment", "tokens^2")):

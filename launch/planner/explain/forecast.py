@@ -20,6 +20,7 @@ from launch.plan.forecast import (
     Phase,
     PhaseName,
     Reliability,
+    RewardForecast,
     RolloutForecast,
     Staleness,
     SyncEdge,
@@ -34,6 +35,7 @@ from launch.planner.explain.evaluate import book_of
 from launch.planner.explain.warnings import cautions
 from launch.planner.search.candidate import Candidate, step_seconds
 from launch.planner.search.search import Search
+from launch.planner.time.reward import behind_seconds
 from launch.planner.time.rollout import mean_staleness
 
 FRONT = 12
@@ -59,6 +61,9 @@ def forecast(search: Search | None, found: Candidate, sources: Mapping[str, str]
             tpot_s=rollout.time.tpot_s, tokens_per_s_per_gpu=rollout.time.tokens_per_s / rollout.layout.gpus,
             in_flight=rollout.time.in_flight * found.rollout_busy, capacity=rollout.time.slots,
             load=found.rollout_load, longest_s=rollout.time.latency_max_s, bound_by=rollout.time.limit),
+        reward=RewardForecast(nodes=found.training_nodes, processes=found.reward.processes,
+                              sample_s=found.reward.sample_s, busy_s=found.reward.busy_s,
+                              behind_s=found.reward.behind_s),
         staleness=Staleness(versions=problem.max_staleness or found.staleness, mean=_mean_staleness(found),
                             limit=problem.max_staleness),
         sync=_sync(found).model_copy(update={"disk": _disk(found)}), reliability=Reliability(
@@ -119,7 +124,8 @@ def _phases(found: Candidate) -> tuple[Phase, ...]:
     generating: Partitions = "rollout" if apart else "both"
     updating: Partitions = "training" if apart else "both"
     parts: tuple[tuple[PhaseName, float, Partitions], ...] = (
-        ("rollout", found.rollout.seconds, generating), ("logprob", training.logprob_s, updating),
+        ("rollout", found.rollout.seconds, generating), ("reward", found.reward.seconds, updating),
+        ("logprob", training.logprob_s, updating),
         ("reference", training.reference_s, updating), ("teacher", training.teacher_s, updating),
         ("train", training.train_s, updating),
         ("sync", found.sync_s, "both"))
@@ -131,14 +137,24 @@ def _phases(found: Candidate) -> tuple[Phase, ...]:
             partition = "training"              # engines continue; their swap is too short for the picture
         elif name == "sync":
             at = found.step_s - seconds
-        fast, slow = _spread(found, name)
-        rows.append(Phase(name=name, seconds=seconds, low=seconds * fast, high=seconds * slow, starts=at,
-                          partition=partition))
-        if name == "rollout" and (asynchronous or found.rollout.completions):
-            at = 0.0 if asynchronous else found.step_s - found.sync_s - training.seconds
+        if name == "reward":
+            low, high = _rewarded(found, 0)[1], _rewarded(found, 1)[1]
         else:
-            at += seconds
+            low, high = (seconds * end for end in _spread(found, name))
+        rows.append(Phase(name=name, seconds=seconds, low=low, high=high, starts=at, partition=partition))
+        at += seconds
+        if name == "reward" and (asynchronous or found.rollout.completions):
+            at = 0.0 if asynchronous else found.step_s - found.sync_s - training.seconds
     return tuple(rows)
+
+
+def _rewarded(found: Candidate, end: int) -> tuple[float, float]:
+    """(seconds of grading that are left when the last completion ends, the same with the last group), if rollout and
+    rewards are at their fast (0) or slow (1) end."""
+    reward, rollout_s = found.reward, found.rollout.seconds * _spread(found, "rollout")[end]
+    sample_s = reward.spread[end]
+    behind_s = behind_seconds(rollout_s, reward.busy_s * sample_s / reward.sample_s, reward.completions)
+    return behind_s, behind_s + reward.last_seconds(sample_s)
 
 
 def throughput_of(found: Candidate) -> Throughput:
@@ -146,13 +162,16 @@ def throughput_of(found: Candidate) -> Throughput:
     problem, target = found.problem, found.problem.workload.target
     rates = []
     for end in (1, 0):      # all phases at their slow end, then all at their fast end
+        behind_s, rewarded_s = _rewarded(found, end)
         rollout = found.rollout.seconds * _spread(found, "rollout")[end]
+        longest = found.rollout.longest_s * _spread(found, "rollout")[end]
         training = sum(seconds * _spread(found, name)[end] for name, seconds in (
             ("train", found.training.train_s),
             ("passes", found.training.passes_s)))
         rates.append(3600 * problem.workload.prompts
-                     / step_seconds(problem, rollout, training, found.sync_s * _spread(found, "sync")[end],
-                                    found.rollout.longest_s * _spread(found, "rollout")[end], found.rollout.swap_s,
+                     / step_seconds(problem, rollout + (behind_s if problem.in_flight else rewarded_s), training,
+                                    found.sync_s * _spread(found, "sync")[end],
+                                    longest + rewarded_s - behind_s if longest else 0.0, found.rollout.swap_s,
                                     found.rollout.completions))
     low, high = rates
     verdict: TargetVerdict = ("no target" if target is None else "reached" if low >= target else
@@ -167,6 +186,8 @@ def _per_step(found: Candidate, prompts_per_hour: float) -> float:
 def _bottleneck(found: Candidate) -> str:
     if found.waits:
         return f"algorithm.max_staleness = {found.problem.max_staleness}: the trainer waits for the longest completion"
+    if found.reward.busy_s > max(found.rollout.seconds, found.training.seconds):
+        return f"rewards, on {found.reward.processes} processes of {found.training_nodes} nodes"
     if found.rollout.seconds >= found.training.seconds:
         return f"rollout, bound by {found.rollout.time.limit}"
     time = found.training.time

@@ -13,6 +13,8 @@ MIN_CROSSING = 0.01
 """Bytes that leave their rail (norms, vocabulary rows on a border) are reported above this share of the weights."""
 MAX_HOST = 0.8
 """Maximum share of a host's memory that may be pinned. Data, checkpoints in flight and page cache need the rest."""
+MAX_BEHIND = 0.02
+"""Maximum share of the step for which grading may outlast generation."""
 MAX_CAPPED_GROUPS = 0.5
 """Maximum share of groups with a truncated completion. Above it, the reward at the cap teaches more than the task."""
 DOCUMENTED: dict[str, str] = {
@@ -35,6 +37,8 @@ DOCUMENTED: dict[str, str] = {
     "W017": "writing a version to disk takes longer than the steps between two versions",
     "W018": "the bound on the staleness is not the plan's",
     "W019": "engines finish all batches at every weight sync",
+    "W020": "rewards take longer than the generation that they should hide behind",
+    "W021": "the time of a reward function of yours is assumed",
 }
 """Code -> meaning."""
 
@@ -69,6 +73,7 @@ def _all(found: Candidate, low: float, high: float) -> Iterator[tuple[str, str]]
         yield "W003", (f"a completion of {workload.lengths.cap:,} tokens spans {found.staleness} steps: weights change "
                        "while it is generated; keep algorithm.importance_cap, or use more prompts per step")
     yield from _bound(found)
+    yield from _rewards(found)
     if problem.border:
         yield "W019", ("rollout.swap = border: engines finish all batches before they take new weights, so that a step "
                        f"takes {found.step_s:.1f} s, where rollout.swap=in_flight takes {found.in_flight_s:.1f} s with "
@@ -137,6 +142,20 @@ def _bound(found: Candidate) -> Iterator[tuple[str, str]]:
                        "auto, makes the step shorter")
     elif bound > needed:
         yield "W018", f"{spans}: with a bound of {needed}, samples are fresher and no step is longer"
+
+
+def _rewards(found: Candidate) -> Iterator[tuple[str, str]]:
+    reward, most_s = found.reward, MAX_BEHIND * found.step_s
+    if reward.behind_s > most_s:
+        paced = reward.busy_s > found.rollout.seconds
+        yield "W020", (f"{reward.processes} reward processes take {reward.busy_s:.1f} s for the completions of a step"
+                       + (f", and the engines {found.rollout.seconds:.1f} s: rewards set the pace" if paced else
+                          f", {reward.behind_s:.1f} s of it after the last one, since many end together")
+                       + f". reward.workers={reward.workers_needed(most_s)} hides it, if the nodes have the cores; "
+                         "else use more training nodes or a faster reward (workload.reward_s)")
+    if found.problem.workload.own_rewards and found.problem.workload.reward_s is None:
+        yield "W021", (f"{reward.sample_s:.2g} s for the rewards of a completion is assumed, since the time of a "
+                       "function of yours is not known: set workload.reward_s to the time/reward_sample of a run")
 
 
 def _communicators(found: Candidate) -> Iterator[tuple[str, str]]:

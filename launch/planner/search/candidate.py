@@ -23,6 +23,7 @@ from launch.planner.time import step as rl_step
 from launch.planner.time.decode import Engine
 from launch.planner.time.handover import handover_seconds
 from launch.planner.time.reliability import Failures, disk_seconds
+from launch.planner.time.reward import RewardTime
 from launch.planner.time.rollout import AsynchronousRollout, Demand, RolloutTime, SynchronousRollout, minimum_staleness
 from launch.planner.time.training import LogprobTime, TeacherTime, TrainingTime
 from launch.planner.workload.work import PackedWork
@@ -261,6 +262,10 @@ class Candidate:
     shared = made(ColocatedMemory, trainer="training.memory", engine="rollout.memory", gpu="problem.cluster.gpu",
                   coefficients="problem.coefficients.memory", trainer_offloaded="trainer_offloaded")
     """Memory of GPUs that both partitions use; see `colocated`."""
+    reward = made(RewardTime, workload="problem.workload", workers="problem.reward_workers", nodes="training_nodes",
+                  rollout_s="rollout.seconds", completions="rollout.time.completions",
+                  c="problem.coefficients.reward")
+    """Grading of the completions."""
     failures = made(Failures, parameters="trained_parameters", step_s="step_s", nodes="nodes",
                     training_nodes="training_nodes", cluster="problem.cluster", c="problem.coefficients.reliability",
                     precision="training.layout.precision")
@@ -332,19 +337,30 @@ class Candidate:
     @line("s", lambda self: self.formula, key="step.total_s")
     @part
     def step_s(self) -> float:
-        return step_seconds(self.problem, self.rollout.seconds, self.training.seconds, self.sync_s,
-                            self.rollout.longest_s, self.rollout.swap_s if self.problem.swaps else 0.0,
-                            self.rollout.completions)
+        return step_seconds(self.problem, self.scored_s, self.training.seconds, self.sync_s, self.longest_s,
+                            self.rollout.swap_s if self.problem.swaps else 0.0, self.rollout.completions)
+
+    @part
+    def scored_s(self) -> float:
+        """Seconds of a step in which its completions are generated and graded."""
+        return self.rollout.seconds + (self.reward.behind_s if self.problem.in_flight else self.reward.seconds)
+
+    @part
+    def longest_s(self) -> float:
+        """Seconds of the longest completion and its reward, which a bound on the staleness limits; 0 without a
+        bound."""
+        return self.rollout.longest_s + self.reward.last_s if self.rollout.longest_s else 0.0
 
     @property
     def formula(self) -> str:
         """The formula of the step, in words."""
         problem = self.problem
         training = "train + log-prob + reference" + (" + teacher" if problem.teacher else "")
+        ready = "max(rollout, grading)" if problem.in_flight else "rollout + reward"
         formula = ("(max over parts j of c_j + what j and later parts train, + sync)" if self.rollout.completions else
-                   f"(rollout + {training} + sync)" if not problem.asynchronous else
-                   f"max(rollout + swap, {training} + sync)" if problem.swaps else
-                   f"(max(rollout, {training}) + sync)")
+                   f"(rollout + reward + {training} + sync)" if not problem.asynchronous else
+                   f"max({ready} + swap, {training} + sync)" if problem.swaps else
+                   f"(max({ready}, {training}) + sync)")
         floor = (f", at least (longest completion + {training} + sync) / (staleness allowed + 1)"
                  if self.rollout.longest_s else "")
         return f"{formula} x (1 + other){floor}"
@@ -437,7 +453,7 @@ class Candidate:
     @property
     def unbounded_s(self) -> float:
         """Seconds of the step without a bound on the staleness."""
-        return step_seconds(self.problem, self.rollout.seconds, self.training.seconds, self.sync_s, 0.0,
+        return step_seconds(self.problem, self.scored_s, self.training.seconds, self.sync_s, 0.0,
                             self.rollout.swap_s if self.problem.swaps else 0.0, self.rollout.completions)
 
 

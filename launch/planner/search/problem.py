@@ -69,6 +69,8 @@ class Problem:
     """The trainer works on complete groups while others of the same batch are generated."""
     kv_tokens: int | None = None
     """Tokens in the KV cache of an engine if the configuration fixes it (CPU); None: the GPU's memory decides."""
+    reward_workers: int = 1
+    """Reward processes on each node that trains."""
     spare_nodes: int = 0
     """Nodes that the plan does not use."""
     disk_every: int = 0

@@ -31,6 +31,7 @@ from launch.planner.search.candidate import (
 )
 from launch.planner.search.problem import Mode, Problem, in_mode
 from launch.planner.search.space import Space
+from launch.planner.time.reward import RewardTime
 from launch.planner.time.step import combined_seconds
 
 
@@ -143,20 +144,24 @@ class Search:
         yield from sorted(range(1, units), key=lambda training: (abs(2 * training - units), training))
 
     def _best_of_division(self, training: int, most_rollout: int, found: Candidate | None) -> Candidate | None:
-        if self._loses(found, self._fastest_engine_s(most_rollout), self._least_training_s(training), 0.0):
+        graded_s = self._graded_s(training)
+        fastest_s = max(graded_s, self._fastest_engine_s(most_rollout))
+        if self._loses(found, fastest_s, self._least_training_s(training), 0.0):
             return found
         rollouts = self._engines_on(most_rollout)
         for seconds, layout in self._timed(training):
-            if rollouts and self._loses(found, rollouts[0].seconds, seconds, rollouts[0].longest_s):
+            if rollouts and self._loses(found, max(graded_s, rollouts[0].seconds), seconds, rollouts[0].longest_s):
                 break               # options are sorted, so no later one is faster
             mine = None
             for engines in rollouts:
-                if self._loses(found, engines.seconds, seconds, engines.longest_s):
+                rollout_s = max(graded_s, engines.seconds)
+                if self._loses(found, rollout_s, seconds, engines.longest_s):
                     break
-                units = training + engines.units
-                if self._no_better(found, engines, seconds, units, self._least_sync_s(layout, engines.layout)):
+                units, least_s = training + engines.units, self._least_sync_s(layout, engines.layout)
+                if self._no_better(found, engines, rollout_s, seconds, units, least_s):
                     continue
-                if not self._no_better(found, engines, seconds, units, self._seconds_of_sync(layout, engines.layout)):
+                sync_s = self._seconds_of_sync(layout, engines.layout)
+                if not self._no_better(found, engines, rollout_s, seconds, units, sync_s):
                     mine = mine or TrainingOption(self.problem, layout, training)
                     found = self._better(found, Candidate(self.mode, mine, engines, self.problem))
         return found
@@ -200,11 +205,16 @@ class Search:
         at_once = (0.0,) * (PARTS - 1) + (1.0,) if self.problem.overlap else ()
         return found is not None and self._step_s(rollout_s, training_s, 0.0, longest_s, at_once) > found.step_s
 
-    def _no_better(self, found: Candidate | None, rollout: RolloutOption, training_s: float, units: int,
-                   sync_s: float) -> bool:
+    def _graded_s(self, training_units: int) -> float:
+        """Least time in which the rewards on so many training units grade a step: a bound on its rollout."""
+        problem, nodes = self.problem, training_units if len(self.problem.cluster.nodes) > 1 else 1
+        return RewardTime(problem.workload, problem.reward_workers, nodes, 0.0, (), problem.coefficients.reward).busy_s
+
+    def _no_better(self, found: Candidate | None, rollout: RolloutOption, rollout_s: float, training_s: float,
+                   units: int, sync_s: float) -> bool:
         if found is None:
             return False
-        step_s = self._step_s(rollout.seconds, training_s, sync_s, rollout.longest_s, rollout.completions)
+        step_s = self._step_s(rollout_s, training_s, sync_s, rollout.longest_s, rollout.completions)
         return (step_s, units) >= (found.step_s, found.units)
 
     def _step_s(self, rollout_s: float, training_s: float, sync_s: float, longest_s: float,
@@ -309,12 +319,15 @@ class Search:
                       key=lambda option: (option.seconds, option.layout.max_num_seqs))
 
     def _undominated(self, layout: RolloutLayout, units: int) -> Iterator[RolloutOption]:
-        """The engine options without those that are slower than another and allow no shorter step. With
-        `algorithm.overlap`, a slower one may complete its first groups earlier."""
-        longest_s = float("inf")
+        """The engine options without those that are slower than another and allow no shorter step. A slower one may
+        complete its first groups earlier, which helps the trainer with `algorithm.overlap`, and the rewards by at most
+        the time that they take."""
+        longest_s, first_s = float("inf"), None
+        graded_s = 0.0 if self.problem.in_flight else self._graded_s(1)
         for option in self.engine_options(layout, units):
-            if option.longest_s < longest_s or option.completions:
-                longest_s = option.longest_s
+            first_s = option.seconds if first_s is None else first_s
+            if option.longest_s < longest_s or option.completions or option.seconds < first_s + graded_s:
+                longest_s = min(longest_s, option.longest_s)
                 yield option
 
     def _placed(self, layout: RolloutLayout, units: int) -> list[RolloutLayout]:

@@ -40,6 +40,14 @@ class Workload:
     """
     prompt_copies: float = 1.0
     """Packed copies of a prompt per completion: 1, or 1 / G if the completions share one."""
+    math_rewards: int = 0
+    """Number of reward functions `math`."""
+    text_rewards: int = 0
+    """Number of reward functions that only read the text: `exact_match`, `format`, `length`."""
+    own_rewards: int = 0
+    """Number of reward functions of the user."""
+    reward_s: float | None = None
+    """Seconds of a reward process for a completion; None: those of the functions."""
     measured_lengths: bool = False
     """The lengths come from a file of completions."""
     assumed_sigma: float | None = None

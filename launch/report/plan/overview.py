@@ -51,6 +51,7 @@ def print_overview(plan: ForecastPlan, config: str, console: Console, *, command
     _step(forecast, console, width, marks)
     _throughput(forecast, console, width, marks)
     _rollout(forecast, console)
+    _rewards(forecast, console)
     _sync(forecast, console, width)
     _reliability(forecast, console)
     _warnings(forecast, console)
@@ -201,6 +202,14 @@ def _rollout(forecast: Forecast, console: Console) -> None:
                  if stale.limit is None else f"algorithm.max_staleness {stale.limit}")
         text = f"at most {plural(stale.versions, 'version')} ({bound}), mean {significant(stale.mean, 2)}"
     _line(console, "staleness", text)
+
+
+def _rewards(forecast: Forecast, console: Console) -> None:
+    reward = forecast.reward
+    if reward is not None:
+        _line(console, "rewards", f"{seconds(reward.sample_s)} per completion on {reward.processes:,} process"
+              f"{'es' if reward.processes > 1 else ''} of {plural(reward.nodes, 'training node')}: busy for "
+              f"{seconds(reward.busy_s)} of a step, and {seconds(reward.behind_s)} behind the last completion")
 
 
 def _sync(forecast: Forecast, console: Console, width: int) -> None:
