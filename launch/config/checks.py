@@ -44,6 +44,7 @@ def check(loaded: ResolvedLoaded, architecture: Architecture, device: Literal["c
     checker.rollout_parallel_sizes()
     checker.lengths()
     checker.share_prompts()
+    checker.gradients()
     checker.batch()
     checker.dynamic_sampling()
     checker.loss()
@@ -228,6 +229,20 @@ class _Checker:
             self.add(f"{key} = on with trainer.sequence_parallel = true: logits are then computed once per "
                      f"input token, but a shared prompt's last token predicts for several completions", key,
                      "trainer.sequence_parallel", fix=f"{fix}, or sequence_parallel: false")
+
+    def gradients(self) -> None:
+        t, key = self.config.trainer, "trainer.overlap_param_gather"
+        if t.overlap_param_gather is True and not t.distributed_optimizer:
+            self.add(f"{key} = true with trainer.distributed_optimizer = false: every rank then updates all its "
+                     f"parameters, and nothing is gathered", key, "trainer.distributed_optimizer",
+                     fix=f"use {key} = auto")
+        elif t.overlap_param_gather is True and not t.overlap_grad_reduce:
+            self.add(f"{key} = true with trainer.overlap_grad_reduce = false: the parameters then lie in one bucket, "
+                     f"which no forward pass can hide", key, "trainer.overlap_grad_reduce", fix=f"use {key} = auto")
+        if t.gradient_accumulation_fusion is True and self.device == "cpu":
+            key = "trainer.gradient_accumulation_fusion"
+            self.add(f"{key} = true needs Transformer Engine's kernels, and this run computes on CPUs", key,
+                     fix=f"use {key} = auto, which is on on a GPU")
 
     def batch(self) -> None:
         al, t = self.config.algorithm, self.config.trainer

@@ -4,8 +4,8 @@ In a `RunConfig`, as the user writes it, a size may be `auto` (an open key). Cod
 run takes a `ResolvedConfig`. Only `resolve` makes one, from a `RunConfig` and values for its open keys. The classes
 here give the resolved type of each key that may be open and inherit all other keys from the schema.
 
-Four keys keep `auto`, because it names a rule that is applied later: `run.resume`, `run.stop_margin_s`,
-`trainer.share_prompts` and `weight_sync.route`.
+Six keys keep `auto`, because it names a rule that is applied later: `run.resume`, `run.stop_margin_s`,
+`trainer.share_prompts`, `trainer.overlap_param_gather`, `trainer.gradient_accumulation_fusion` and `weight_sync.route`.
 """
 
 from __future__ import annotations

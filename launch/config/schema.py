@@ -119,12 +119,26 @@ class Trainer(Section):
     fits; on this machine none."""
     distributed_optimizer: bool = True
     """Shard optimizer state over DP x CP."""
+    overlap_grad_reduce: bool = True
+    """Reduce gradients over DP x CP bucket by bucket during the last backward pass of an optimizer step."""
+    overlap_param_gather: bool | Literal["auto"] = "auto"
+    """Gather updated parameters bucket by bucket during the next forward pass, except after the last update of a step,
+    since the weight sync follows. Needs `distributed_optimizer` and `overlap_grad_reduce`; `auto`: with these."""
+    gradient_accumulation_fusion: bool | Literal["auto"] = "auto"
+    """GPU only. The products that make weight gradients add them to the fp32 gradients. `auto`: on a GPU."""
     optimizer: Optimizer
     """Adam and its schedule."""
     threads: PositiveInt = 1
     """CPU only. Threads per training rank."""
     collective_timeout_s: PositiveFloat = 1800.0
     """Timeout of a collective among training ranks."""
+
+    @property
+    def gathers_overlap(self) -> bool:
+        """`overlap_param_gather`, where `auto` is decided."""
+        if self.overlap_param_gather == "auto":
+            return self.distributed_optimizer and self.overlap_grad_reduce
+        return self.overlap_param_gather
 
 
 class Rollout(Section):

@@ -50,12 +50,20 @@ class TrainingLayout:
     """False: attention scores are stored (Megatron before FlashAttention, only in published runs of 2021 and 2022)."""
     layers_of_stage: tuple[int, ...] = ()
     """Number of layers of each pipeline stage, all its chunks together; (): an even split."""
+    overlap_grad_reduce: bool = True
+    """The last backward pass hides the reduction of gradients."""
+    hidden_gathers: float = 1.0
+    """Share of the optimizer steps after which a forward pass hides the gather of parameters. Before a weight sync
+    nothing does."""
+    fused_gradients: bool = True
+    """Weight gradients are added to the accumulated ones inside the product that makes them."""
 
     def at_dp(self, dp: int) -> TrainingLayout:
         """The layout with another DP. `dataclasses.replace` would make a search three times as long."""
         return TrainingLayout(self.tp, self.pp, self.vpp, self.cp, dp, self.ep, self.etp, self.fsdp,
                               self.sequence_parallel, self.recompute, self.precision, self.grad_bytes,
-                              self.distributed_optimizer, self.fused_attention, self.layers_of_stage)
+                              self.distributed_optimizer, self.fused_attention, self.layers_of_stage,
+                              self.overlap_grad_reduce, self.hidden_gathers, self.fused_gradients)
 
     @property
     def gpus(self) -> int:

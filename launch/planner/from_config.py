@@ -14,6 +14,7 @@ from launch.coefficients.site import SiteCoefficients
 from launch.config import auto
 from launch.config.load import LoadedConfig, ResolvedLoaded, load_config
 from launch.config.resolved import ResolvedConfig, open_keys, value
+from launch.config.schema import Trainer
 from launch.errors import UserError
 from launch.model.architecture import VOCAB_MULTIPLE, Architecture
 from launch.model.padding import round_up, sequence_multiple
@@ -84,10 +85,21 @@ def pins_of(loaded: LoadedConfig, device: Literal["cpu", "gpu"]) -> Pins:
     return Pins(
         **{name: None if size == "auto" else size for name, size in sizes.items()},
         precision=trainer.dtype, rollout_precision=rollout.dtype, distributed_optimizer=trainer.distributed_optimizer,
+        overlap_grad_reduce=trainer.overlap_grad_reduce,
+        hidden_gathers=_hidden_gathers(trainer, config.algorithm.optimizer_steps),
+        fused_gradients=trainer.gradient_accumulation_fusion in (True, "auto") and device == "gpu",
         memory_utilization=rollout.memory_utilization, cuda_graphs=not rollout.enforce_eager,
         tp_across_nodes=config.placement.tp_across_nodes, max_num_batched_tokens=rollout.max_num_batched_tokens,
         kv_cache_bytes=int(rollout.kv_cache_gb * GIB) if device == "cpu" else None,
         allow_cp=not whole and not (device == "gpu" and trainer.dtype == "fp32"), allow_sequence_parallel=not whole)
+
+
+def _hidden_gathers(trainer: Trainer, updates: int) -> float:
+    """The weight sync follows the last of the updates. Without the distributed optimizer, the gather is the second half
+    of an all-reduce of gradients."""
+    if not trainer.distributed_optimizer:
+        return float(trainer.overlap_grad_reduce)
+    return (updates - 1) / updates if trainer.gathers_overlap else 0.0
 
 
 def least(loaded: LoadedConfig, problem: Problem, architecture: Architecture) -> ResolvedLoaded:

@@ -92,7 +92,8 @@ def pinned_candidate(problem: Problem, plan: Plan, mode: Mode = "disaggregated")
     layout = TrainingLayout(
         tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, cp=sizes.cp, dp=sizes.dp, sequence_parallel=sizes.sequence_parallel,
         precision=pins.precision, distributed_optimizer=pins.distributed_optimizer,
-        recompute=RECOMPUTE[pins.recompute],
+        overlap_grad_reduce=pins.overlap_grad_reduce, hidden_gathers=pins.hidden_gathers,
+        fused_gradients=pins.fused_gradients, recompute=RECOMPUTE[pins.recompute],
         layers_of_stage=tuple(sum(map(len, stage)) for stage in sizes.layers_of_stage))
     training_units, rollout_units = (-(-each.gpus // problem.unit_gpus) for each in (layout, engine))
     return Candidate(mode, TrainingOption(problem, layout, training_units),

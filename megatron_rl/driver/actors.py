@@ -111,6 +111,7 @@ class TrainerActor:
     @logged
     def sync_send(self, epoch: int) -> TransferReport:
         faults.strike(self.name, "sync", epoch)
+        self.trainer.require_whole()
         return self.sender.sync_send(epoch)
 
     @logged

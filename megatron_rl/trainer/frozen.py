@@ -30,6 +30,7 @@ class FrozenModel:
                  offload: bool) -> None:
         """Build the model of `plan`; `fill` writes the weights into its chunks."""
         self.plan, self.device = plan, device
+        trainer = trainer.model_copy(update={"gradient_accumulation_fusion": False})    # there are no gradients
         self.chunks: Chunks = [*build_model(plan.architecture, plan.training, trainer, device)]
         fill(self.chunks)
         for chunk in self.chunks:

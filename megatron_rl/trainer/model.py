@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import layers as layers_of_megatron
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -45,13 +48,16 @@ def build_model(architecture: Architecture, plan: TrainingPlan, trainer: Resolve
     for vp_stage in range(plan.vpp):
         stage = {"ignore_virtual": False, "vp_stage": vp_stage}
         layers = plan.layers_of_stage[parallel_state.get_pipeline_model_parallel_rank()][vp_stage]
-        chunk = GPTModel(
-            config, _layer_spec(architecture, len(layers), config), vocab_size=plan.padded_vocab,
-            max_sequence_length=architecture.max_positions,
-            pre_process=parallel_state.is_pipeline_first_stage(**stage),
-            post_process=parallel_state.is_pipeline_last_stage(**stage),
-            share_embeddings_and_output_weights=architecture.tied, position_embedding_type="rope",
-            parallel_output=True, vp_stage=vp_stage if plan.vpp > 1 else None)
+        with _head_without_apex():
+            chunk = GPTModel(
+                config, _layer_spec(architecture, len(layers), config), vocab_size=plan.padded_vocab,
+                max_sequence_length=architecture.max_positions,
+                pre_process=parallel_state.is_pipeline_first_stage(**stage),
+                post_process=parallel_state.is_pipeline_last_stage(**stage),
+                share_embeddings_and_output_weights=architecture.tied, position_embedding_type="rope",
+                parallel_output=True, vp_stage=vp_stage if plan.vpp > 1 else None)
+        if chunk.post_process:
+            chunk.output_layer.gradient_accumulation_fusion &= layers_of_megatron._grad_accum_fusion_available
         if cpu.needed():
             chunk.rotary_pos_emb = PackedRotary(inv_freq)
         else:
@@ -60,6 +66,19 @@ def build_model(architecture: Architecture, plan: TrainingPlan, trainer: Resolve
             chunk.output_layer.register_forward_pre_hook(_keep_selected_rows)
         chunks.append(chunk.to(device))
     return chunks
+
+
+@contextmanager
+def _head_without_apex() -> Iterator[None]:
+    """On a GPU all linear layers but the output layer are Transformer Engine's, with kernels of its own for
+    `gradient_accumulation_fusion`. Megatron's output layer takes APEX's, and cannot be built without APEX if the fusion
+    is on. Inside this context it can."""
+    available = layers_of_megatron._grad_accum_fusion_available
+    layers_of_megatron._grad_accum_fusion_available = available or not cpu.needed()
+    try:
+        yield
+    finally:
+        layers_of_megatron._grad_accum_fusion_available = available
 
 
 def named_parameters(chunks: list) -> dict[str, torch.Tensor]:
@@ -89,6 +108,7 @@ def transformer_config(architecture: Architecture, plan: TrainingPlan, trainer: 
     """Megatron's config for this architecture, layout and precision."""
     dtype = DTYPES[trainer.dtype]
     on_gpu = not cpu.needed()
+    fusion = trainer.gradient_accumulation_fusion
     return TransformerConfig(
         num_layers=architecture.layers, hidden_size=architecture.hidden, ffn_hidden_size=architecture.ffn,
         num_attention_heads=architecture.heads, num_query_groups=architecture.kv_heads,
@@ -110,7 +130,8 @@ def transformer_config(architecture: Architecture, plan: TrainingPlan, trainer: 
         overlap_p2p_comm=plan.vpp > 1, batch_p2p_comm=plan.vpp == 1,
         deallocate_pipeline_outputs=True,
         apply_rope_fusion=on_gpu, bias_activation_fusion=on_gpu, masked_softmax_fusion=False,
-        bias_dropout_fusion=False, gradient_accumulation_fusion=False, cuda_graph_scope=[], **_recompute(trainer))
+        bias_dropout_fusion=False, gradient_accumulation_fusion=on_gpu if fusion == "auto" else fusion,
+        cuda_graph_scope=[], **_recompute(trainer))
 
 
 def sum_model_grads(chunks: list, normaliser: float = 1.0) -> None:

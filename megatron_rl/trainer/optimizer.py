@@ -3,12 +3,18 @@
 Gradients are plain sums over micro-batches, parts of a batch and DP x CP, divided once by the normaliser of the
 *global* batch (`megatron_rl.trainer.model.sum_model_grads`). Nothing here divides by a world size or a micro-batch
 count.
+
+Two collectives over DP x CP may run behind compute. Gradients are reduced during the backward pass of the last
+micro-batch of the last part: what is reduced before is summed over the ranks twice. Parameters are gathered during the
+next forward pass, or at once if something other than a forward pass reads them next.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +25,7 @@ from megatron.core.transformer import TransformerConfig
 
 from launch.config.resolved import ResolvedConfig, ResolvedTrainer
 from launch.errors import UserError
+from megatron_rl.trainer.model import sum_model_grads
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +85,7 @@ class PolicyOptimizer:
         megatron: Megatron's own optimizer.
         updates: optimizer steps applied so far. Adam's step count, the schedule and a resume all use this number.
         skipped_in_a_row: steps skipped since the last applied one.
+        whole: whether the parameters are those of the last step. If not, the next forward pass gathers them.
     """
 
     def __init__(self, chunks: list[torch.nn.Module], model_config: TransformerConfig, trainer: ResolvedTrainer,
@@ -85,10 +93,15 @@ class PolicyOptimizer:
         if not model_config.calculate_per_token_loss:
             raise ValueError("TransformerConfig.calculate_per_token_loss must be set before DDP is built: "
                              "without it DDP divides gradients by the data parallel size")
+        self._overlap_grad_reduce, self._overlap_param_gather = trainer.overlap_grad_reduce, trainer.gathers_overlap
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=trainer.distributed_optimizer,
-                                            grad_reduce_in_fp32=True, overlap_grad_reduce=False,
-                                            overlap_param_gather=False)
-        self.chunks = [DistributedDataParallel(model_config, ddp, chunk) for chunk in chunks]
+                                            grad_reduce_in_fp32=True, overlap_grad_reduce=self._overlap_grad_reduce,
+                                            overlap_param_gather=self._overlap_param_gather)
+        # A later chunk is one bucket: the compute of the other chunks hides its collectives.
+        self.chunks = [DistributedDataParallel(model_config, ddp, chunk, disable_bucketing=number > 0)
+                       for number, chunk in enumerate(chunks)]
+        self._model_config = model_config
+        self.whole = True
         self.megatron = get_megatron_optimizer(_optimizer_config(trainer), self.chunks)
         for part in self.parts:
             _allocate_adam_state(part)
@@ -109,12 +122,44 @@ class PolicyOptimizer:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
-    def step(self) -> StepResult:
-        """Clip and apply the gradients, which `sum_model_grads` has completed.
+    @contextmanager
+    def backward(self, last: bool) -> Iterator[None]:
+        """Around the passes over a part of the batch; `last`: no other part follows in this step."""
+        with ExitStack() as stack:
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            if not last:
+                for each in no_sync:
+                    stack.enter_context(each())
+            elif self._overlap_grad_reduce:     # Megatron's schedule leaves it before the last micro-batch
+                self._model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+                stack.callback(setattr, self._model_config, "no_sync_func", None)
+            yield
+
+    def sum_gradients(self, normaliser: float, reducing: bool) -> None:
+        """Complete the gradients (`sum_model_grads`). `reducing`: a backward pass of this step was the `last`."""
+        if self._overlap_grad_reduce and not reducing:
+            for chunk in self.chunks:
+                chunk.start_grad_sync()
+        sum_model_grads(self.chunks, normaliser)
+
+    def step(self, gather: bool = True) -> StepResult:
+        """Clip and apply the gradients, which `sum_gradients` has completed.
+
+        Args:
+            gather: do not leave the gather of the parameters to the next forward pass.
 
         Raises:
             UserError: the gradient was not finite for the third time in a row.
         """
+        result = self._step()
+        if self._overlap_param_gather:
+            if gather:
+                for chunk in self.chunks:
+                    chunk.start_param_sync(force_sync=True)
+            self.whole = gather
+        return result
+
+    def _step(self) -> StepResult:
         rate = self.schedule.at(self.updates)
         for group in self.megatron.param_groups:
             # Megatron leaves both to its scheduler. `wd_mult` is 0 for norms and biases, which Adam would otherwise
@@ -159,7 +204,7 @@ def _optimizer_config(trainer: ResolvedTrainer) -> OptimizerConfig:
         optimizer="adam", lr=section.lr, min_lr=section.min_lr, weight_decay=section.weight_decay,
         adam_beta1=section.beta1, adam_beta2=section.beta2, adam_eps=section.eps, clip_grad=section.clip_grad,
         bf16=bf16, params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        use_distributed_optimizer=trainer.distributed_optimizer)
+        use_distributed_optimizer=trainer.distributed_optimizer, overlap_param_gather=trainer.gathers_overlap)
 
 
 def _allocate_adam_state(optimizer: MegatronOptimizer) -> None:

@@ -165,8 +165,11 @@ def _packed_seq_params(micro: MicroBatch, cp: int, cp_rank: int) -> PackedSeqPar
     cu_seqlens = to_device(torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
                            micro.tokens_T.device)
     longest = int(lengths.max())
+    # Documents contain their padding. Told of it, Transformer Engine compares the two on the host, in every layer; its
+    # context parallelism takes nothing else.
+    padded = cu_seqlens if cp > 1 else None
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
-                           cu_seqlens_q_padded=cu_seqlens, cu_seqlens_kv_padded=cu_seqlens, max_seqlen_q=longest,
+                           cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded, max_seqlen_q=longest,
                            max_seqlen_kv=longest)
 
 

@@ -35,7 +35,7 @@ from megatron_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rl.trainer.fixed_logprobs import FixedLogprobs, Model
 from megatron_rl.trainer.frozen import FrozenModel, copy_of, read_from
 from megatron_rl.trainer.initial_weights import draw_layout
-from megatron_rl.trainer.model import DTYPES, build_model, named_parameters, sum_model_grads
+from megatron_rl.trainer.model import DTYPES, build_model, named_parameters
 from megatron_rl.trainer.optimizer import PolicyOptimizer, learning_rate
 from megatron_rl.trainer.parallel import device_of_rank
 from megatron_rl.trainer.step import run_logprobs, run_step, schedule_of
@@ -114,11 +114,15 @@ class MegatronTrainer:
         Raises:
             UserError: a sequence exceeds the token budget.
         """
+        self._accumulate(batch, last=False)
+
+    def _accumulate(self, batch: PolicyBatch, last: bool) -> None:
         if not self._parts:
             self.optimizer.zero_grad()
         schedule = self._schedule(batch)
-        sums = run_step(self.optimizer.chunks, self.plan, batch, self._objective, self.config.rollout.temperature,
-                        schedule, self._fixed.arguments(batch))
+        with self.optimizer.backward(last):
+            sums = run_step(self.optimizer.chunks, self.plan, batch, self._objective, self.config.rollout.temperature,
+                            schedule, self._fixed.arguments(batch))
         self._parts.append(_Part(sums, batch.normaliser, len(batch.lengths_B), len(schedule[0])))
 
     def update(self, batch: PolicyBatch | None, index: int = 0, more: bool = False) -> dict[str, float]:
@@ -127,7 +131,8 @@ class MegatronTrainer:
 
         Args:
             index: number of updates of the same rollout batch before this one.
-            more: another update of the same rollout batch follows. Without one, what `keep_logprobs` keeps is dropped.
+            more: another update of the same rollout batch follows. Without one, the parameters are gathered at once
+                (`trainer.overlap_param_gather`), and what `keep_logprobs` keeps is dropped.
 
         Returns:
             Metrics by the names in `megatron_rl.monitor.metrics`, equal on every rank. Without old log-probs,
@@ -138,11 +143,11 @@ class MegatronTrainer:
             UserError: a sequence exceeds the token budget, or gradients were not finite three times in a row.
         """
         if batch is not None:
-            self.accumulate(batch)
+            self._accumulate(batch, last=True)
         parts, self._parts = self._parts, []
         normaliser = sum(part.normaliser for part in parts)
-        sum_model_grads(self.optimizer.chunks, normaliser)
-        result = self.optimizer.step()
+        self.optimizer.sum_gradients(normaliser, reducing=batch is not None)
+        result = self.optimizer.step(gather=not more)
         metrics = means(_together([part.sums for part in parts]))
         metrics["train/loss"] /= normaliser or 1.0
         if self.config.algorithm.old_logprobs != "recompute" and index > 0:
@@ -183,8 +188,18 @@ class MegatronTrainer:
         return self._layout
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """This rank's live parameters, by their names in `layout()`."""
+        """This rank's live parameters, by their names in `layout()`. Raises RuntimeError as `require_whole`."""
+        self.require_whole()
         return named_parameters(self._chunks)
+
+    def require_whole(self) -> None:
+        """Whoever reads weights outside of a forward pass calls this first.
+
+        Raises:
+            RuntimeError: after `update(more=True)`. The rank holds old weights until it has gathered the new ones.
+        """
+        if not self.optimizer.whole:
+            raise RuntimeError("the weights were updated with more=True: they are gathered in the next forward pass")
 
     def save(self, folder: str | Path, extra: dict[str, Any], rollouts: bytes = b"") -> int:
         """Write a checkpoint to `folder` (`checkpoints/step-000050`) and keep the newest `checkpoint.keep` ones.
@@ -200,6 +215,7 @@ class MegatronTrainer:
         Raises:
             UserError: the disk is full or cannot be written. Earlier checkpoints are unchanged.
         """
+        self.require_whole()
         state = {"model": self._model_facts(), "identity": self._identity(), "extra": extra}
         return save_checkpoint(Path(folder), self._chunks, self.optimizer, self.coordinates, self._sizes(), state,
                                self.config.checkpoint.keep, rollouts)

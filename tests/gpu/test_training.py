@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from megatron_rl.trainer.trainer import MegatronTrainer
 from tests.gpu.one_gpu import on_gpu
 from tests.ranks import Rank
 from tests.tiny_models import make_tiny
-from tests.trainer.harness import hugging_face, make_batch
+from tests.trainer.harness import hugging_face, make_batch, make_plan
 from tests.trainer.runs import (
     assert_same_bits,
     batches,
@@ -41,6 +42,7 @@ def _one_update(rank: Rank, config: ResolvedConfig, batch: PolicyBatch, device: 
     metrics = trainer.update(batch)
     layer = trainer.optimizer.chunks[0].module.decoder.layers[0]
     return {"logprobs": logprobs_N, "gradients": gradients[0], "metrics": metrics, "after": logprobs(trainer, batch),
+            "fused": layer.self_attention.linear_qkv.fuse_wgrad_accumulation if device == "gpu" else None,
             "modules": [type(module).__module__ for module in (layer.self_attention.linear_qkv,
                                                                layer.self_attention.core_attention)]}
 
@@ -70,7 +72,48 @@ def test_one_step_with_transformer_engine_equals_hugging_face(tmp_path, family, 
     batch = make_batch(LENGTHS, VOCAB)
     found = on_gpu(_one_update, config_of(folder, dtype="bf16", token_budget=64), batch, "gpu")
     assert all("transformer_engine" in module for module in found["modules"]), found["modules"]
+    assert found["fused"], "gradient_accumulation_fusion: auto"
     assert_is_hugging_faces(found, folder, batch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_that_the_product_accumulates_equal_those_added_after_it(tmp_path, tied) -> None:
+    folder = make_tiny(tmp_path, "qwen2", tie_word_embeddings=tied)
+    batch = make_batch(LENGTHS, VOCAB)
+    fused, apart = (on_gpu(_one_update, config_of(folder, dtype="bf16", token_budget=64,
+                                                  gradient_accumulation_fusion=each), batch, "gpu")
+                    for each in (True, False))
+    assert fused["fused"] and not apart["fused"]
+    for name, gradient in apart["gradients"].items():       # which are rounded to bf16 before they are added
+        worst = np.abs(fused["gradients"][name] - gradient).max() / np.abs(gradient).max()
+        assert worst < 0.02, f"{name}: {worst}"
+
+
+def _waits(rank: Rank, configs: list[ResolvedConfig], batch: PolicyBatch) -> list[tuple[int, float]]:
+    """For each configuration, how often the host waits for the GPU in an update, and its micro-batches."""
+    found: list[tuple[int, float]] = []
+    for config in configs:
+        trainer = MegatronTrainer(config, make_plan(config, "gpu"), 0) if found else start(rank, config, "gpu")
+        trainer.load_initial_weights()
+        trainer.update(batch)           # what is compiled and allocated at the first use
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            metrics = trainer.update(batch)
+            torch.cuda.set_sync_debug_mode("default")
+        found.append((sum("synchronizing CUDA operation" in str(each.message) for each in caught),
+                      metrics["train/microbatches"]))
+    return found
+
+
+@pytest.mark.gpu
+def test_no_micro_batch_makes_the_host_wait_for_the_gpu(tmp_path) -> None:
+    """As `tests/trainer/test_host_syncs.py` counts operations, on the real device."""
+    folder = make_tiny(tmp_path, "llama")
+    configs = [config_of(folder, dtype="bf16", token_budget=budget) for budget in (64, 256)]
+    many, few = on_gpu(_waits, configs, make_batch(LENGTHS, VOCAB), timeout=300.0)
+    assert many[1] > few[1] and many[0] == few[0]
 
 
 @pytest.mark.gpu

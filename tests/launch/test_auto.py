@@ -18,7 +18,8 @@ SEVENTY, TINY = CONFIGS / "70b" / "grpo.yaml", CONFIGS / "tiny" / "grpo.yaml"
 def test_every_key_that_takes_auto_is_known():
     takes = {key.dotted for key in keys.all_keys() if "auto" in keys.type_in_words(key.field).split() or
              "auto" in keys.type_in_words(key.field).replace(",", " ").split()}
-    stay = {"run.resume", "run.stop_margin_s", "data.chat_template", "trainer.share_prompts", "weight_sync.route"}
+    stay = {"run.resume", "run.stop_margin_s", "data.chat_template", "trainer.share_prompts", "weight_sync.route",
+            "trainer.overlap_param_gather", "trainer.gradient_accumulation_fusion"}
     assert set(KEYS) == takes - stay
 
 

@@ -10,6 +10,7 @@ import pytest
 from launch.config.load import load_config
 from launch.errors import UserError
 from launch.planner.explain.choices import choices
+from launch.planner.from_config import pins_of
 from launch.planner.planning import best_of
 from launch.planner.prepare import OnCluster, posed, prepare_for
 from launch.planner.search.search import Search
@@ -99,6 +100,20 @@ def test_overlap_hides_a_part_of_the_update_and_none_of_the_rollout():
     assert phases["train"].starts < phases["rollout"].seconds
     assert phases["train"].starts + phases["train"].seconds == pytest.approx(phases["sync"].starts)
     assert hidden.step_s >= (hidden.rollout.seconds + update_s / 8 + hidden.sync_s) * other * 0.9999
+
+
+@pytest.mark.parametrize("words, reduce, gathers, fused", [
+    ((), True, 0.0, True),                                  # the weight sync follows the only update of a step
+    (("algorithm.updates_per_batch=4",), True, 0.75, True),
+    (("algorithm.updates_per_batch=2", "algorithm.epochs=2", "trainer.overlap_param_gather=false"), True, 0.0, True),
+    (("algorithm.updates_per_batch=4", "trainer.overlap_grad_reduce=false", "trainer.overlap_param_gather=auto"), False,
+     0.0, True),
+    (("trainer.distributed_optimizer=false", "trainer.overlap_param_gather=auto"), True, 1.0, True),
+    (("trainer.gradient_accumulation_fusion=false",), True, 0.0, False),
+])
+def test_the_plan_hides_what_the_run_will_hide(words, reduce, gathers, fused):
+    pins = pins_of(loaded("7b/grpo.yaml", *words), "gpu")
+    assert (pins.overlap_grad_reduce, pins.hidden_gathers, pins.fused_gradients) == (reduce, gathers, fused)
 
 
 def test_the_engines_share_is_written_down():

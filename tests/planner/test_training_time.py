@@ -158,6 +158,32 @@ def test_communication_that_does_not_fit_shows():
     assert exposed.total_s > 2 * fast.total_s
 
 
+def test_collectives_are_hidden_as_far_as_the_run_hides_them():
+    """Nothing hidden: the time of all buckets, whatever the compute. Each of the two hides a part of its own."""
+    def layout(reduce: bool, gathers: float) -> TrainingLayout:
+        return TrainingLayout(tp=8, dp=16, overlap_grad_reduce=reduce, hidden_gathers=gathers)
+
+    def dp_s(reduce: bool, gathers: float, length: int = 8192) -> float:
+        return training_time(LLAMA_70B, layout(reduce, gathers), work(length, dp=16), H100, C).dp_s
+
+    bare = dp_s(False, 0.0)
+    assert bare == pytest.approx(dp_s(False, 0.0, length=512)), "no compute hides it"
+    parameters = training_time(LLAMA_70B, layout(True, 1.0), work(dp=16), H100, C).held.stages[0].dense
+    wire_s = parameters * (4 + 2) * 15 / 16 / H100.nic_bandwidth
+    assert wire_s < bare < 2.5 * wire_s, "each gradient and each parameter once through the NIC of the rank"
+    assert dp_s(True, 1.0) < min(dp_s(True, 0.0), dp_s(False, 1.0)) and max(dp_s(True, 0.0), dp_s(False, 1.0)) < bare
+    assert dp_s(True, 0.75) == pytest.approx(0.75 * dp_s(True, 1.0) + 0.25 * dp_s(True, 0.0))
+    assert bare - dp_s(True, 1.0) == pytest.approx(2 * bare - dp_s(True, 0.0) - dp_s(False, 1.0))
+
+
+def test_a_gradient_that_is_added_by_another_kernel_is_written_and_read_once_more():
+    fused, apart = (training_time(LLAMA_70B, TrainingLayout(tp=8, dp=2, fused_gradients=each), work(), H100, C)
+                    for each in (True, False))
+    weights = matrix_parameters(LLAMA_70B) / 8
+    moved_s = 64 * weights * 2 * 2 / fused.rates.operands
+    assert apart.matmul_s - fused.matmul_s == pytest.approx(moved_s, rel=2e-3)
+
+
 def test_experts_cost_what_a_token_visits():
     layout = TrainingLayout(dp=16, ep=8)
     time = training_time(MOE, layout, work(4096, 16, 16), IDEAL_CLUSTER, IDEAL, collectives=FREE)

@@ -194,6 +194,7 @@ def test_transformer_engine_is_not_given_documents_that_share_a_prefix(monkeypat
     """Its `thd` attention would read them as sequences of their own."""
     monkeypatch.setattr("megatron_rl.trainer.cpu.needed", lambda: False)
     batch = make_batch([5, 6], 7)
-    assert _packed_seq_params(pack(batch, ((0,), (1,))), 1, 0).qkv_format == "thd"
+    params = _packed_seq_params(pack(batch, ((0,), (1,))), 1, 0)
+    assert params.qkv_format == "thd" and params.cu_seqlens_q_padded is None, "it would compare them on the host"
     with pytest.raises(ValueError, match="share a prefix"):
         _packed_seq_params(pack(batch, ((0, 1),)), 1, 0)

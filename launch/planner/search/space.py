@@ -36,6 +36,10 @@ class Pins:
     precision: Precision = "bf16"
     rollout_precision: Precision = "bf16"
     distributed_optimizer: bool = True
+    overlap_grad_reduce: bool = True
+    hidden_gathers: float = 1.0
+    """See `TrainingLayout`, as the next."""
+    fused_gradients: bool = True
     memory_utilization: float = 0.85
     cuda_graphs: bool = True
     tp_across_nodes: bool = False
@@ -94,7 +98,8 @@ class Space:
         return TrainingLayout(
             tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, sequence_parallel=parallel,
             precision=self.pins.precision, distributed_optimizer=self.pins.distributed_optimizer,
-            recompute=RECOMPUTE[self.pins.recompute or "none"],
+            overlap_grad_reduce=self.pins.overlap_grad_reduce, hidden_gathers=self.pins.hidden_gathers,
+            fused_gradients=self.pins.fused_gradients, recompute=RECOMPUTE[self.pins.recompute or "none"],
             layers_of_stage=tuple(sum(map(len, stage)) for stage in stages))
 
     def _ep(self, tp: int) -> tuple[int, ...]:

@@ -116,6 +116,12 @@ class Pass:
     def tokens_per_rank(self) -> float:
         return self.work.micro_batch_tokens / self.layout.cp
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes per weight that a micro-batch's gradient moves: the accumulated one is read and written. Unless fused,
+        its own is written first, and read again."""
+        return 2 * self.layout.grad_bytes + (0 if self.layout.fused_gradients else 2 * self.rates.element_bytes)
+
     @part
     def layer(self) -> LayerTime:
         return LayerTime(self)
@@ -151,7 +157,7 @@ class LayerTime:
         if not of.lora_rank:
             backward_s += (2 * (tokens * weights + mlp.rows_weights) / rates.matmul
                            + ((io + mlp.io) * rates.operand_bytes
-                              + 2 * of.layout.grad_bytes * (weights + mlp.weights)) / rates.operands)
+                              + of.gradient_bytes * (weights + mlp.weights)) / rates.operands)
         again_s, modules = 0.0, of.layout.recompute
         if "full" in modules:
             again_s = forward_s
@@ -408,7 +414,7 @@ class HeadTime:
                      + (weights + tokens * (of.shape.hidden + width)) * rates.element_bytes / rates.operands)
         if not of.trains:
             return product_s
-        gradients_s = 0.0 if of.lora_rank else product_s + 2 * of.layout.grad_bytes * weights / rates.operands
+        gradients_s = 0.0 if of.lora_rank else product_s + of.gradient_bytes * weights / rates.operands
         return product_s + (product_s + gradients_s)
 
     @line("s", "bytes per logit of loss and log-probs x T V / TP")

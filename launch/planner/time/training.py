@@ -137,8 +137,8 @@ class TrainingTime(Pass):
         each = (2 if self.trains else 1) * self.comm.p2p(size, layout.gpus <= self.cluster.gpus_per_node)
         return each * (m + pp - 1 if v == 1 else self.c.overlap_cost * m * v + pp - 1)
 
-    @line("s", "gradients and parameters over DP x CP: exposed part + overlap_cost x hidden part; 0 if no weight has a "
-               "gradient")
+    @line("s", "gradients and parameters over DP x CP: exposed part + overlap_cost x hidden part; before a weight sync "
+               "nothing hides the parameters; 0 if no weight has a gradient")
     def dp_s(self) -> float:
         """Exposed collectives over DP x CP (for experts, over their share of it): reduce-scatter of gradients,
         all-gather of parameters, and FSDP's gathers."""
@@ -199,8 +199,9 @@ class TrainingTime(Pass):
     def _buckets(self, parameters: float, n: int, stride: int) -> float:
         """Exposed time of one reduce-scatter and one all-gather over `n` ranks, bucket by bucket.
 
-        Nothing hides the last bucket. The last backward and the first forward pass of the rank hide the others. The
-        interleaved schedule runs PP micro-batches through a chunk before the next, so its window is PP slots.
+        Nothing hides the last bucket. The last backward and the first forward pass of the rank hide the others, as far
+        as the layout says (`overlap_grad_reduce`, `hidden_gathers`). The interleaved schedule runs PP micro-batches
+        through a chunk before the next, so its window is PP slots.
         """
         layout = self.layout
         ranks = group(n, stride, self.cluster.gpus_per_node)
@@ -210,8 +211,9 @@ class TrainingTime(Pass):
         exposed = 0.0
         reduced = self.comm.reduce_scatter(each * layout.grad_bytes, ranks)
         gathered = self.comm.all_gather(each * self.rates.element_bytes, ranks)
-        for last, window in ((reduced, turns * self.slot_s * 2 / 3), (gathered, turns * self.slot_s / 3)):
-            hidden = min(last * (buckets - 1), window)
+        for last, window, share in ((reduced, turns * self.slot_s * 2 / 3, float(layout.overlap_grad_reduce)),
+                                    (gathered, turns * self.slot_s / 3, layout.hidden_gathers)):
+            hidden = share * min(last * (buckets - 1), window)
             exposed += last * buckets - hidden + self.c.overlap_cost * hidden
         return exposed
 
