@@ -132,7 +132,8 @@ def _adds_up(found: Problem, plan: Forecast) -> None:
     assert all(phase.low <= phase.seconds <= phase.high for phase in plan.phases)
     trainer = [phases[name].seconds for name in ("logprob", "reference", "train") if name in phases]
     rolling = phases["rollout"].seconds
-    parts = max(rolling, sum(trainer)) if found.asynchronous else rolling + sum(trainer)
+    parts = (max(rolling + plan.reward.behind_s, sum(trainer)) if found.asynchronous else
+             rolling + phases["reward"].seconds + sum(trainer))
     other = found.coefficients.rl.other_share
     assert plan.step_s == pytest.approx((parts + phases["sync"].seconds) * (1 + other))
     assert phases["sync"].starts + phases["sync"].seconds == pytest.approx(plan.step_s)

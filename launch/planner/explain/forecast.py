@@ -138,6 +138,7 @@ def _phases(found: Candidate) -> tuple[Phase, ...]:
         elif name == "sync":
             at = found.step_s - seconds
         if name == "reward":
+            at = max(0.0, min(at, found.step_s - seconds))      # engines that run on have no last completion of a step
             low, high = _rewarded(found, 0)[1], _rewarded(found, 1)[1]
         else:
             low, high = (seconds * end for end in _spread(found, name))
