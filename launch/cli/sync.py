@@ -49,7 +49,7 @@ def plan(config: str, overrides: tuple[str, ...], device: options.Device, route:
     names = sync_routes.Names(seating.training_nodes if seating else (), seating.rollout_nodes if seating else (),
                               -(-found.training.layout.gpus // found.problem.cluster.gpus_per_node))
     on_gpus = found.problem.cluster.gpu.device == "gpu"
-    needed = {kind: found.sync.communicators(coefficients, kind) for kind in KINDS if on_gpus}
+    needed = found.sync.needs if on_gpus else {}
     drawn = sync_routes.simulated(found.sync, coefficients, (route,) if route else KINDS)
     if as_json:
         click.echo(json.dumps(sync_routes.as_document(found.sync, drawn, names, needed), indent=1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launch.coefficients.base import Coefficients, coefficient
+from launch.coefficients.base import Coefficients, Range, coefficient
 
 _DESIGN = "design value, to be replaced by `megatron-rl sync bench` on the site"
 _FIT = "fitted to benchmarks/measured/weight_sync.yaml (`launch.accuracy.weight_sync.calibrate`)"
@@ -51,6 +51,10 @@ class SyncCoefficients(Coefficients):
     communicator_open_s: float = coefficient(
         2.0, "s", "forming a communicator of two GPUs and its first message",
         f"1.5 to 2 s are usual between nodes; {_DESIGN}")
+    uncertainty: float = coefficient(
+        2.0, "", "a sync may take this many times its prediction, or this part of it",
+        "a choice: the largest coefficients are design values; `megatron-rl sync bench` on the site measures them",
+        Range(1.0, 10.0))
     barrier_s: float = coefficient(
         0.035, "s", "the protocol's barriers (prepare, verify, commit)", f"middle of 20 to 50 ms; {_DESIGN}")
 

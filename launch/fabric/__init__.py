@@ -7,6 +7,7 @@
     seated     the traffic of a placed run: the GPU of each member that is still alive
     bounds     lower bounds for the time of any route
     communicators  number of communicators on a GPU, and their memory
+    staging    buffers of a route on each GPU
     rounds     the order in which they are opened
     estimate   expected time in closed form, for the search
     simulate   time chunk by chunk, for the final plan

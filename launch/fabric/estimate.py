@@ -25,7 +25,7 @@ from launch.plan.book import line, part
 
 Kind = Literal["direct", "chain", "tree"]
 KINDS: tuple[Kind, ...] = ("direct", "chain", "tree")
-"""From the simplest to the most complex. A tie goes to the first."""
+"""From the simplest to the most complex."""
 MIB = 1 << 20
 SMALL_STEP = MIB // 16
 """Granularity of chunks below 1 MiB."""
@@ -33,6 +33,9 @@ DEFAULT_BUCKET = 256 * MIB
 SENDING, RECEIVING = 2, 2
 """Chunks in the staging of a training rank, and of a receiver for each concurrent transfer: one is on the wire while
 the other is packed, or written and forwarded."""
+STAGED_BUCKETS = 6
+"""Memory that the planner keeps free for the staging of an engine's rank, in buckets of `weight_sync.bucket_mb`. Chunks
+are so small that the buffers of all transfers fit (`RouteCost.most_chunk`)."""
 SLACK = 0.001
 """Part of a receiver's time by which a sender may be longer, if whole copies need fewer communicators."""
 MINOR = 20
@@ -69,6 +72,14 @@ class RouteCost:
         """Bytes out of the busiest training NIC."""
         return _egress(self.traffic, self.kind)
 
+    @line("bytes", lambda self: "out of all training NICs: " + (
+        "a copy for each rollout node" if self.kind == "direct" else "a copy for each sender's rollout nodes"))
+    @part
+    def sent_bytes(self) -> int:
+        """Bytes out of all training NICs."""
+        return sum(demand.bytes * (len(each.nodes) if self.kind == "direct" else min(demand.senders, len(each.nodes)))
+                   for each, demands in self.by_kind for demand in demands)
+
     @line("bytes", "busiest rollout NIC: one copy for its node over its NICs")
     @part
     def rollout_nic_in_bytes(self) -> int:
@@ -101,16 +112,33 @@ class RouteCost:
         """Time of the route's busiest NIC at line rate."""
         return max(self.busiest / self.fabric.nic_bandwidth, self.nvlink_bytes / self.fabric.nvlink_bandwidth)
 
-    @line("bytes", "sqrt(W a B / fill), or all if no receiver forwards; at most a bucket")
+    @line("bytes", "sqrt(W a B / fill), or all if no receiver forwards; at most a bucket, or what the staging of all "
+                   "large transfers into a GPU leaves each")
     @part
     def chunk_bytes(self) -> int:
         """The chunk size at which the latency of chunks equals the fill of the pipeline, in whole MiB (64 KiB below one
         MiB)."""
         if not self.fill or not self.busiest:
-            return min(self.bucket_bytes, MIB * ceil(max(1, self.busiest) / MIB))
-        best = sqrt(self.busiest * self.c.chunk_latency_s * self.rate / self.fill)
-        step = MIB if best >= MIB else SMALL_STEP
-        return min(self.bucket_bytes, max(1, round(best / step)) * step)
+            wanted = MIB * ceil(max(1, self.busiest) / MIB)
+        else:
+            best = sqrt(self.busiest * self.c.chunk_latency_s * self.rate / self.fill)
+            step = MIB if best >= MIB else SMALL_STEP
+            wanted = max(1, round(best / step)) * step
+        return wanted if wanted <= self.most_chunk else max(SMALL_STEP, self.most_chunk // SMALL_STEP * SMALL_STEP)
+
+    @property
+    def most_chunk(self) -> int:
+        """Bytes: a bucket, or less if the buffers of all transfers into a GPU would not fit."""
+        large, small_bytes = self.staged
+        room = STAGED_BUCKETS * self.bucket_bytes // RECEIVING - small_bytes
+        return min(self.bucket_bytes, room // max(1, large))
+
+    @part
+    def staged(self) -> tuple[int, int]:
+        """Transfers into one GPU at the same time, over its NIC and from its twins: (large ones, bytes of the small
+        ones)."""
+        found = [_staged(self.traffic, each, demands, self.kind, self.hops > 1) for each, demands in self.by_kind]
+        return max((large for large, _ in found), default=0), max((small for _, small in found), default=0)
 
     @line("s", "W/(e B) + (W/c) a + fill (c/(e B) + a); fill = H - 1 (chain), 2 (H - 1) (tree)")
     @part
@@ -141,19 +169,6 @@ class RouteCost:
         return (c.pause_s + c.barrier_s + max(self.wire_s, self.trainer_digested_bytes / c.digest_rate)
                 + 2 * self.chunk_bytes / c.copy_rate
                 + held / c.digest_rate + (held / c.quantise_rate if self.quantise else 0.0))
-
-    @line("bytes", "2 chunks")
-    def trainer_staging_bytes(self) -> int:
-        """Two chunks on each sending GPU."""
-        return SENDING * self.chunk_bytes
-
-    @line("bytes", "2 chunks x transfers into a GPU at the same time")
-    def rollout_staging_bytes(self) -> int:
-        """Two chunks for each concurrent transfer into a receiving GPU. It forwards from the same buffers."""
-        # With slots, the first chunks of the next transfer arrive while the last ones of this transfer are unpacked.
-        streams = min(2, self.transfers) if self.kind == "direct" else self.transfers * (
-            2 if self.kind == "tree" and self.rollout_nic_out_bytes else 1)
-        return RECEIVING * self.chunk_bytes * streams
 
     @line("transfers", "large ones into the busiest rollout NIC", key="sync.transfers")
     @part
@@ -255,3 +270,25 @@ def _transfers(traffic: Traffic, each: NodeKind) -> int:
         nic = traffic.fabric.nic(piece.gpu)
         counts[nic] += piece.bytes * MINOR >= each.ingress[nic]
     return max(counts, default=0)
+
+
+def _staged(traffic: Traffic, each: NodeKind, demands: Sequence[ShardDemand], kind: Kind,
+            forwards: bool) -> tuple[int, int]:
+    """Transfers into the busiest GPU of a node at the same time: (large ones, bytes of the small ones)."""
+    large: dict[int, int] = defaultdict(int)
+    small: dict[int, int] = defaultdict(int)
+    twins = 1
+    for piece in each.pieces:
+        twins = max(twins, 1 + len(piece.copies))
+        minor = piece.bytes * MINOR < each.ingress[traffic.fabric.nic(piece.gpu)]
+        for gpu in (piece.gpu, *piece.copies):
+            if minor:
+                small[gpu] += piece.bytes
+            else:
+                large[gpu] += 1
+    most = max(large.values(), default=0)
+    if kind != "direct":
+        return most * (2 if kind == "tree" and forwards else 1), max(small.values(), default=0)
+    # Two slots, in each of which every twin receives one transfer for all. Small ones come last.
+    parts = 1 if dealt_whole(each, demands) else max(demand.senders for demand in demands)
+    return min(2 * twins, most * parts), 0

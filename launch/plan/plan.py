@@ -7,14 +7,19 @@ binds a plan to nodes, GPUs and ports for one attempt. No process derives a coor
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, computed_field, model_validator
 
 from launch.model.architecture import Architecture
 from launch.plan.forecast import Forecast
 
 SCHEMA_VERSION = 3
+OPENED = ("route", "expected_s", "chunk_bytes", "communicators", "communicator_bytes", "communicators_total",
+          "opening_rounds", "opening_s")
+"""What `weight_sync` of a plan's JSON says of its route."""
+VIEWS = ("weight_sync",)
+"""Parts of a plan's JSON that repeat others. They are written and never read."""
 
 
 class Frozen(BaseModel):
@@ -102,10 +107,16 @@ class Plan(Frozen):
     changes by an attempt (fewer nodes, a longer start). Only the plan holds them. An attempt's `config.yaml` keeps the
     user's `auto`, and `launch.run.attempts.Attempt.config` combines the two."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_views(cls, content: Any) -> Any:
+        return {key: value for key, value in content.items() if key not in VIEWS} if isinstance(content, dict) else \
+            content
+
     def fingerprint(self) -> str:
         """Hash of everything that a run depends on. A better forecast of the same plan does not change it. The chosen
         values enter through `config_hash`."""
-        prediction = {"forecast", "no_forecast", "chosen"}
+        prediction = {"forecast", "no_forecast", "chosen", *VIEWS}
         return hashlib.sha256(self.model_dump_json(exclude=prediction).encode()).hexdigest()[:16]
 
     def of_teacher(self) -> Plan:
@@ -125,6 +136,15 @@ class ForecastPlan(Plan):
     of GPU and the lengths of the data are known."""
 
     forecast: Forecast
+
+    @computed_field         # type: ignore[prop-decorator]  # the order that pydantic asks for
+    @property
+    def weight_sync(self) -> dict[str, str | int | float]:
+        """The route that a run takes, with what it opens at the start: a view of `forecast.sync.routes`, for readers of
+        the JSON."""
+        sync = self.forecast.sync
+        chosen = (route.model_dump(include=set(OPENED)) for route in sync.routes if route.route == sync.chosen)
+        return next(chosen, {})
 
 
 def forecast_of(plan: Plan) -> Forecast | None:

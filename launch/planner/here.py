@@ -97,4 +97,4 @@ def pinned_candidate(problem: Problem, plan: Plan, mode: Mode = "disaggregated")
         layers_of_stage=tuple(sum(map(len, stage)) for stage in sizes.layers_of_stage))
     training_units, rollout_units = (-(-each.gpus // problem.unit_gpus) for each in (layout, engine))
     return Candidate(mode, TrainingOption(problem, layout, training_units),
-                     RolloutOption(problem, engine, rollout_units), problem)
+                     RolloutOption(problem, engine, rollout_units), problem).staged()

@@ -9,13 +9,15 @@ from launch.planner.search.candidate import Candidate
 from launch.planner.search.problem import Problem
 from launch.planner.search.search import Search
 
+FEWER_LINKS = "use a larger rollout.tp (fewer engines share a node), or a smaller trainer.pp (fewer stages send)"
+
 
 def best_of(problem: Problem) -> tuple[Search, Candidate]:
-    """The fastest candidate over the requested modes, and its search.
+    """The fastest candidate over the requested modes, with its staging buffers, and its search.
 
     Raises:
         UserError: nothing fits, with exit code `NO_FEASIBLE_PLAN`. The message names the smallest changes that make a
-            plan fit.
+            plan fit. Or a run could not open the weight sync, see `check_links`.
     """
     best: tuple[Search, Candidate] | None = None
     searches = [Search(problem, mode) for mode in problem.modes]
@@ -25,7 +27,26 @@ def best_of(problem: Problem) -> tuple[Search, Candidate]:
             best = search, found
     if best is None:
         raise _nothing_fits(searches[0], problem)
-    return best
+    check_links(best[1])
+    return best[0], best[1].staged()
+
+
+def check_links(found: Candidate) -> None:
+    """Refuse a plan with a route that a run cannot open.
+
+    Raises:
+        UserError: the route is pinned, or there is no other, with exit code `NO_FEASIBLE_PLAN`.
+    """
+    sync, problem = found.sync, found.problem
+    if sync is None or sync.chosen in sync.usable:
+        return
+    counts = ", ".join(f"{kind} {sync.needs[kind].busiest}" for kind in sync.needs)
+    others = " or ".join(sync.usable)
+    raise UserError(f"a GPU would have {sync.needs[sync.chosen].busiest} communicators of the weight sync, and it can "
+                    f"use {problem.most_links} at the same time; with each route: {counts}",
+                    where=problem.origin.where("weight_sync.route"),
+                    fix=f"set weight_sync.route to {others}, or to auto" if others else FEWER_LINKS,
+                    exit_code=ExitCode.NO_FEASIBLE_PLAN)
 
 
 def _nothing_fits(search: Search, problem: Problem) -> UserError:
@@ -58,4 +79,7 @@ def _why(search: Search) -> str:
             return f"engines of {tp}: {why}"
         reasons = [f"{what}: {why}" for what, why in search.space.rejected.items() if what.startswith("rollout")]
         return f"no engine layout divides ({'; '.join(reasons[:3]) or 'the GPUs are not a whole number of engines'})"
+    if search.unroutable:
+        return (f"every layout that fits has more than {problem.most_links} communicators of the weight sync on a GPU, "
+                f"whatever the route: {FEWER_LINKS}")
     return "training and rollout fit separately, but not together"

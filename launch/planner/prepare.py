@@ -28,7 +28,7 @@ from launch.planner.explain.forecast import forecast
 from launch.planner.explain.remedies import with_nodes
 from launch.planner.from_config import chosen_values, least, plan_of, problem_of
 from launch.planner.here import is_here, pinned_candidate, this_machine
-from launch.planner.planning import best_of
+from launch.planner.planning import best_of, check_links
 from launch.planner.search.candidate import Candidate
 from launch.planner.search.pins import check_pins
 from launch.planner.search.problem import Problem
@@ -229,6 +229,7 @@ def _on_this_machine(loaded: LoadedConfig, described: ClusterSpec | None, device
             raise
         return unpredicted(error)
     found = pinned_candidate(problem, plan)
+    check_links(found)
     sources = {**problem.sources(), "cluster": machine.sources.get("cluster", "this machine"), "trainer": loaded.path,
                "rollout": loaded.path}
     predicted = plan.predicted(_with_cautions(forecast(None, found, sources), resolved.config))

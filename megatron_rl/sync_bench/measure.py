@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from launch.coefficients.sync import SyncCoefficients
 from launch.fabric.simulate import arrivals
+from launch.fabric.staging import Staging
 from launch.planner.prepare import PreparedForecast
 from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.sync_bench.compare import EdgeTime, LaneSpeed, Part, edges, found_coefficients, parts, pauses
@@ -35,6 +36,9 @@ class Bench:
     """Report of the median sync, in place."""
     opening_s: float
     """Seconds for layouts, proof of coverage and lanes."""
+    planned_staging: Staging
+    staging: Staging
+    """Bytes of the buffers of the rank and of the worker that have the most."""
     lane: LaneSpeed
     rates: Rates
     parts: list[Part]
@@ -63,6 +67,7 @@ async def bench(prepared: PreparedForecast, site: Site, repeats: int) -> Bench:
     started = time.monotonic()
     manifest = await coordinator.setup()
     opening_s = time.monotonic() - started
+    staging = Staging(max(await world.on_ranks("staging_bytes")), max(await world.on_workers("staging_bytes")))
     report = await _syncs(coordinator, world, repeats)
     await together(engine.stage("shadow") for engine in world.engines)
     await coordinator.setup()
@@ -70,7 +75,8 @@ async def bench(prepared: PreparedForecast, site: Site, repeats: int) -> Bench:
     route = sync.build(site.route)
     return Bench(
         backend, site.route, plan.training.world_size + sum(each.tp for each in plan.rollout.engines), site.what,
-        report, opening_s, lane, rates, parts(sync, site.route, coefficients, report),
+        report, opening_s, sync.staging[site.route], staging, lane, rates,
+        parts(sync, site.route, coefficients, report),
         pauses(prepared.found.pauses, {"in_place": report, "shadow": beside}),
         edges(route, arrivals(route, coefficients), site.planned_seats, manifest.bytes_per_hop(), report.arrivals),
         coefficients, route.fabric.nic_bandwidth,

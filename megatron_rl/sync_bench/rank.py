@@ -24,9 +24,13 @@ class TrainerRank:
         self.layouts = megatron_layout(architecture, training, rank, "local")
         self.parameters = {layout.name: torch.zeros(layout.shape, dtype=getattr(torch, dtype), device=device)
                            for layout in self.layouts}
-        sender = WeightSender(training.ranks[rank], self.layouts, self.parameters, address=address)
+        self._sender = sender = WeightSender(training.ranks[rank], self.layouts, self.parameters, address=address)
         self.sync_describe, self.sync_open = sender.sync_describe, sender.sync_open
         self.sync_send, self.sync_discard = sender.sync_send, sender.sync_discard
+
+    def staging_bytes(self) -> int:
+        """Bytes of the sender's buffers."""
+        return self._sender.staging_bytes
 
     def fill(self, version: int) -> int:
         """Write the weights of a version, as an optimizer step would: equal on every rank that holds an element.

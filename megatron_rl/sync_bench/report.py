@@ -44,6 +44,12 @@ def _sync(bench: Bench) -> Iterator[str]:
         yield f"  {name:<30}{'':>14}{_time(bench.report.seconds[key]):>14}"
 
 
+    yield from ("", f"{'buffers for buckets, at most':<32}{'planned':>14}{'allocated':>14}")
+    for name, planned, allocated in zip(("a training rank", "a worker"), bench.planned_staging, bench.staging,
+                                        strict=True):
+        yield f"{name:<32}{_size(planned):>14}{_size(allocated):>14}"
+
+
 def _pauses(bench: Bench) -> Iterator[str]:
     """Predictions include the time to pause a busy engine. These engines are idle."""
     yield from ("", f"{'an idle engine serves nothing':<32}{'predicted':>14}{'measured':>14}{'residual':>14}")
@@ -80,6 +86,7 @@ def as_document(bench: Bench) -> dict:
     """For `--json`: rates in bytes/s, times in seconds."""
     return {"backend": bench.backend, "route": bench.route, "processes": bench.processes, "on": bench.what,
             "bytes": bench.report.nbytes, "opening_s": bench.opening_s, "seconds": bench.report.seconds,
+            "staging": {"planned": bench.planned_staging._asdict(), "allocated": bench.staging._asdict()},
             "lane": bench.lane._asdict(), "rates": bench.rates._asdict(),
             "parts": [part._asdict() for part in bench.parts], "pauses": [part._asdict() for part in bench.pauses],
             "edges": [edge._asdict() | {"residual_s": edge.residual_s} for edge in bench.edges],

@@ -54,6 +54,10 @@ class RolloutWorker(WeightSyncWorker):
         self.layouts = [decode_layout(plain) for plain in answer.get("layouts", [])]
         return answer
 
+    def staging_bytes(self) -> int:
+        """Bytes of the receiver's buffers."""
+        return self.weight_transfer_engine.sync.staging_bytes
+
     def whole_digest(self) -> int:
         """Digest of everything that this worker holds, without padding."""
         return digest_layouts(self.layouts, dict(self.model.named_parameters()))

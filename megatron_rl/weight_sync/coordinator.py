@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from launch.errors import UserError
+from launch.fabric.communicators import MOST_LINKS
 from launch.fabric.estimate import Kind
 from launch.fabric.rounds import rounds
 from launch.fabric.seated import Seats
@@ -30,7 +31,6 @@ from megatron_rl.weight_sync.plan.manifest import SyncManifest, build_manifest
 from megatron_rl.weight_sync.plan.streams import Pair, Stream
 from megatron_rl.weight_sync.protocol import (
     CONNECT_S,
-    MOST_LINKS,
     TAGGED,
     Backend,
     EngineHandle,

@@ -39,9 +39,6 @@ Backend = Literal["gloo", "nccl"]
 Staging = Literal["in_place", "shadow"]
 TAGGED: tuple[Backend, ...] = ("gloo",)
 """Backends that match messages by tag."""
-MOST_LINKS = 32
-"""Links of a GPU. Torch deals CUDA streams from a pool of this many for each priority, in turn, and two links with one
-stream cannot move at the same time: they may wait for each other forever. Nothing else takes the high priority."""
 CONNECT_S = 10.0
 """Time limit for two members that are both present to connect. Nothing interrupts gloo or NCCL during this: a member
 that closes its lanes leaves the attempt behind."""

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.fabric.estimate import KINDS
+from launch.coefficients.sync import DEFAULT
+from launch.fabric.estimate import KINDS, RouteCost
 from launch.fabric.lanes import Fabric, traffic
-from launch.fabric.routes import binary_tree, build, second_tree
+from launch.fabric.routes import ROOT, binary_tree, build, links, second_tree
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from tests.fabric.cases import FABRIC, LLAMA_70B, Case, check_coverage, traffics
 
@@ -24,6 +25,15 @@ def test_every_byte_arrives_once(case: Case, kind):
     for node_kind in case.traffic.kinds:            # one copy a node over the NICs
         for node in node_kind.nodes:
             assert sum(size for place, size in into.items() if place.node == node) == sum(node_kind.ingress)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=traffics(), kind=st.sampled_from(KINDS))
+def test_the_quick_links_are_those_of_the_edges(case: Case, kind):
+    route = build(case.traffic, kind, 1 << 20)
+    assert links(case.traffic, kind) == route.links
+    left = sum(edge.bytes for edge in route.edges if edge.parent == ROOT)
+    assert RouteCost(kind, case.traffic, case.traffic.fabric, DEFAULT).sent_bytes == left
 
 
 @settings(max_examples=60, deadline=None)

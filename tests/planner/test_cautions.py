@@ -122,7 +122,7 @@ def test_a_cap_that_cuts_most_groups_is_told():
 
 def test_communicators_that_may_not_fit_beside_the_rest_are_told():
     found = best(problem(builtin("llama3-8b"), nodes=2))
-    needed = found.sync.communicators()
+    needed = found.sync.needs[found.sync.chosen]
     gpu = found.problem.cluster.gpu
     assert needed.rollout_bytes > 0 and "W016" not in _messages(found)
     total = gpu.usable_bytes - needed.rollout_bytes + 1

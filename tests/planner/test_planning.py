@@ -9,12 +9,14 @@ import pytest
 
 from launch.config.load import load_config
 from launch.errors import UserError
+from launch.exit_codes import ExitCode
 from launch.planner.explain.choices import choices
 from launch.planner.from_config import pins_of
 from launch.planner.planning import best_of
 from launch.planner.prepare import OnCluster, posed, prepare_for
 from launch.planner.search.search import Search
-from tests.planner.problems import CONFIGS, h100, loaded
+from launch.planner.search.space import Pins
+from tests.planner.problems import CONFIGS, builtin, h100, loaded, problem, workload
 
 
 def planned(*words: str, name: str = "7b/grpo.yaml", nodes: int = 4) -> OnCluster:
@@ -140,6 +142,21 @@ def test_two_problems_at_once_are_told_at_once():
     with pytest.raises(UserError) as error:
         planned("trainer.tp=16", "placement.training_nodes=9")
     assert "trainer.tp = 16" in str(error.value) and "training_nodes = 9" in str(error.value)
+
+
+def test_a_route_that_a_run_cannot_open_is_refused_with_a_way_out():
+    """Pinned: another route works. Chosen: no route does with these sizes, and each remedy was planned."""
+    with pytest.raises(UserError) as error:
+        best_of(posed(load_config(CONFIGS / "70b/grpo_wide_rollout.yaml", ["weight_sync.route=direct"])))
+    assert "120 communicators of the weight sync, and it can use 32" in error.value.what
+    assert error.value.fix == "set weight_sync.route to chain or tree, or to auto"
+    assert error.value.exit_code == ExitCode.NO_FEASIBLE_PLAN
+
+    pins = Pins(tp=8, pp=16, dp=1, cp=1, rollout_tp=1)
+    with pytest.raises(UserError) as error:
+        best_of(problem(builtin("llama3-8b"), 20, pins, workload(prompts=256)))
+    assert "more than 32 communicators of the weight sync on a GPU, whatever the route" in error.value.what
+    assert "rollout.tp=auto" in error.value.fix
 
 
 def test_best_of_is_what_the_plan_holds():

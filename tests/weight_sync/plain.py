@@ -53,6 +53,9 @@ class PlainWorker(Observed):
     def update_weights(self, info: dict) -> None:
         self.receiver.receive(info["epoch"])
 
+    def staging_bytes(self) -> int:
+        return self.receiver.staging_bytes
+
     def sync_status(self) -> dict:
         return self.receiver.status()
 

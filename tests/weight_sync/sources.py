@@ -82,6 +82,9 @@ class SourceProcess(Observed):
         with CheckpointReader(folder) as reader:
             load_layout(reader, self.canonical, self.layouts, self.parameters)
 
+    def staging_bytes(self) -> int:
+        return self.sender.staging_bytes
+
     def export(self, folder: str, part: str):
         import torch
 

@@ -186,6 +186,9 @@ def test_a_plan_is_measured_on_this_machine(tmp_path):
     assert (in_place["name"], shadow["name"]) == ("in_place", "shadow")
     assert in_place["measured_s"] > found["seconds"]["transfer"] and shadow["measured_s"] > 0
     assert all(each["predicted_s"] > 0 for each in found["pauses"])
+    assert found["staging"]["planned"] == found["staging"]["allocated"]
+    sync = prepare("configs/tiny/grpo.yaml", (), "cpu").found
+    assert found["staging"]["planned"] == {"training": sync.training.sync_bytes, "rollout": sync.rollout.sync_bytes}
     assert found["rates"]["memcpy"] > 1e8 and found["lane"]["rate"] > 1e6
     written = cluster.read_text(encoding="utf-8")
     assert "sync.digest_rate: {value:" in written and "megatron-rl sync bench configs/tiny/grpo.yaml" in written

@@ -8,8 +8,11 @@ from collections import Counter
 import pytest
 
 from launch.fabric.lanes import Place
-from launch.fabric.seated import Seats, one_card
-from megatron_rl.weight_sync.plan.manifest import SyncManifest
+from launch.fabric.routes import Route
+from launch.fabric.seated import Seats, apart, one_card
+from launch.fabric.staging import Staging, staging
+from megatron_rl.weight_sync.plan.copies import intersect_sides
+from megatron_rl.weight_sync.plan.manifest import SyncManifest, route_of
 from megatron_rl.weight_sync.plan.streams import turns
 from tests.weight_sync.routed import World, two_checkpoints, world
 
@@ -36,6 +39,7 @@ def test_every_receiver_holds_the_weights(folders, route, engines, tp, trainer, 
         manifest = await one.coordinator.setup()
         assert max(_depth(stream) for stream in manifest.streams) == hops
         assert max(len(stream.buckets) for stream in manifest.streams) >= 4
+        assert await _allocated(one) == staging(_route(one, manifest))
         shared = [pair for pair, streams in turns(manifest.streams).items() if len(set(streams)) > 1]
         assert tags or len(shared) >= 3, "streams of both ranks and of both trees are to go over one link"
         for version, which in enumerate((1, 0, 1)):
@@ -71,6 +75,19 @@ def test_twins_of_a_node_are_fed_from_one_copy(folders):
 
     with world(folders, "chain", 4, trainer={"tp": 2}, seats=seats) as one:
         asyncio.run(run(one))
+
+
+def _route(one: World, manifest: SyncManifest) -> Route:
+    """The route from which the planner computes the staging: every rank and every engine on a node of its own."""
+    described = [each for found in one.coordinator._destinations.values() for each in found]
+    seats = apart(len(one.sources), [(each.replica, each.worker) for each in described])
+    return route_of(intersect_sides(one.coordinator._sources, described), manifest.kind, manifest.bucket_bytes, seats)
+
+
+async def _allocated(one: World) -> Staging:
+    sent = await asyncio.gather(*(source.call("staging_bytes") for source in one.sources))
+    received = await asyncio.gather(*(engine.rpc("staging_bytes") for engine in one.engines))
+    return Staging(max(sent), max(max(of_engine) for of_engine in received))
 
 
 def _depth(stream) -> int:

@@ -107,7 +107,7 @@ def _spread(found: Candidate, name: str) -> tuple[float, float]:
     if name == "rollout":
         return (rl.rollout_efficiency / rl.rollout_efficiency_high, rl.rollout_efficiency / rl.rollout_efficiency_low)
     if name == "sync":
-        return 0.5, 2.0
+        return 1 / found.problem.coefficients.sync.uncertainty, found.problem.coefficients.sync.uncertainty
     fast, slow = rl.train_efficiency / rl.train_efficiency_high, rl.train_efficiency / rl.train_efficiency_low
     if name == "train":
         return fast, slow
@@ -216,12 +216,11 @@ def _sync(found: Candidate) -> SyncForecast:
         return SyncForecast(chosen="in place", reason=f"{found.mode}: the weights stay on their GPUs", payload_bytes=0,
                             routes=(route,), gpu_order=(), cross_rail_bytes_natural=0, cross_rail_bytes=0)
     sync, gpus = found.sync, found.problem.cluster.gpu.device == "gpu"
-    needed = {kind: sync.communicators(found.problem.coefficients.sync, kind) for kind in sync.routes if gpus}
     routes = tuple(SyncRoute(route=kind, lower_bound_s=cost.lower_bound_s, expected_s=cost.expected_s,
                              busiest_nic_out_bytes=max(cost.trainer_nic_out_bytes, cost.rollout_nic_out_bytes),
                              busiest_nic_in_bytes=cost.rollout_nic_in_bytes, hops=cost.hops,
                              chunk_bytes=cost.chunk_bytes, edges=_edges(sync, kind, found.training_nodes),
-                             **(_opening(needed[kind]) if gpus else {}))
+                             **(_opening(sync.needs[kind]) if gpus else {}))
                    for kind, cost in sync.routes.items())
     return SyncForecast(chosen=sync.chosen, reason=sync.reason, payload_bytes=sync.replica_bytes, routes=routes,
                         staging="shadow" if found.problem.shadow else "in_place", pauses=found.pauses,
@@ -230,8 +229,7 @@ def _sync(found: Candidate) -> SyncForecast:
 
 
 def _opening(needed: Communicators) -> dict[str, Any]:
-    return {"communicators": max(needed.training, needed.rollout),
-            "communicator_bytes": max(needed.training_bytes, needed.rollout_bytes),
+    return {"communicators": needed.busiest, "communicator_bytes": needed.bytes,
             "communicators_total": needed.total, "opening_rounds": needed.rounds, "opening_s": needed.opening_s}
 
 

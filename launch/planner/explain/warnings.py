@@ -162,7 +162,7 @@ def _communicators(found: Candidate) -> Iterator[tuple[str, str]]:
     gpu, training, rollout = found.problem.cluster.gpu, found.training.memory, found.rollout
     if found.sync is None or gpu.device != "gpu":
         return
-    needed = found.sync.communicators(found.problem.coefficients.sync)
+    needed = found.sync.needs[found.sync.chosen]
     for side, count, size, free, fix in (
             ("training", needed.training, needed.training_bytes, gpu.usable_bytes - training.total,
              "a lower trainer.token_budget"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from launch.cluster.spec import Gpu
 from launch.coefficients.memory import DEFAULT, MemoryCoefficients
+from launch.fabric.estimate import STAGED_BUCKETS
 from launch.model.architecture import Architecture
 from launch.model.padding import VLLM_VOCAB_MULTIPLE, round_up
 from launch.plan.book import line, nonzero, part
@@ -35,6 +36,8 @@ class RolloutMemory:
     """Tokens of the longest sequence, prompt and completion. The engine fits if its cache holds one such sequence."""
     sync_bytes: int = 0
     """Staging buffers of the weight sync on this rank."""
+    sync_room: int = 0
+    """Memory that the cache leaves to them, if that is more."""
     second_copy: bool = False
     """The engine receives the next version into a second copy of the weights."""
     requantised: bool = False
@@ -83,11 +86,12 @@ class RolloutMemory:
     def limit(self) -> int:
         return int(self.gpu.usable_bytes * self.layout.memory_utilization)
 
-    @line("bytes", "limit - all other components")
+    @line("bytes", lambda self: "limit - all other components" + (
+        f", with {STAGED_BUCKETS} buckets for the sync" if self.sync_room > self.sync_bytes else ""))
     @part
     def kv_cache(self) -> int:
         """KV cache on one rank."""
-        return max(0, self.limit - self.fixed)
+        return max(0, self.limit - self.fixed - max(0, self.sync_room - self.sync_bytes))
 
     @line("bytes", "2 x layers/PP x ceil(n_kv/TP) x d x bytes, on one rank")
     @part

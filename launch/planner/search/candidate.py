@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.fabric.choose import SyncPrediction
-from launch.fabric.estimate import swap_seconds
+from launch.fabric.estimate import SENDING, STAGED_BUCKETS, swap_seconds
 from launch.fabric.lanes import ClusterFabric
+from launch.fabric.staging import staging
 from launch.plan.book import line, made, nonzero, part
 from launch.plan.layouts import RolloutLayout, TrainingLayout, layers_of_stage, stage_layers, wide_bytes
 from launch.planner.memory.rollout import ColocatedMemory, RolloutMemory
@@ -28,9 +29,6 @@ from launch.planner.time.rollout import AsynchronousRollout, Demand, RolloutTime
 from launch.planner.time.training import LogprobTime, TeacherTime, TrainingTime
 from launch.planner.workload.work import PackedWork
 
-TRAINER_BUCKETS, ENGINE_BUCKETS = 2, 6
-"""Buckets that stay allocated for the weight sync: two for each concurrent transfer of a GPU. A receiver that forwards
-in both halves of a tree has three transfers."""
 FEWEST_SEQUENCES, MOST_SEQUENCES = 16, 1024
 """Range of the concurrent sequences of an engine if the search chooses them."""
 SYNC_TICK_S = 1e-3
@@ -54,6 +52,8 @@ class TrainingOption:
     problem: Problem
     layout: TrainingLayout
     units: int
+    staging: int | None = None
+    """Buffers of the weight sync on a rank. None: no route is chosen yet, so they may be as large as with any."""
 
     held = made(rank_parameters, shape="problem.shape", tp="layout.tp", ep="layout.ep", etp="layout.etp",
                 pp="layout.pp", layers="stage_layers")
@@ -146,7 +146,7 @@ class TrainingOption:
     @property
     def sync_bytes(self) -> int:
         """Staging buffers of the weight sync on a rank."""
-        return TRAINER_BUCKETS * self.problem.bucket_bytes
+        return SENDING * self.problem.bucket_bytes if self.staging is None else self.staging
 
     @property
     def worst(self) -> StageMemory:
@@ -162,10 +162,13 @@ class RolloutOption:
     problem: Problem
     layout: RolloutLayout
     units: int
+    staging: int | None = None
+    """As in `TrainingOption`."""
 
     memory = made(RolloutMemory, shape="problem.shape", layout="layout", gpu="problem.cluster.gpu",
                   coefficients="problem.coefficients.memory", max_tokens="problem.workload.longest",
-                  sync_bytes="sync_bytes", second_copy="problem.shadow", requantised="requantised")
+                  sync_bytes="sync_bytes", sync_room="sync_room", second_copy="problem.shadow",
+                  requantised="requantised")
     demand = made(Demand, prompts="problem.workload.generated_prompts", group="problem.workload.group",
                   prompt_tokens="problem.workload.prompt_tokens", lengths="problem.workload.lengths",
                   replicas="layout.replicas", max_num_seqs="layout.max_num_seqs", kv_tokens="kv_tokens")
@@ -231,7 +234,12 @@ class RolloutOption:
     @property
     def sync_bytes(self) -> int:
         """Staging buffers of the weight sync on a rank."""
-        return ENGINE_BUCKETS * self.problem.bucket_bytes
+        return self.sync_room if self.staging is None else self.staging
+
+    @property
+    def sync_room(self) -> int:
+        """Memory that is kept free for them, because the search chooses engines before a route."""
+        return STAGED_BUCKETS * self.problem.bucket_bytes
 
     @property
     def requantised(self) -> bool:
@@ -257,7 +265,7 @@ class Candidate:
     network = made(SyncPrediction, shape="problem.shape", training="training.layout", rollout="rollout.layout",
                    fabric="wires.fabric", coefficients="problem.coefficients.sync", weight_bytes="weight_bytes",
                    rollout_precision="rollout.layout.weight_precision", lora_rank="problem.lora_rank",
-                   route="problem.route", bucket_bytes="problem.bucket_bytes")
+                   route="problem.route", bucket_bytes="problem.bucket_bytes", most_links="problem.most_links")
     """Weights over the network; see `sync`."""
     shared = made(ColocatedMemory, trainer="training.memory", engine="rollout.memory", gpu="problem.cluster.gpu",
                   coefficients="problem.coefficients.memory", trainer_offloaded="trainer_offloaded")
@@ -292,6 +300,14 @@ class Candidate:
     def sync(self) -> SyncPrediction | None:
         """The sync over the network; None if trainer and engines share GPUs."""
         return self.network if self.mode == "disaggregated" else None
+
+    def staged(self) -> Candidate:
+        """The candidate with the staging buffers of its route. Nothing but the memory of its parts changes."""
+        if self.sync is None:
+            return self
+        buffers = staging(self.sync.build())
+        return replace(self, training=replace(self.training, staging=buffers.training),
+                       rollout=replace(self.rollout, staging=buffers.rollout))
 
     @property
     def colocated(self) -> ColocatedMemory | None:

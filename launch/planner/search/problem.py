@@ -8,12 +8,14 @@ configuration. A remedy changes the `Problem` and names the keys of the configur
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from launch.cluster.spec import ClusterSpec
 from launch.coefficients.site import SiteCoefficients
+from launch.fabric.communicators import MOST_LINKS
 from launch.model.architecture import Architecture
 from launch.model.padding import token_budget
 from launch.planner.search.space import Pins
@@ -89,6 +91,11 @@ class Problem:
         """Engines stop only for the swap into a second copy. At a border they have nothing to do, and the next batch
         waits for the whole sync."""
         return self.shadow and not self.border
+
+    @property
+    def most_links(self) -> int:
+        """Communicators of the weight sync that a GPU may have. Connections of CPUs have no such limit."""
+        return MOST_LINKS if self.cluster.gpu.device == "gpu" else sys.maxsize
 
     @property
     def unit_gpus(self) -> int:

@@ -6,11 +6,11 @@ than a candidate already found. The bound consists of the times of the two parti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from launch.fabric.choose import fastest, least_seconds
+from launch.fabric.choose import least_seconds, quickest, seconds_of_choice
 from launch.fabric.lanes import fabric_of
 from launch.model.padding import round_up, sequence_multiple
 from launch.plan.forecast import Alternative
@@ -51,9 +51,11 @@ class Search:
     _training: dict[int, list[_Timed]] = field(default_factory=dict)
     _rollout: dict[tuple[int, float], list[RolloutOption]] = field(default_factory=dict)
     _engine_s: dict[int, float] = field(default_factory=dict)
-    _sync_s: dict[tuple, float] = field(default_factory=dict)
+    _sync_s: dict[tuple, float | None] = field(default_factory=dict)
     _least_dp: dict[TrainingLayout, int] = field(default_factory=dict)
     """Layout with DP 1 -> the smallest DP at which it fits."""
+    unroutable: bool = False
+    """Whether layouts were left out because a run can open no route of their weight sync."""
 
     def __post_init__(self) -> None:
         self.asked = self.problem
@@ -157,11 +159,13 @@ class Search:
                 rollout_s = max(graded_s, engines.seconds)
                 if self._loses(found, rollout_s, seconds, engines.longest_s):
                     break
-                units, least_s = training + engines.units, self._least_sync_s(layout, engines.layout)
-                if self._no_better(found, engines, rollout_s, seconds, units, least_s):
-                    continue
-                sync_s = self._seconds_of_sync(layout, engines.layout)
-                if not self._no_better(found, engines, rollout_s, seconds, units, sync_s):
+                units = training + engines.units
+                sync_s: float | None = None
+                for seconds_of in (self._least_sync_s, self._quickest_sync_s, self._seconds_of_sync):
+                    sync_s = seconds_of(layout, engines.layout)
+                    if sync_s is None or self._no_better(found, engines, rollout_s, seconds, units, sync_s):
+                        break
+                else:
                     mine = mine or TrainingOption(self.problem, layout, training)
                     found = self._better(found, Candidate(self.mode, mine, engines, self.problem))
         return found
@@ -338,26 +342,33 @@ class Search:
         return [replace(layout, replicas=replicas, max_num_seqs=limit)
                 for limit in max_num_seqs_to_try(self.problem, replicas)]
 
-    def _seconds_of_sync(self, training: TrainingLayout, rollout: RolloutLayout) -> float:
-        problem = self.problem
-        if problem.route != "auto":
-            return 0.0                      # `Candidate` computes it
-        key = (*self._moved(training, rollout), training.cp * training.dp, rollout.replicas)
-        if key not in self._sync_s:
-            seconds = fastest(problem.shape, training, rollout, self._fabric, problem.coefficients.sync,
-                              **sync_arguments(problem, training, rollout))[1]
-            self._sync_s[key] = in_ticks(problem, seconds)
-        return self._sync_s[key]
-
-    def _least_sync_s(self, training: TrainingLayout, rollout: RolloutLayout) -> float:
+    def _least_sync_s(self, training: TrainingLayout, rollout: RolloutLayout) -> float | None:
         """Lower bound of the sync for any DP and any number of engines."""
-        problem = self.problem
         full = min(rollout.replicas, max(1, self._fabric.gpus_per_node // (rollout.tp * rollout.pp)))
-        key = (*self._moved(training, rollout), full)
+        return self._sync_seconds(least_seconds, training, rollout, full)
+
+    def _quickest_sync_s(self, training: TrainingLayout, rollout: RolloutLayout) -> float | None:
+        """Lower bound of the sync: its fastest route."""
+        return self._sync_seconds(quickest, training, rollout, training.cp * training.dp, rollout.replicas)
+
+    def _seconds_of_sync(self, training: TrainingLayout, rollout: RolloutLayout) -> float | None:
+        """Seconds of the sync over the route to choose; None if a run can open no route. 0 with a pinned route, which
+        `Candidate` computes."""
+        if self.problem.route != "auto":
+            return 0.0
+        found = self._sync_seconds(seconds_of_choice, training, rollout, training.cp * training.dp, rollout.replicas,
+                                   most_links=self.problem.most_links)
+        self.unroutable = self.unroutable or found is None
+        return found
+
+    def _sync_seconds(self, seconds_of: Callable[..., float | None], training: TrainingLayout, rollout: RolloutLayout,
+                      *sizes: int, **more: int) -> float | None:
+        """The result of `seconds_of` in ticks, from the layouts' sizes and other `sizes` that it depends on."""
+        problem, key = self.problem, (seconds_of, *self._moved(training, rollout), *sizes)
         if key not in self._sync_s:
-            seconds = least_seconds(problem.shape, training, rollout, self._fabric, problem.coefficients.sync,
-                                    **sync_arguments(problem, training, rollout))
-            self._sync_s[key] = in_ticks(problem, seconds)
+            seconds = seconds_of(problem.shape, training, rollout, self._fabric, problem.coefficients.sync,
+                                 **sync_arguments(problem, training, rollout), **more)
+            self._sync_s[key] = seconds if seconds is None else in_ticks(problem, seconds)
         return self._sync_s[key]
 
     @staticmethod

@@ -95,7 +95,7 @@ def _table(sync: SyncPrediction, needed: Mapping[Kind, Communicators]) -> Iterat
 
 def _needs(needed: Communicators) -> str:
     """`16 + 22, 2.0 GB`: number on a training GPU, number on a rollout GPU, and their memory."""
-    size = human(max(needed.training_bytes, needed.rollout_bytes), "bytes")
+    size = human(needed.bytes, "bytes")
     return f"{needed.training} + {needed.rollout}, {size}"
 
 
@@ -139,16 +139,20 @@ def _told(group: Sequence[Branch], names: Names) -> str:
 
 
 COSTS = ("kind", "lower_bound_s", "wire_s", "expected_s", "trainer_nic_out_bytes", "rollout_nic_in_bytes",
-         "rollout_nic_out_bytes", "nvlink_bytes", "hops", "chunk_bytes", "trainer_staging_bytes",
-         "rollout_staging_bytes", "transfers")
+         "rollout_nic_out_bytes", "nvlink_bytes", "sent_bytes", "hops", "chunk_bytes", "transfers")
 """The numbers of a route in the JSON document."""
+NEEDS = ("training", "rollout", "training_bytes", "rollout_bytes", "total", "rounds", "opening_s")
+"""Those of its communicators."""
 
 
 def as_document(sync: SyncPrediction, drawn: Sequence[Drawn], names: Names,
                 needed: Mapping[Kind, Communicators]) -> dict:
     """For `--json`: bytes as integers, seconds as floats, nodes by their number in the plan and by name."""
     costs = {kind: {name: getattr(sync.routes[kind], name) for name in COSTS}
-             | ({"communicators": needed[kind]._asdict()} if needed else {}) for kind in KINDS}
+             | {"trainer_staging_bytes": sync.staging[kind].training,
+                "rollout_staging_bytes": sync.staging[kind].rollout}
+             | ({"communicators": {name: getattr(needed[kind], name) for name in NEEDS}} if needed else {})
+             for kind in KINDS}
     return {"predicted": True, "chosen": sync.chosen, "reason": sync.reason, "floor_s": sync.floor_s,
             "floor_by": sync.floor_by, "replica_bytes": sync.replica_bytes, "wire_precision": sync.wire_precision,
             "gpu_order": list(sync.gpu_order), "notes": list(sync.notes), "routes": costs,

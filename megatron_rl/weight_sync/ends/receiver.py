@@ -1,16 +1,16 @@
 """The receiving side of a sync, without vLLM: buckets arrive, are forwarded, and are written into parameters.
 
-Each stream has a thread, two buffers and its own links while it runs. A bucket with the right header is sent to the
-next receivers at once. While it is being sent, it is written, the written elements are digested, and the next bucket
-arrives in the other buffer. Streams begin slot after slot, the first of a slot while the last of the previous slot
-ends. Streams of one slot run at the same time, because they may wait for each other's senders.
+Each stream has a seat while it runs: a thread, two buffers, and its own links. A bucket with the right header is sent
+to the next receivers at once. While it is being sent, it is written, the written elements are digested, and the next
+bucket arrives in the other buffer. Streams of one slot run at the same time, because they may wait for each other's
+senders, and so do those of the next slot, which begin while the last of the slot before end. Later streams take over
+their seats (`launch.fabric.staging.seats`).
 """
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from launch.fabric.estimate import RECEIVING
+from launch.fabric.staging import Staged, seats
 from megatron_rl.layouts.digest import Digester, add
 from megatron_rl.weight_sync.plan.streams import EdgeKey, EngineRank, Stream
 from megatron_rl.weight_sync.protocol import Held, SyncPart, TransferReport, engine_name, trainer_name
@@ -51,7 +52,11 @@ class WeightReceiver:
         self._member: Membership | None = None
         self._inlets: list[_Inlet] = []
         self._seats: list[_Seat] = []
-        """One per stream that runs at the same time."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the buffers that are allocated while the lanes are open."""
+        return sum(buffer.nbytes for seat in self._seats for buffer in seat.buffers)
 
     def open(self, part: SyncPart) -> Held:
         """Join the lanes and keep the streams for all later syncs.
@@ -62,13 +67,15 @@ class WeightReceiver:
         self.close()
         self._member = Membership(self.name, part, lambda stream: self.me in stream.receivers, address=self._address,
                                   device=self._device)
-        self._inlets = [_Inlet(self.me, stream, self._member.lane(stream))
-                        for stream in sorted(self._member.streams, key=lambda stream: (stream.slot, stream.number))]
-        size = buffer_bytes(self._member.streams)
-        self._seats = [_Seat([torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(RECEIVING)],
-                             torch.cuda.Stream(self._device) if self._device.type == "cuda" else None)
-                       for _ in range(at_once(self._member.streams))]
+        self._inlets = [_Inlet(self.me, stream, self._member.lane(stream)) for stream in in_order(self._member.streams)]
+        self._seats = [self._seat([self._inlets[number] for number in numbers])
+                       for numbers in seats_of([inlet.stream for inlet in self._inlets])]
         return self._member.held
+
+    def _seat(self, inlets: list[_Inlet]) -> _Seat:
+        size = buffer_bytes([inlet.stream for inlet in inlets])
+        return _Seat(inlets, [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(RECEIVING)],
+                     torch.cuda.Stream(self._device) if self._device.type == "cuda" else None)
 
     @torch.no_grad()
     def receive(self, epoch: int) -> TransferReport:
@@ -105,35 +112,37 @@ class WeightReceiver:
         """Leave all lanes."""
         if self._member is not None:
             self._member.close(reason)
+        self._seats = []
 
     def _run_all(self, member: Membership, epoch: int) -> list[_Taken]:
         if not self._inlets:
             return []
-        deadline, failures, free = Deadline(member.timeout_s), [], list(self._seats)
+        deadline, failures, taken = Deadline(member.timeout_s), [], dict[_Inlet, _Taken]()
 
-        def run(inlet: _Inlet) -> _Taken:
-            seat = free.pop()                           # one per thread
+        def run(seat: _Seat) -> None:
             try:
                 with torch.no_grad(), torch.cuda.stream(seat.cuda) if seat.cuda is not None else nullcontext():
-                    return inlet.run(epoch, self._parameters, seat.buffers, deadline)
+                    for inlet in seat.inlets:
+                        taken[inlet] = inlet.run(epoch, self._parameters, seat.buffers, deadline)
             except Exception as error:
                 failures.append(error)                  # the first of them is the cause
                 member.close(f"{self.name} left: {error}")
-                raise
-            finally:
-                free.append(seat)
 
-        with ThreadPoolExecutor(len(self._seats), thread_name_prefix="stream") as pool:
-            futures = [pool.submit(run, inlet) for inlet in self._inlets]
+        seats = self._seats
+        if not seats:
+            raise TransportError(member.closed or "its lanes are closed")
+        with ThreadPoolExecutor(len(seats), thread_name_prefix="stream") as pool:
+            list(pool.map(run, seats))
         if failures:
             raise failures[0]
-        return [future.result() for future in futures]
+        return [taken[inlet] for inlet in self._inlets]
 
 
 @dataclass(frozen=True)
 class _Seat:
-    """What a stream of the sync needs while it runs."""
+    """What the streams of a seat need while they run, one after the other."""
 
+    inlets: list[_Inlet]
     buffers: list[torch.Tensor]
     """A pair."""
     cuda: torch.cuda.Stream | None
@@ -198,8 +207,13 @@ class _Inlet:
         return self._lane.receive(self.stream.number, poison(buffer), self._from, nbytes), buffer
 
 
-def at_once(streams: Sequence[Stream]) -> int:
-    """Maximum number of streams that a receiver runs at the same time: those of two consecutive slots."""
-    counts = [count for _, count in sorted(Counter(stream.slot for stream in streams).items())]
-    return max((sum(pair) for pair in itertools.pairwise([*counts, 0])), default=0)
+def in_order(streams: Sequence[Stream]) -> list[Stream]:
+    """The streams of a receiver, as they begin."""
+    return sorted(streams, key=lambda stream: (stream.slot, stream.number))
+
+
+def seats_of(streams: Sequence[Stream]) -> list[tuple[int, ...]]:
+    """Numbers of the streams on each seat of their receiver, see `launch.fabric.staging.seats`."""
+    return seats([Staged(stream.slot, max((bucket.nbytes for bucket in stream.buckets), default=0))
+                  for stream in streams])
 

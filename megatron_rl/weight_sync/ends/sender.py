@@ -48,6 +48,11 @@ class WeightSender:
         self._digested = _Digested(())
         self._shared = Digester(())
 
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the buffers that are allocated while the lane is open."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
     def sync_describe(self) -> Source:
         """Coordinates, layouts and types, for the manifest."""
         dtypes = {layout.name: str(self._parameters[layout.name].dtype).removeprefix("torch.")
@@ -98,6 +103,7 @@ class WeightSender:
         """Leave the lane."""
         if self._member is not None:
             self._member.close(reason)
+        self._buffers = []
 
     def _send(self, member: Membership, epoch: int) -> TransferReport:
         started = time.perf_counter()

@@ -64,6 +64,11 @@ class WorkerSync:
             self._status, self._running = self._running.result(), None
         return self._status
 
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the buffers for buckets."""
+        return 0 if self._receiver is None else self._receiver.staging_bytes
+
     def begin(self) -> None:
         """Start an update session, in which nothing has been received yet."""
         self._running = self._received = None

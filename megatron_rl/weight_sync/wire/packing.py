@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from launch.fabric.staging import HEADER_BYTES
 from megatron_rl.layouts.tiles import ParamLayout, Tile, tile_view
 from megatron_rl.weight_sync.plan.buckets import Bucket
 from megatron_rl.weight_sync.plan.manifest import Edge
 from megatron_rl.weight_sync.plan.streams import Stream
 
-HEADER_BYTES = 64
-"""Keeps the payload aligned for every dtype."""
 _MAGIC = 0x4D52_4C57
 _POISON = -1
 
