@@ -6,6 +6,7 @@ rollout worker. Their intersections are the copies. Loading and export use the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -63,6 +64,11 @@ class CanonicalTensor:
 
     name: str
     shape: tuple[int, ...]
+
+
+def some(names: Sequence[str], separator: str = ", ") -> str:
+    """The first names of a list that may be long, for messages."""
+    return separator.join([*names[:4], *([f"{len(names) - 4} more"] if len(names) > 4 else [])])
 
 
 def box_slices(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.layouts.boxes import NotABox, box_text, first_overlap, local_box, subtract
-from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile, contiguous_stride
+from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile, contiguous_stride, some
 
 
 class LayoutError(RuntimeError):
@@ -61,14 +61,16 @@ def trace_layout(model: nn.Module, canonical: Sequence[CanonicalTensor], dtype: 
         dtype: type of the checkpoint's tensors.
 
     Raises:
-        LayoutError: a parameter is empty, an element is neither loaded nor padded, or a loader does more than copy.
+        LayoutError: a parameter is empty, an element is neither loaded nor padded, a loader does more than copy, or a
+            buffer would keep a dummy value (`_check_buffers`).
     """
     parameters = dict(model.named_parameters())
     assert_not_empty(parameters)
     strided = [name for name, parameter in parameters.items() if not parameter.is_contiguous()]
     if strided:
-        raise LayoutError(f"live parameters are not contiguous: {', '.join(strided[:4])}")
-    recorder = _Recorder(parameters)
+        raise LayoutError(f"live parameters are not contiguous: {some(strided)}")
+    _check_buffers(model)
+    recorder = _Recorder(parameters, dict(model.named_buffers()))
     with torch.no_grad(), recorder:
         cast(Callable, model.load_weights)(iter(recorder.meta_tensor(tensor, dtype) for tensor in canonical))
     recorder.check_storages(parameters)
@@ -85,7 +87,27 @@ def assert_not_empty(parameters: Mapping[str, torch.Tensor]) -> None:
     """Refuse a model whose weights were packed after loading, because writes to its parameters would have no effect."""
     empty = [name for name, parameter in parameters.items() if parameter.numel() == 0]
     if empty:
-        raise LayoutError(f"{len(empty)} live parameters are empty (packed after loading): {', '.join(empty[:4])}")
+        raise LayoutError(f"{len(empty)} live parameters are empty (packed after loading): {some(empty)}")
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """Refuse a buffer whose value only a checkpoint can provide, because a sync writes parameters.
+
+    A buffer outside the state dict is computed from the configuration when the model is built (rotary tables). Those of
+    a layer that vLLM processes after every load are set then (scales of the KV cache and of quantised weights). Any
+    other is in the checkpoint, and an engine that started with dummy weights has noise there.
+    """
+    unset = [f"{name}.{buffer}".lstrip(".") for name, module in model.named_modules()
+             for buffer, value in module._buffers.items()
+             if value is not None and buffer not in module._non_persistent_buffers_set and not _processed(module)]
+    if unset:
+        raise LayoutError(f"no tensor of the trainer goes into {some(unset)}: these buffers are part of vLLM's "
+                          "checkpoint, and a sync writes only parameters")
+
+
+def _processed(module: nn.Module) -> bool:
+    return any(hasattr(owner, "process_weights_after_loading")
+               for owner in (module, getattr(module, "quant_method", None)))
 
 
 def write_padding(parameters: Mapping[str, torch.Tensor], padding: Iterable[Padding]) -> None:
@@ -111,8 +133,9 @@ def decode_layout(plain: list) -> ParamLayout:
 class _Recorder(TorchDispatchMode):
     """Follows source and destination storages through views and turns writes into tiles."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
+        self._buffers = {_storage(buffer): name for name, buffer in buffers.items()}
         self.tiles: dict[str, list[Tile]] = {name: [] for name in parameters}
         self.padding: list[Padding] = []
         self._destinations = {_storage(p): (name, p) for name, p in parameters.items()}
@@ -128,7 +151,7 @@ class _Recorder(TorchDispatchMode):
     def check_storages(self, parameters: Mapping[str, torch.Tensor]) -> None:
         moved = [name for name, p in parameters.items() if _storage(p) not in self._destinations]
         if moved:
-            raise LayoutError(f"loading replaced the storage of {', '.join(moved[:4])}")
+            raise LayoutError(f"loading replaced the storage of {some(moved)}")
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function._schema.is_mutable and isinstance(args[0], torch.Tensor):
@@ -136,6 +159,9 @@ class _Recorder(TorchDispatchMode):
             if target is not None:
                 self._write(function, target, args)
                 return args[0]
+            buffer = self._buffers.get(_storage(args[0]))
+            if buffer is not None:
+                raise LayoutError(f"vLLM's loader writes into the buffer {buffer}, and a sync writes only parameters")
         return function(*args, **(kwargs or {}))
 
     def _write(self, function, target: tuple[str, torch.Tensor], args: tuple) -> None:

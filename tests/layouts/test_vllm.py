@@ -12,13 +12,19 @@ from safetensors.torch import load_file
 from torch import nn
 
 from launch.model.builtin import from_builtin
+from launch.model.hf_config import from_hf_config
 from megatron_rl.layouts.megatron import canonical_tensors
 from megatron_rl.layouts.tiles import CanonicalTensor, tile_view
 from megatron_rl.layouts.vllm import LayoutError, decode_layout, encode_layout, trace_layout, write_padding
 from megatron_rl.weight_sync.ends.vllm_internals import offline_model
+from megatron_rl.weight_sync.plan.copies import Destination
+from megatron_rl.weight_sync.plan.coverage import prove_coverage
+from megatron_rl.weight_sync.plan.manifest import build_manifest
 from tests.ranks import Rank, run_ranks
 from tests.rollout.engines import engine_environment
 from tests.tiny_models import FAMILIES, make_tiny
+from tests.weight_sync.receivers import load_as_vllm_does
+from tests.weight_sync.worlds import sources, training_plan
 
 VOCAB = 321
 """Padded to 384 by vLLM, and divisible by no TP."""
@@ -61,7 +67,9 @@ def _in_a_process_of_its_own(rank: Rank, folders: list[Path]) -> None:
 def _assert_tiles_equal_vllms_own_loading(folder: Path) -> None:
     """Two KV heads, so TP 4 repeats them; every live parameter whole, its padding included."""
     tensors = load_file(folder / "model.safetensors")
+    _assert_buffers_depend_on_no_checkpoint(folder)
     for tp in (1, 2, 4):
+        workers = []
         for rank in range(tp):
             with offline_model(folder, tp, rank, torch.float32) as blueprint:
                 traced = trace_layout(blueprint, _canonical(tensors), torch.float32)
@@ -79,8 +87,47 @@ def _assert_tiles_equal_vllms_own_loading(folder: Path) -> None:
                 write_padding(live, traced.padding)
             assert {layout.name for layout in traced.layouts} == set(live)
             assert traced.unused == ()
+            workers.append(Destination(0, rank, traced.layouts, dict.fromkeys(live, "float32"),
+                                       traced.padded_elements()))
             for name, expected in loaded.items():
                 assert torch.equal(live[name].detach(), expected), f"TP {tp} rank {rank}: {name}"
+        architecture = from_hf_config(folder)
+        trainer = sources(architecture, training_plan(architecture, 2, 2))
+        prove_coverage(build_manifest(trainer, workers), trainer, workers)      # nothing that is trained stays behind
+
+
+def _assert_buffers_depend_on_no_checkpoint(folder: Path) -> None:
+    """vLLM's dummy weights are noise in every buffer of the state dict. After its loading, those of an engine that
+    started with them are those of one that loaded the checkpoint."""
+    found = []
+    for weights in (None, folder):
+        with offline_model(folder, 1, 0, torch.float32, device="cpu") as model:
+            load_as_vllm_does(model, weights)
+            found.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+    dummy, real = found
+    assert any("_scale" in name for name in real) and dummy.keys() == real.keys()
+    assert all(torch.equal(dummy[name], real[name]) for name in real)
+
+
+def test_a_buffer_without_a_source_is_refused_by_name(tmp_path):
+    """Part of vLLM's checkpoint, and of no layer that vLLM processes after loading: it would keep noise."""
+    folder = make_tiny(tmp_path, "qwen2", vocab_size=VOCAB)
+    tensors = _canonical(load_file(folder / "model.safetensors"))
+    with offline_model(folder, 1, 0, torch.float32) as model:
+        attention, norm = model.model.layers[0].self_attn.attn, model.model.layers[1].input_layernorm
+        attention.register_buffer("sink", torch.zeros(4, device="meta"))
+        norm.register_buffer("table", torch.zeros(4, device="meta"), persistent=False)
+        trace_layout(model, tensors, torch.float32)
+        norm.register_buffer("running", torch.zeros(4, device="meta"))
+        with pytest.raises(LayoutError, match="no tensor of the trainer goes into model.layers.1.input_layernorm.runn"):
+            trace_layout(model, tensors, torch.float32)
+
+
+def test_a_loader_that_writes_into_a_buffer_is_refused():
+    model = _Loader(lambda p, t: (p.copy_(t), model.scale.copy_(t)))
+    model.register_buffer("scale", torch.zeros(4, 4), persistent=False)
+    with pytest.raises(LayoutError, match="writes into the buffer scale"):
+        trace_layout(model, [CanonicalTensor("w", (4, 4))], torch.float32)
 
 
 def test_tracing_a_live_model_writes_nothing(tmp_path):

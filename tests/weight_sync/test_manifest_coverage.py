@@ -166,6 +166,28 @@ def test_types_and_padding_are_part_of_the_proof(world, manifest):
         prove_coverage(manifest, trainer, unpadded)
 
 
+def test_a_trainer_tensor_that_an_engine_does_not_take_is_named():
+    """One that no worker of it has, and rows that only a missing worker would take. The second engine is whole."""
+    a = architecture()
+    trainer = sources(a, training_plan(a, tp=2))
+    whole = destinations(a, 2, 2)
+    without = [replace(each, layouts=tuple(layout for layout in each.layouts if layout.name != NORM))
+               if each.replica == 0 else each for each in whole]
+    with pytest.raises(CoverageError, match=rf"engine 0 does not take {NORM}\[0:7\], which training rank 0 holds in "
+                                            r"chunk0.decoder.layers.0.input_layernorm.weight"):
+        prove_coverage(build_manifest(trainer, without), trainer, without)
+    alone = [each for each in whole if (each.replica, each.worker) != (1, 1)]
+    with pytest.raises(CoverageError, match=r"engine 1 does not take model.embed_tokens.weight\[160:256, 0:7\].* more"):
+        prove_coverage(build_manifest(trainer, alone), trainer, alone)
+
+
+def test_an_empty_parameter_of_an_engine_is_named(world, manifest):
+    trainer, rollout = world
+    empty = ParamLayout("model.layers.0.packed", (0, 4), ())
+    with pytest.raises(CoverageError, match="engine 0 worker 1: model.layers.0.packed is empty"):
+        prove_coverage(manifest, trainer, [rollout[0], replace(rollout[1], layouts=(*rollout[1].layouts, empty))])
+
+
 def _llama_70b_worker(a: Architecture, tp: int, worker: int) -> tuple[ParamLayout, ...]:
     """vLLM's parameters at TP 8, written down: rows and columns of its share."""
     def share(tensor: str, rows: int, columns: int, *, cut: int = 0) -> ParamLayout:

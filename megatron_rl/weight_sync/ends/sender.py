@@ -10,17 +10,26 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from math import prod
 
 import torch
 
 from launch.fabric.estimate import SENDING
 from launch.plan.plan import RankCoordinates
 from megatron_rl.layouts.digest import Digester, add
-from megatron_rl.layouts.tiles import ParamLayout
+from megatron_rl.layouts.tiles import ParamLayout, some
 from megatron_rl.weight_sync.plan.buckets import Bucket
 from megatron_rl.weight_sync.plan.copies import Source
 from megatron_rl.weight_sync.plan.streams import Stream, schedule
-from megatron_rl.weight_sync.protocol import EdgeKey, Held, SyncPart, TransferReport, engine_name, trainer_name
+from megatron_rl.weight_sync.protocol import (
+    EdgeKey,
+    Held,
+    SyncError,
+    SyncPart,
+    TransferReport,
+    engine_name,
+    trainer_name,
+)
 from megatron_rl.weight_sync.wire.member import Membership
 from megatron_rl.weight_sync.wire.packing import buffer_bytes, pack_bucket, source_tiles
 from megatron_rl.weight_sync.wire.transport import Deadline, Pending, TransportError
@@ -54,7 +63,16 @@ class WeightSender:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def sync_describe(self) -> Source:
-        """Coordinates, layouts and types, for the manifest."""
+        """Coordinates, layouts and types, for the manifest.
+
+        Raises:
+            SyncError: live parameters are empty, or have other elements than their layouts; the message names them.
+        """
+        wrong = [f"{layout.name} ({list(live.shape)} instead of {list(layout.shape)})" for layout in self._layouts
+                 if (live := self._parameters[layout.name]).numel() != prod(layout.shape)
+                 or not live.untyped_storage().nbytes()]
+        if wrong:
+            raise SyncError(f"{self._name} does not hold the elements of {some(wrong)}")
         dtypes = {layout.name: str(self._parameters[layout.name].dtype).removeprefix("torch.")
                   for layout in self._layouts}
         return Source(self._coordinates, self._layouts, dtypes)

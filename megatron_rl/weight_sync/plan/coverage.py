@@ -7,11 +7,11 @@ boxes (disjoint, with volumes that add up), never on elements, so a 70B model on
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 from megatron_rl.layouts.boxes import Box, NotABox, box_text, first_overlap, local_box, subtract
-from megatron_rl.layouts.tiles import ParamLayout, Tile, cut
+from megatron_rl.layouts.tiles import ParamLayout, Tile, cut, some
 from megatron_rl.weight_sync.plan.buckets import ITEM_BYTES, Bucket, Copy
 from megatron_rl.weight_sync.plan.copies import Destination, Source
 from megatron_rl.weight_sync.plan.manifest import Edge, SyncManifest
@@ -30,7 +30,10 @@ def prove_coverage(manifest: SyncManifest, sources: Iterable[Source], destinatio
     - every bucket has at most `bucket_bytes`, and its copies are aligned and do not overlap;
     - every copy reads the box that it claims, according to the source's layout, and writes it where the destination's
       layout has it, in the type of both;
-    - for each destination parameter, the copies are disjoint and fill it together with the loader's padding.
+    - for each destination parameter, the copies are disjoint and fill it together with the loader's padding, and it is
+      not empty;
+    - every engine takes every element of the checkpoint that a training rank holds: what is trained is what answers.
+      There are no exceptions: an element that several ranks hold (a tied head) is taken from one of them.
     """
     for stream in manifest.streams:
         _prove_hops(stream)
@@ -43,6 +46,7 @@ def prove_coverage(manifest: SyncManifest, sources: Iterable[Source], destinatio
     unknown = to_worker.keys() - {(d.replica, d.worker) for d in destinations}
     if unknown:
         raise CoverageError(f"the manifest sends to workers that do not exist: (replica, worker) {sorted(unknown)}")
+    sent_to: dict[int, dict[int, Edge]] = defaultdict(dict)
     proven_buckets: set[int] = set()
     proven_reads: set[tuple] = set()
     proven_workers: set[tuple] = set()
@@ -59,11 +63,40 @@ def prove_coverage(manifest: SyncManifest, sources: Iterable[Source], destinatio
                 _prove_reads(edge, side)
                 proven_reads.add((id(edge.buckets), side.key))
         # Replicas with equal layouts that receive equal buckets need only one proof.
+        sent_to[destination.replica].update((id(edge.buckets), edge) for edge in edges)
         key = (destination.layouts, tuple(sorted(destination.dtypes.items())),
                tuple(sorted(destination.padding.items())), frozenset(id(edge.buckets) for edge in edges))
         if key not in proven_workers:
             _prove_worker(destination, [copy for edge in edges for copy in _copies(edge)])
             proven_workers.add(key)
+    _prove_taken(source_of, sent_to)
+
+
+def _prove_taken(source_of: Mapping[int, _Side], sent_to: Mapping[int, Mapping[int, Edge]]) -> None:
+    """Every element of the checkpoint that a training rank holds goes to each engine: replica -> id of its buckets ->
+    an edge with them."""
+    held: dict[str, dict[Box, str]] = defaultdict(dict)         # tensor -> box -> who holds it
+    known: set[tuple] = set()
+    for rank, side in source_of.items():
+        if side.key not in known:
+            known.add(side.key)
+            for layout in side.layouts.values():
+                for tile in layout.tiles:
+                    if tile.numel:
+                        held[tile.tensor].setdefault(tile.box, f"training rank {rank} holds in {layout.name}")
+    proven: set[frozenset[int]] = set()
+    for replica, edges in sent_to.items():
+        if (key := frozenset(edges)) in proven:
+            continue
+        proven.add(key)
+        taken: dict[str, set[Box]] = defaultdict(set)
+        for edge in edges.values():
+            for copy in _copies(edge):
+                taken[copy.source_tile.tensor].add(copy.source_tile.box)
+        left = [f"{tensor}{box_text(rest[0])}, which {holder}" for tensor, boxes in held.items()
+                for box, holder in boxes.items() if (rest := subtract(box, taken[tensor]))]
+        if left:
+            raise CoverageError(f"engine {replica} does not take {some(left, '; ')}")
 
 
 def _prove_hops(stream: Stream) -> None:
@@ -139,6 +172,8 @@ def _prove_worker(destination: Destination, copies: Sequence[Copy]) -> None:
 
 
 def _prove_param(layout: ParamLayout, copies: Sequence[Copy], padding: int, where: str) -> None:
+    if not prod(layout.shape):
+        raise CoverageError(f"{where}: {layout.name} is empty, so that nothing can be written into it")
     tiles = [_box(layout, tile, where) for tile in layout.tiles]
     writes = [_box(layout, copy.destination_tile, where) for copy in copies]
     for what, boxes in (("described", tiles), ("written", writes)):
