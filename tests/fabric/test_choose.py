@@ -118,7 +118,7 @@ def test_equal_routes_are_ordered_by_communicators_and_then_by_bytes_out_of_the_
     assert (direct.sent_bytes, chain.sent_bytes) == (14 * found.replica_bytes, 9 * found.replica_bytes)
     assert found.chosen == "chain"
 
-    one_shard = predict(LLAMA_70B, TrainingLayout(dp=16), RolloutLayout(tp=8, replicas=8), cluster(10))
+    one_shard = predict(LLAMA_70B, TrainingLayout(dp=32), RolloutLayout(tp=8, replicas=8), cluster(12))
     assert [one_shard.needs[kind].total for kind in KINDS] == [64, 64, 128]
     assert one_shard.chosen == "chain" and "leave the training NICs" in one_shard.reason
 
