@@ -4,10 +4,13 @@ import math
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from megatron_rl.trainer.optimizer import LearningRate, learning_rate
+from megatron_rl.trainer.trainer import MegatronTrainer
 from tests.ranks import Rank, RankError, run_ranks
 from tests.tiny_models import make_tiny
+from tests.trainer.harness import make_plan
 from tests.trainer.runs import (
     assert_same_bits,
     batches,
@@ -45,6 +48,29 @@ def test_cosine_decay_is_half_way_in_the_middle() -> None:
 def test_schedule_is_counted_in_optimizer_steps_not_in_rollouts(model) -> None:
     config = config_of(model, run={"steps": 5}, algorithm={"updates_per_batch": 2, "prompts_per_step": 2})
     assert learning_rate(config).total == 10
+
+
+def _held_still(rank: Rank, configs: list):
+    """The whole model after an update that is too small to change anything, with each configuration."""
+    weights = []
+    for config in configs:
+        trainer = MegatronTrainer(config, make_plan(config), rank.rank) if weights else start(rank, config)
+        trainer.load_initial_weights()
+        assert trainer.update(batches(trainer.plan.architecture.vocab, 1)[0])["train/skipped"] == 0
+        weights.append(whole_model(trainer))
+    return weights
+
+
+def test_the_first_update_starts_from_the_loaded_weights(model) -> None:
+    """In bf16 the optimizer has fp32 copies of the weights, made before the folder was loaded; the first update writes
+    them over the model's."""
+    configs = [config_of(model, dtype="bf16", distributed_optimizer=distributed,
+                         optimizer={"lr": 1e-30, "schedule": "constant", "warmup_steps": 0})
+               for distributed in (True, False)]
+    loaded = {name: weights.bfloat16().float().numpy()
+              for name, weights in load_file(model / "model.safetensors").items()}
+    for found in run_ranks(1, _held_still, configs)[0]:
+        assert_same_bits(found, loaded)
 
 
 def _poisoned(rank: Rank, config, poison: list[float]):
