@@ -25,8 +25,10 @@ Rollout = dict
 @dataclass(frozen=True)
 class Recipe:
     temperature: float
-    updates: int
-    """Mini-batches of a batch, each an update on an equal share of its groups."""
+    mini_batches: int
+    """Of a batch, each an update on an equal share of its groups."""
+    epochs: int
+    """Passes over all mini-batches of a batch."""
     cap: float
     clip_low: float
     clip_high: float
@@ -81,14 +83,14 @@ class Reference:
     def step(self, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> list[dict[str, float]]:
         """Train a batch. Returns loss, norm of the gradient and mean KL of each update."""
         advantages = _advantages([each["group"] for each in rollouts], rewards)
-        parts = list(_shares([each["group"] for each in rollouts], self.recipe.updates))
+        parts = list(_shares([each["group"] for each in rollouts], self.recipe.mini_batches))
         fixed = []
         for part in parts:
             tokens = _tokens([rollouts[b] for b in part])
             with torch.no_grad():
                 fixed.append((self._logprobs(self.model, tokens)[0], self._logprobs(self._frozen, tokens)[0]))
         return [self._update([rollouts[b] for b in part], [advantages[b] for b in part], *each)
-                for part, each in zip(parts, fixed, strict=True)]
+                for _ in range(self.recipe.epochs) for part, each in zip(parts, fixed, strict=True)]
 
     def _update(self, rollouts: Sequence[Rollout], advantages: Sequence[float], old_N: torch.Tensor,
                 reference_N: torch.Tensor) -> dict[str, float]:

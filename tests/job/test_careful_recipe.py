@@ -1,5 +1,5 @@
 """The careful recipe as a whole job: two training replicas, an engine one version behind, old log-probs recomputed, a
-KL term, two updates a batch, T = 0.8. Its weights are those of a reference in float64 that knows only the rollouts
+KL term, two mini-batches twice, T = 0.8. Its weights are those of a reference in float64 that knows only the rollouts
 (tests/job/float64_reference.py). So what lies between a rollout and the weights cannot be wrong: rewards and their
 groups, advantages, temperature, which weights give which log-probs, the order of updates, schedule, clipping, Adam."""
 
@@ -19,12 +19,14 @@ from tests.job.graders import letters
 from tests.job.runner import Launched, launch
 from tests.tiny_models import make_tiny
 
-STEPS, UPDATES, GROUPS, SAMPLES = 3, 2, 8, 16
-RATE, LAST_RATE, WARMUP = 4e-3, 1e-3, 2
+STEPS, MINI_BATCHES, EPOCHS, GROUPS, SAMPLES = 3, 2, 2, 8, 16
+UPDATES = STEPS * MINI_BATCHES * EPOCHS
+RATE, LAST_RATE, WARMUP = 1.5e-3, 5e-4, 2
 RECIPE = Recipe(
-    temperature=0.8, updates=UPDATES, cap=1.5, clip_low=0.2, clip_high=0.28, beta=0.1, entropy_coef=0.03,
+    temperature=0.8, mini_batches=MINI_BATCHES, epochs=EPOCHS, cap=1.5, clip_low=0.2, clip_high=0.28, beta=0.1,
+    entropy_coef=0.03,
     rate=lambda update: RATE * (update + 1) / WARMUP if update < WARMUP else
-    RATE - (RATE - LAST_RATE) * (update - WARMUP) / (STEPS * UPDATES - 1 - WARMUP),
+    RATE - (RATE - LAST_RATE) * (update - WARMUP) / (UPDATES - 1 - WARMUP),
     # Where eps is small Adam divides rounding by rounding, and the comparison would say nothing.
     betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1, clip_grad=0.5)
 WORDS = (
@@ -32,8 +34,9 @@ WORDS = (
     f"trainer.optimizer={{lr: {RATE}, min_lr: {LAST_RATE}, schedule: linear, warmup_steps: {WARMUP}, beta1: 0.9, "
     "beta2: 0.95, eps: 1.0e-3, weight_decay: 0.1, clip_grad: 0.5}",
     "rollout.temperature=0.8", "rollout.max_new_tokens=6", "rollout.swap=border", "rollout.deterministic=true",
-    f"algorithm.prompts_per_step={GROUPS}", f"algorithm.group_size={SAMPLES}", f"algorithm.updates_per_batch={UPDATES}",
-    "algorithm.max_staleness=1", "algorithm.old_logprobs=recompute", "algorithm.importance_cap=1.5",
+    f"algorithm.prompts_per_step={GROUPS}", f"algorithm.group_size={SAMPLES}",
+    f"algorithm.updates_per_batch={MINI_BATCHES}", f"algorithm.epochs={EPOCHS}", "algorithm.max_staleness=1",
+    "algorithm.old_logprobs=recompute", "algorithm.importance_cap=1.5",
     "algorithm.kl={beta: 0.1, estimator: k3}", "algorithm.entropy_coef=0.03",
     "reward.functions=[{function: 'tests.job.graders:letters'}]",
     "eval.at_end=false", "checkpoint.every=0", "monitor.rollouts_every=1")
@@ -47,6 +50,15 @@ def model(tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("model"), tokenizer="characters", vocab_size=64)
 
 
+@pytest.fixture
+def one_thread():
+    """Tensors this small are not worth a second one, for which a busy machine lets the first wait."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory, model) -> Launched:
     job = launch(tmp_path_factory.mktemp("runs"), "careful", f"model.path={model}", *WORDS)
@@ -54,7 +66,7 @@ def job(tmp_path_factory, model) -> Launched:
     return job
 
 
-def test_a_whole_job_ends_with_the_weights_of_a_float64_reference(job, model):
+def test_a_whole_job_ends_with_the_weights_of_a_float64_reference(job, model, one_thread):
     reference, tokenizer = Reference(model, RECIPE), AutoTokenizer.from_pretrained(model)
     initial, versions = reference.weights(), [copy.deepcopy(reference)]
     assert [row["step"] for row in job.rows()] == list(range(1, STEPS + 1))
