@@ -124,6 +124,16 @@ def test_only_engines_with_the_committed_version_are_routed_to():
         asyncio.run(scheduler.rollout(make_prompts(1), SAMPLING, 0))
 
 
+def test_an_engine_that_stayed_at_an_older_version_gets_nothing():
+    engines = [_Engine(0), _Engine(1), _Engine(2)]
+    scheduler, _ = _rollout(engines, make_prompts(9))
+    asked = len(engines[1].asked)
+    assert asked
+    scheduler.committed(1, [0, 2])
+    asyncio.run(scheduler.rollout(make_prompts(9), SAMPLING, 1))
+    assert len(engines[1].asked) == asked and len(engines[0].asked + engines[2].asked) == 18 - asked
+
+
 def test_another_prompts_group_is_noticed():
     class Confused(_Engine):
         async def generate(self, prompts, sampling, step):
