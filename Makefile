@@ -28,7 +28,7 @@ UV := .venv-lock/bin/uv
 COMPILE = cd requirements && UV_CUSTOM_COMPILE_COMMAND="make lock" ../$(UV) pip compile --quiet \
 	--python-platform x86_64-manylinux_2_28 --python-version 3.11
 
-.PHONY: help install grpo test test-fast lint slurm gpu-check bench bench-learning bench-plan bench-rewards bench-start bench-sync bench-async results picture exercise lock docs clean
+.PHONY: help install grpo test test-fast mutants lint slurm gpu-check bench bench-learning bench-plan bench-rewards bench-start bench-sync bench-async results picture exercise lock docs clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ test: $(INSTALLED) slurm ## Install, then run all tests
 
 test-fast: $(INSTALLED) ## Run the tests that start no Ray, no engine and no Slurm: the inner loop (ARGS=tests/planner)
 	$(VENV)/bin/python -m pytest --fast -n $(WORKERS) --dist loadfile $(if $(CI),--color=no) $(ARGS)
+
+mutants: $(INSTALLED) ## Put known faults into a copy of the tree: a test must see each (ARGS="optimizer.py --workers 1")
+	$(VENV)/bin/python -m tools.mutants --workers $(WORKERS) $(ARGS)
 
 lint: $(INSTALLED) ## Run ruff and mypy
 	$(VENV)/bin/ruff check
