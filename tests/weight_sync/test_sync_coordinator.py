@@ -13,6 +13,7 @@ from megatron_rl.layouts.tiles import CanonicalTensor, ParamLayout, Tile
 from megatron_rl.weight_sync.compare import compare_digests
 from megatron_rl.weight_sync.coordinator import Endpoint, SyncCoordinator
 from megatron_rl.weight_sync.plan.copies import Destination, Source
+from megatron_rl.weight_sync.plan.coverage import CoverageError
 from megatron_rl.weight_sync.plan.streams import route_fingerprint
 from megatron_rl.weight_sync.protocol import Held, SyncError, TransferReport
 
@@ -145,6 +146,20 @@ def test_a_member_that_holds_another_manifest_is_named_before_the_first_byte(end
     member.holds = _held
     asyncio.run(coordinator.setup())
     assert asyncio.run(coordinator.sync(0)).version == 0
+
+
+def test_lanes_are_not_opened_for_a_manifest_that_leaves_a_gap():
+    """The last element of a worker's parameter has no source, and is no padding either."""
+    trainer, engines, coordinator = _world(set_up=False)
+    three = replace(LAYOUT, tiles=(Tile("w", (0,), (3,), (1,), 0),))
+
+    async def describe(canonical):
+        return [Destination(1, 0, (three,), {"w": "float32"}, {})]
+
+    engines[1].sync_describe = describe
+    with pytest.raises(CoverageError, match=r"engine 1 worker 0: .*w"):
+        asyncio.run(coordinator.setup())
+    assert trainer.opened == [] and [engine.phases for engine in engines] == [[], []]
 
 
 def test_a_sync_in_which_nobody_reports_a_digest_is_not_verified():
