@@ -43,10 +43,12 @@ def _updates(trainer, count: int, first: int = 0) -> list[dict[str, float]]:
 
 
 def _unbroken(rank: Rank, config, folder: Path | None, total: int = 4):
-    """Two updates, a checkpoint, and the rest; the draws after the checkpoint stand for whatever uses RNG."""
+    """Two updates, a checkpoint, and the rest; the draws before and after the checkpoint stand for whatever uses RNG.
+    """
     trainer = start(rank, config)
     trainer.load_initial_weights()
     _updates(trainer, 2)
+    torch.rand(1), np.random.rand(), random.random()    # else the states are still those of the seed
     at_checkpoint = whole_model(trainer)
     size = trainer.save(folder, EXTRA) if folder else 0
     drawn = (torch.rand(3).tolist(), np.random.rand(), random.random())
