@@ -262,8 +262,9 @@ CHECKPOINTS = (
            '        state["step"] = torch.tensor(float(step))', '        state["step"] = torch.tensor(0.0)', RESUMED),
     Mutant("replicas draw alike", "megatron_rl/trainer/rng.py",
            '"rank", step, coordinates.pp, coordinates.dp, coordinates.cp', '"rank", step, coordinates.pp', RESUMED),
-    Mutant("fp32 master weights are not restored", "megatron_rl/trainer/checkpoint_tensors.py",
-           '        plain["fp32_from_fp16_params"] = tensors["fp32_from_fp16_params"]\n', "        pass\n",
+    Mutant("a resume makes fp32 master weights from bf16 weights", "megatron_rl/trainer/checkpoint_tensors.py",
+           '    _load_optimizer(optimizer, loaded["optimizer"], updates)\n',
+           '    _load_optimizer(optimizer, loaded["optimizer"], updates)\n    optimizer.weights_changed()\n',
            "tests/trainer/test_checkpoint.py::test_bf16_with_tied_embeddings_changes_its_layout"),
 )
 
