@@ -98,22 +98,21 @@ async def train(attempt: Attempt, clock: StepClock) -> Outcome:
             try:
                 metrics = await take_step(job, state, clock, monitor)
             except refill.CannotBeFilled:      # the weights are those of the step before
-                if state.step > state.saved:
-                    await save(job, state, clock)
+                await save_last(job, state, clock)
                 raise
             last = state.step == config.run.steps
             try:
+                metrics |= await job.saved(wait=False)
                 if due(state.step, config.eval.every) or (last and config.eval.at_end):
                     metrics |= await evaluate(job, state, clock)
                 if due(state.step, config.checkpoint.every) or last:
-                    metrics |= await save(job, state, clock)
+                    metrics |= await save(job, state, clock, background=config.checkpoint.async_save and not last)
             finally:  # the step's row is logged even if the checkpoint fails
                 monitor.log(state.step, metrics)
 
         await settle_disk(job, clock, monitor, "save")
         stopped = state.step < config.run.steps
-        if stopped and state.step > state.saved:
-            await save(job, state, clock)
+        await save_last(job, state, clock)
         if not stopped and state.exports:
             with clock.span("export", "Hugging Face folder"):
                 await job.export(attempt.exported(state.step))
@@ -221,13 +220,26 @@ async def evaluate(job: Job, state: RunState, clock: StepClock) -> dict[str, flo
     return metrics | {"time/eval": clock.last("eval")}
 
 
-async def save(job: Job, state: RunState, clock: StepClock) -> dict[str, float]:
-    """Write a checkpoint of the latest step."""
+async def save(job: Job, state: RunState, clock: StepClock, *, background: bool) -> dict[str, float]:
+    """Write a checkpoint of the latest step, after the one that is still being written. In the background, the run goes
+    on as soon as the ranks have copied their state."""
     with clock.span("save", f"step {state.step}"):
-        await job.save(checkpoint_folder(job.attempt.checkpoints, state.step), state.extra())
-    state.saved = state.step
-    log.info("checkpoint of step %d written", state.step)
-    return {"time/checkpoint": clock.last("save")}
+        metrics = await job.saved(wait=True)
+        await job.begin_save(checkpoint_folder(job.attempt.checkpoints, state.step), state.extra(),
+                             background=background)
+        state.saved = state.step
+        if not background:
+            metrics = await job.saved(wait=True)
+    return metrics | {"time/checkpoint": clock.last("save")}
+
+
+async def save_last(job: Job, state: RunState, clock: StepClock) -> None:
+    """Leave a complete checkpoint of the latest step."""
+    if state.step > state.saved:
+        await save(job, state, clock, background=False)
+    elif job.saves:
+        with clock.span("save", f"step {state.saved}"):
+            await job.saved(wait=True)
 
 
 def due(step: int, every: int) -> bool:

@@ -371,6 +371,9 @@ class Checkpoint(Section):
     """Steps between checkpoints; 0: only at the end and on a stop."""
     keep: PositiveInt = 2
     """Newest complete checkpoints kept."""
+    async_save: bool = True
+    """The run goes on as soon as every training rank has copied its share to host memory, and writes it meanwhile.
+    `false`: the run waits, and needs no copy."""
     export: Literal["last", "never"] = "last"
     """`last`: write a Hugging Face folder at the end (`<run.dir>/<run.name>/hf/step-...`). `never`: no export."""
 

@@ -29,6 +29,8 @@ _WAITS = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logge
 """A process with one of these files near the top of a stack waits for its peers: in a collective or a point-to-point
 call, which waits in C++ below the caller, or for a file that a peer writes."""
 _IDLE = ("ray/_private/workers/default_worker.py",)
+_BESIDE = "megatron_rl/trainer/background.py"
+"""Runs a thread beside the main one, which reads or writes a checkpoint while the main one goes on or waits for it."""
 _BOTTOM = re.compile(r" in (<module>|_run_module_as_main)\n\Z")
 """The entry point of a Python process: the last line of its main thread's stack."""
 SETTLED_LOOKS = 10
@@ -140,10 +142,26 @@ def judge(dump: str) -> tuple[str, str]:
     """(state, innermost frame) of a faulthandler dump of all threads.
 
     The main thread is last in a dump. If any thread waits for peers, the process waits: gloo and NCCL wait in the
-    thread that made the call.
+    thread that made the call. A thread that reads or writes a checkpoint counts only if the main thread has nothing to
+    do or waits for it.
     """
     threads = [block for block in re.split(r"\n(?=(?:Current thread|Thread) 0x)", dump) if "most recent call" in block]
     frames = [[match.groupdict() for match in _FRAME.finditer(block)] for block in threads]
+    beside = [thread for thread in frames if any(_in_background(frame) == "_run" for frame in thread)]
+    others = [thread for thread in frames if thread not in beside]
+    state, at = _judge(others)
+    if beside and others and (state == "idle" or any(map(_in_background, others[-1]))):
+        state, at = _judge(beside)
+        if state == "running":      # in a file of ours, from where the system's call was made
+            at = next(_say(frame) for frame in beside[-1] if "megatron_rl/" in frame["file"])
+    return state, at
+
+
+def _in_background(frame: dict[str, str]) -> str | None:
+    return frame["function"] if frame["file"].endswith(_BESIDE) else None
+
+
+def _judge(frames: list[list[dict[str, str]]]) -> tuple[str, str]:
     for thread in frames:
         for frame in thread[:_LOOK_AT_FRAMES]:
             if frame["file"].endswith(_WAITS):

@@ -116,8 +116,9 @@ class StopClock:
         if time.monotonic() - self._measured_at > MEASURE_EVERY_S or not self._measured_at:
             self._measured_at = time.monotonic()
             rows = metric_rows(self.attempt.folder / "metrics.jsonl")
-            self._measured = measured_s([row["time/step"] for row in rows if "time/step" in row],
-                                        [row["time/checkpoint"] for row in rows if "time/checkpoint" in row])
+            steps_s, writes_s = ([row[name] for row in rows if name in row]
+                                 for name in ("time/step", "time/checkpoint_write"))
+            self._measured = measured_s(steps_s, writes_s)
         return max(self.margin_s, self._measured)
 
     def _ask_whether_over(self) -> None:

@@ -87,13 +87,15 @@ def stop_margin(config: ResolvedConfig, plan: ForecastPlan, profile: Profile) ->
 
 
 def measured_s(steps_s: Sequence[float], checkpoints_s: Sequence[float]) -> float:
-    """The margin from a job's own slowest step and checkpoint. Checkpoints count 1.5 times, because other jobs of the
-    cluster may write at the same time.
+    """The margin from a job's own slowest step and checkpoint: the last step, beside which an earlier checkpoint may
+    still be written, and the last checkpoint. Checkpoints count 1.5 times, because other jobs of the cluster may write
+    at the same time.
 
     Args:
-        steps_s, checkpoints_s: seconds of each step and checkpoint so far.
+        steps_s, checkpoints_s: seconds of each step and of writing each checkpoint so far.
     """
-    return max(steps_s, default=0.0) + 1.5 * max(checkpoints_s, default=0.0) + RESERVE_S
+    write_s = 1.5 * max(checkpoints_s, default=0.0)
+    return max(write_s, max(steps_s, default=0.0)) + write_s + RESERVE_S
 
 
 def explained(config: ResolvedConfig, plan: ForecastPlan, profile: Profile) -> str:

@@ -16,7 +16,7 @@ from launch.run.components import component, register_children
 from launch.runtime.teardown import end_earlier
 from megatron_rl.data.batch import Group, PolicyBatch, Prompt
 from megatron_rl.driver.component import begin, guarded, logged, settle
-from megatron_rl.layouts.step_folder import Exported, Part
+from megatron_rl.layouts.step_folder import Exported, Part, Transferred
 
 if TYPE_CHECKING:
     from megatron_rl.layouts.tiles import CanonicalTensor
@@ -67,12 +67,20 @@ class TrainerActor:
         self.trainer.load_initial_weights()
 
     @guarded
-    def load_checkpoint(self, folder: str, identity: dict[str, str]) -> dict[str, Any]:
-        return self.trainer.load(folder, identity)
+    def begin_load(self, folder: str) -> None:
+        self.trainer.begin_load(folder)
 
     @guarded
-    def save_checkpoint(self, folder: str, extra: dict[str, Any], rollouts: bytes) -> None:
-        self.trainer.save(folder, extra, rollouts)
+    def finish_load(self, folder: str, identity: dict[str, str]) -> dict[str, Any]:
+        return self.trainer.finish_load(folder, identity)
+
+    @guarded
+    def begin_save(self, folder: str, extra: dict[str, Any], rollouts: bytes, background: bool) -> None:
+        self.trainer.begin_save(folder, extra, rollouts, background=background)
+
+    @guarded
+    def checkpoint_progress(self, within_s: float) -> Transferred:
+        return self.trainer.checkpoint_progress(within_s)
 
     @guarded
     def accumulate(self, batch: PolicyBatch) -> None:

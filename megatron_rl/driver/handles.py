@@ -67,8 +67,10 @@ class RemoteTrainer(Handle):
 
     start = verb(TrainerActor.start)
     load_initial_weights = verb(TrainerActor.load_initial_weights)
-    load_checkpoint = verb(TrainerActor.load_checkpoint)
-    save_checkpoint = verb(TrainerActor.save_checkpoint)
+    begin_load = verb(TrainerActor.begin_load)
+    finish_load = verb(TrainerActor.finish_load)
+    begin_save = verb(TrainerActor.begin_save)
+    checkpoint_progress = verb(TrainerActor.checkpoint_progress)
     accumulate = verb(TrainerActor.accumulate)
     update = verb(TrainerActor.update)
     keep_logprobs = verb(TrainerActor.keep_logprobs)

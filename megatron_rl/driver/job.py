@@ -29,6 +29,7 @@ from megatron_rl.driver.rewards import Rewards
 from megatron_rl.driver.start import Actors
 from megatron_rl.driver.sync_plan import announced, differences, sync_plan
 from megatron_rl.layouts.megatron import canonical_tensors
+from megatron_rl.layouts.step_folder import Transferred
 from megatron_rl.rewards.sample import Score, group_samples
 from megatron_rl.rollout.parts import FairShare
 from megatron_rl.rollout.pending import ScoredBatch, ScoredGroups
@@ -85,6 +86,7 @@ class Job:
         self._disk = VersionsOnDisk(self._writers, attempt.weights, self.config.weight_sync.disk.keep)
         self._writing: asyncio.Task[WrittenVersion] | None = None
         self._numbers = itertools.count()
+        self._saving: Path | None = None
 
     async def __aenter__(self) -> Job:
         return self
@@ -104,14 +106,17 @@ class Job:
 
     async def load(self, checkpoint: Path | None, identity: dict[str, str]) -> dict[str, Any] | None:
         """Load weights and optimizer state into every rank. Without a checkpoint, load the initial weights and return
-        None. Otherwise return the result of `MegatronTrainer.load`."""
+        None. Otherwise return the result of `MegatronTrainer.load`. Bytes that are read are signs of life."""
         if checkpoint is None:
             self._clock.start_up("loading the initial weights")
             await gather({rank.name: rank.load_initial_weights() for rank in self._trainers}, "loading")
             return None
         self._clock.start_up(f"loading {checkpoint}")
-        loaded = await gather({rank.name: rank.load_checkpoint(str(checkpoint), identity) for rank in self._trainers},
-                              "loading")
+        folder = str(checkpoint)
+        await gather({rank.name: rank.begin_load(folder) for rank in self._trainers}, "loading")
+        read = await self._transferred("loading")
+        log.info("read %s: %.2f GB in %.1f s", folder, read.nbytes / 1e9, read.seconds)
+        loaded = await gather({rank.name: rank.finish_load(folder, identity) for rank in self._trainers}, "loading")
         return next(iter(loaded.values()))
 
     async def open_sync(self) -> None:
@@ -237,13 +242,54 @@ class Job:
         assert self._stream is not None
         return self._stream.counts
 
-    async def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Write a checkpoint, with the groups that were generated ahead."""
-        assert self._stream is not None
+    async def begin_save(self, folder: Path, extra: dict[str, Any], *, background: bool) -> None:
+        """Begin to write a checkpoint, with the groups that were generated ahead. `saved` has ended the one before.
+
+        Args:
+            background: the ranks write a copy, so that the run may go on. Otherwise it must wait for `saved`.
+        """
+        assert self._stream is not None and self._saving is None
         ahead, extra = self._stream.finished_ahead(), extra | {"bounds_ahead": self._stream.bounds_ahead()}
         rollouts = [carried.encode(ahead) if ahead else b"", *[b""] * (len(self._trainers) - 1)]
-        await gather({rank.name: rank.save_checkpoint(str(folder), extra, part)
+        await gather({rank.name: rank.begin_save(str(folder), extra, part, background)
                       for rank, part in zip(self._trainers, rollouts, strict=True)}, "saving")
+        self._saving = folder
+
+    @property
+    def saves(self) -> bool:
+        """Whether a checkpoint is being written, or its end has not been noticed yet."""
+        return self._saving is not None
+
+    async def saved(self, *, wait: bool) -> dict[str, float]:
+        """The end of the checkpoint that is being written, as metrics. {} if there is none, or, without `wait`, if it
+        is not complete yet. Bytes that are written are signs of life.
+
+        Raises:
+            UserError: it could not be written. Earlier ones are unchanged.
+        """
+        if self._saving is None:
+            return {}
+        written = await self._transferred("saving", wait)
+        if not written.finished:
+            return {}
+        log.info("checkpoint %s written: %.2f GB in %.1f s", self._saving.name, written.nbytes / 1e9, written.seconds)
+        self._saving = None
+        return {"time/checkpoint_write": written.seconds}
+
+    async def _transferred(self, what: str, wait: bool = True) -> Transferred:
+        """What all ranks have read or written of a checkpoint."""
+        before = -1
+        while True:
+            ranks = await gather({rank.name: rank.checkpoint_progress(ASK_EVERY_S if wait else 0.0)
+                                  for rank in self._trainers}, what)
+            all_ranks = Transferred(sum(rank.nbytes for rank in ranks.values()),
+                                    max(rank.seconds for rank in ranks.values()),
+                                    all(rank.finished for rank in ranks.values()))
+            if all_ranks.finished or not wait:
+                return all_ranks
+            if all_ranks.nbytes > before:
+                self._clock.alive()
+            before = all_ranks.nbytes
 
     async def export(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder.

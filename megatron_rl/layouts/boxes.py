@@ -52,6 +52,29 @@ def local_box(parameter: tuple[int, ...], view: View) -> Box:
     return tuple(start), tuple(shape) if prod(view.shape) else (0,) * len(shape)
 
 
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int, most: int) -> Iterator[Box]:
+    """The boxes that hold the elements `start` to `stop` of a row-major tensor, in their order: whole rows, and at both
+    ends parts of a row. Each has at most `most` elements, or is one row."""
+    if start >= stop:
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row        # the whole rows
+    if first > last:
+        yield from _in_row(shape, last, start, stop, most)
+        return
+    yield from _in_row(shape, first - 1, start, first * row, most)
+    step = max(1, most // row)
+    for at in range(first, last, step):
+        yield (at, *(0,) * (len(shape) - 1)), (min(step, last - at), *shape[1:])
+    yield from _in_row(shape, last, last * row, stop, most)
+
+
+def _in_row(shape: tuple[int, ...], at: int, start: int, stop: int, most: int) -> Iterator[Box]:
+    row = prod(shape[1:])
+    for inner_start, inner_shape in flat_boxes(shape[1:], start - at * row, stop - at * row, most):
+        yield (at, *inner_start), (1, *inner_shape)
+
+
 def first_overlap(boxes: Iterable[Box]) -> Box | None:
     """A region that two of the boxes share; None if they are pairwise disjoint. It sweeps along the dimension with the
     most distinct starts."""

@@ -41,6 +41,16 @@ class Exported:
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class Transferred:
+    """How far a rank is with writing or reading its share of a checkpoint."""
+
+    nbytes: int
+    """Bytes of tensors so far."""
+    seconds: float
+    finished: bool
+
+
 def checkpoint_folder(root: Path, step: int) -> Path:
     """Path of the checkpoint of a step in the run's `checkpoints` folder."""
     return root / f"step-{step:06d}"
@@ -101,8 +111,8 @@ def incomplete_because(folder: Path) -> str | None:
 def refuse_foreign(folder: Path) -> None:
     """Refuse a checkpoint that another user could have written: owned by another user, or writable by others.
 
-    Megatron's format contains one pickle (`.metadata`). Its contents are also checked before it is loaded
-    (`megatron_rl.trainer.checkpoint`), but anyone who can write a checkpoint controls what the run trains.
+    Megatron's format contains one pickle (`.metadata`). Only data classes are loaded from it
+    (`megatron_rl.trainer.checkpoint_index`), but anyone who can write a checkpoint controls what the run trains.
     """
     for path in [folder, *folder.iterdir()]:
         status = path.lstat()

@@ -1,220 +1,190 @@
-"""The tensors of a checkpoint: their sharded state dicts, and how they are written and read back.
+"""The tensor files of a checkpoint: several threads of a rank write its pieces, and read back what it needs.
 
-Each rank writes one file from its own process. Megatron's stock writer forks processes and starts a manager, which must
-not happen inside an actor that holds threads, sockets and a GPU. Python objects (`_extra_state` of Transformer Engine
-modules, optimizer hyperparameters) are left out, because they would have to be pickled.
+Megatron's stock writer forks processes and starts a manager, which must not happen inside an actor that holds threads,
+sockets and a GPU. Torch's writer loses the error of a thread. Files and index are theirs (`checkpoint_index`).
 """
 
 from __future__ import annotations
 
 import io
 import os
-import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
-from enum import Enum
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
-from megatron.core.dist_checkpointing import load as megatron_load
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
-from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
-from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
-from megatron.core.dist_checkpointing.validation import StrictHandling
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.transformer.module import MegatronModule
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from launch.errors import UserError
-from megatron_rl.trainer.optimizer import PolicyOptimizer
+from megatron_rl.layouts.boxes import Box, common
+from megatron_rl.trainer.checkpoint_index import Stored, StoredTensor
+from megatron_rl.trainer.checkpoint_pieces import Piece
 
-METADATA = ".metadata"
-
-# Everything that torch's distributed checkpoint puts into `.metadata`. None of it runs code when constructed, and what
-# a forged file may set on these classes, or call with its values, is again one of them, or data.
-_KNOWN = {
-    "torch": {"Size", "float32", "bfloat16"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
-        "StorageMeta", "_MEM_FORMAT_ENCODING"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},    # Python 3.13
-}
+THREADS = 4
+"""Files that a rank writes or reads at a time."""
+Moved = Callable[[int], None]
+"""Told the bytes that were written or read."""
 
 
-def sharded_tensors(chunks: list[MegatronModule], optimizer: PolicyOptimizer, *, loading: bool) -> dict[str, Any]:
-    """Megatron's sharded state dict of the model chunks and the optimizer, tensors only.
-
-    With the distributed optimizer, this gathers fp32 master weights and moments on the first rank of each DP x CP group
-    in host memory, one buffer at a time: 12 bytes per parameter of the model shard. Collective.
-    """
-    model = {name: chunk.sharded_state_dict(metadata=_metadata()) for name, chunk in _named(chunks).items()}
-    model, _ = extract_sharded_tensors_and_factories(model)
-    moments = optimizer.megatron.sharded_state_dict(
-        model if len(chunks) > 1 else model["model"], is_loading=loading, metadata=_metadata())
-    moments, _ = extract_sharded_tensors_and_factories(moments)
-    return {**model, "optimizer": moments}
+class Misfit(Exception):
+    """The tensors of the checkpoint are not those of this model and optimizer."""
 
 
-def prepared_for_writing(tensors: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """The part of `sharded_tensors` that this rank must write, and its size in bytes. Checks over all ranks that every
-    element is written exactly once. Collective."""
-    prepared, _ = save_preprocess(tensors)
-    own: dict[str, list[ShardedTensor]] = {}
-    for tensor in nested_values(prepared):
-        if is_main_replica(tensor.replica_id):
-            own.setdefault(tensor.key, []).append(tensor)
-    return own, sum(t.data.numel() * t.data.element_size() for shards in own.values() for t in shards)
+@dataclass(frozen=True)
+class Written:
+    """A piece after it was written."""
+
+    key: str
+    whole: tuple[int, ...]
+    dtype: torch.dtype
+    stored: Stored
 
 
-def write(own: dict[str, list[ShardedTensor]], folder: Path) -> None:
-    """Write this rank's tensors into `folder`, synced. The first rank adds the index (`.metadata`). Collective.
+def write(pieces: Collection[Piece], folder: Path, rank: int, moved: Moved) -> list[Written]:
+    """Write the pieces that this rank must write into files of its own, `__<rank>_<i>.distcp`, synced.
 
     Raises:
-        OSError: on a rank that could not write.
-        CheckpointException: on all other ranks.
+        OSError: the file system refused.
     """
-    disk = _Disk()
-    writer = torch_checkpoint.FileSystemWriter(folder, sync_files=True, thread_count=1)
-    writer.fs = disk
-    try:
-        torch_checkpoint.save(mcore_to_pyt_state_dict(own), storage_writer=writer,
-                              planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False))
-    except CheckpointException as error:
-        if disk.error is not None:
-            raise disk.error from error
-        raise
+    bins: list[list[Piece]] = [[] for _ in range(THREADS)]
+    sizes = [0] * THREADS
+    for piece in sorted((piece for piece in pieces if piece.written), key=lambda piece: -piece.nbytes):
+        least = sizes.index(min(sizes))
+        bins[least].append(piece)
+        sizes[least] += piece.nbytes
+    with ThreadPoolExecutor(THREADS, "checkpoint") as pool:
+        tasks = [pool.submit(_write_file, folder / f"__{rank}_{i}.distcp", each, moved)
+                 for i, each in enumerate(bins) if each]
+    return [written for task in tasks for written in task.result()]
 
 
-class _Disk(FileSystem):
+def _write_file(path: Path, pieces: Sequence[Piece], moved: Moved) -> list[Written]:
+    written = []
+    with path.open("wb") as file:
+        sink = _Sink(file)
+        for piece in pieces:
+            offset = sink.size
+            try:
+                torch.save(_with_own_storage(piece.data), sink)
+            except RuntimeError as error:
+                raise sink.error or error from error
+            written.append(Written(piece.key, piece.whole, piece.data.dtype,
+                                   Stored(piece.box, path.name, offset, sink.size - offset)))
+            moved(piece.nbytes)
+        file.flush()
+        os.fsync(file.fileno())
+    return written
+
+
+class _Sink:
     """Remembers why a write failed: torch.save turns a full disk into `RuntimeError: unexpected pos 704 vs 598`."""
 
-    error: OSError | None = None
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.size = file, 0
+        self.error: OSError | None = None
 
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
-        disk = self
-
-        class Stream(io.BufferedWriter):
-            def write(self, data: Any) -> int:
-                try:
-                    return super().write(data)
-                except OSError as error:
-                    disk.error = disk.error or error
-                    raise
-
+    def write(self, data: Any) -> int:
         try:
-            with Stream(io.FileIO(path, mode)) as stream:
-                yield stream
+            count = self._file.write(data)
         except OSError as error:
             self.error = self.error or error
             raise
+        self.size += count
+        return count
+
+    def flush(self) -> None:
+        pass
 
 
-def write_markers(folder: Path) -> None:
-    """Write the two small files that Megatron's own loader requires: `metadata.json` and an empty `common.pt`."""
-    TorchCommonSaveStrategy("torch", 1).save_common({}, folder)
-    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+def _with_own_storage(data: torch.Tensor) -> torch.Tensor:
+    """The same values in host memory, in a storage of that size: `torch.save` writes the whole storage of a view."""
+    host = data.cpu()
+    return torch.frombuffer(host.view(torch.uint8).reshape(-1).numpy().data, dtype=host.dtype).view(host.shape)
 
 
-def read(folder: Path, chunks: list[MegatronModule], optimizer: PolicyOptimizer, updates: int) -> None:
-    """Fill the model, the master weights and Adam's state from `folder`. Collective.
+def together(written: Iterable[Written]) -> dict[str, StoredTensor]:
+    """The tensors that the pieces of all ranks make up."""
+    pieces: dict[str, list[Written]] = defaultdict(list)
+    for each in written:
+        pieces[each.key].append(each)
+    return {key: StoredTensor(group[0].whole, group[0].dtype, tuple(each.stored for each in group))
+            for key, group in pieces.items()}
+
+
+@dataclass(frozen=True)
+class Read:
+    """A stored box, and the parts of it that pieces of this rank need."""
+
+    stored: Stored
+    parts: tuple[tuple[Piece, Box], ...]
+
+
+def reads_of(pieces: Collection[Piece], index: Mapping[str, StoredTensor]) -> list[Read]:
+    """The stored boxes that fill the pieces, each once. Fills what a padded tensor has more than the stored one with
+    zeros.
 
     Raises:
-        CheckpointingException: a tensor is missing, unexpected, or of another shape.
+        Misfit: a tensor is missing, of another shape or of another type.
     """
-    loaded = megatron_load(sharded_tensors(chunks, optimizer, loading=True), str(folder),
-                           strict=StrictHandling.RAISE_ALL)
-    for name, chunk in _named(chunks).items():
-        missing, unexpected = chunk.load_state_dict(loaded[name], strict=False)
-        missing = [key for key in missing if not key.endswith("_extra_state")]
-        if missing or unexpected:
-            raise RuntimeError(f"model and checkpoint do not match: missing {missing}, unexpected {unexpected}")
-    _load_optimizer(optimizer, loaded["optimizer"], updates)
+    parts: dict[Stored, list[tuple[Piece, Box]]] = defaultdict(list)
+    for piece in pieces:
+        tensor = index.get(piece.key)
+        if tensor is None:
+            raise Misfit(f"{piece.key} is missing")
+        if tensor.dtype != piece.data.dtype or tensor.shape[1:] != piece.whole[1:] or (
+                tensor.shape != piece.whole and not piece.padded):
+            raise Misfit(f"{piece.key} has shape {tensor.shape} and type {tensor.dtype}, not {piece.whole} and "
+                         f"{piece.data.dtype}")
+        found = [(stored, shared) for stored in tensor.boxes if (shared := common(stored.box, piece.box))]
+        there = common(piece.box, ((0,) * len(tensor.shape), tensor.shape))
+        if sum(prod(shape) for _, (_, shape) in found) != (prod(there[1]) if there else 0):
+            raise Misfit(f"a part of {piece.key} is missing")
+        if there != piece.box:
+            piece.data.zero_()
+        for stored, shared in found:
+            parts[stored].append((piece, shared))
+    return [Read(stored, tuple(needed)) for stored, needed in parts.items()]
 
 
-def refuse_unknown_classes(folder: Path) -> None:
-    """Refuse a `.metadata` that names any class other than those that torch's distributed checkpoint writes.
+def read(reads: Iterable[Read], folder: Path, moved: Moved) -> None:
+    """Fill the pieces.
 
-    Torch loads this file with an unrestricted unpickler. Reading it first with one that only knows data classes turns a
-    forged file into an error.
+    Raises:
+        OSError: the file system refused.
+        RuntimeError: a file does not hold what the index says.
     """
-    with (folder / METADATA).open("rb") as file:
-        try:
-            _KnownClassesOnly(file).load()
-        except pickle.UnpicklingError as error:
-            raise UserError(f"the checkpoint's index was not written by this program: {error}",
-                            where=str(folder / METADATA), fix="do not use this checkpoint") from error
+    files: dict[str, list[Read]] = defaultdict(list)
+    for each in sorted(reads, key=lambda each: each.stored.offset):
+        files[each.stored.file].append(each)
+    with ThreadPoolExecutor(THREADS, "checkpoint") as pool:
+        tasks = [pool.submit(_read_file, folder / name, each, moved) for name, each in files.items()]
+    for task in tasks:
+        task.result()
 
 
-class _KnownClassesOnly(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member
-        if name not in _KNOWN.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
-        return super().find_class(module, name)
+def _read_file(path: Path, reads: Sequence[Read], moved: Moved) -> None:
+    with path.open("rb") as file:
+        for each in reads:
+            start, shape = each.stored.box
+            tensor = torch.load(io.BytesIO(_bytes_at(file, each.stored)), map_location="cpu", weights_only=True)
+            if tuple(tensor.shape) != shape:
+                raise RuntimeError(f"{path.name} has a tensor of shape {tuple(tensor.shape)} at {each.stored.offset}, "
+                                   f"the index says {shape}")
+            for piece, shared in each.parts:
+                piece.data[_slices(shared, piece.box[0])].copy_(tensor[_slices(shared, start)])
+                moved(piece.data.element_size() * prod(shared[1]))
 
 
-# Copied before any file is read: a pickle can change the class, and with it the list of its members.
-_MEMORY_FORMATS = dict(_MEM_FORMAT_ENCODING.__members__)
+def _bytes_at(file: BinaryIO, stored: Stored) -> bytes:
+    file.seek(stored.offset)
+    raw = file.read(stored.nbytes)
+    if len(raw) < stored.nbytes:
+        raise RuntimeError(f"{stored.file} ends before byte {stored.offset + stored.nbytes:,}")
+    return raw
 
 
-def _enum_member(owner: Any, name: Any) -> Enum:
-    """Python 3.11 before 3.11.4 pickles an enum member as getattr(its class, its name). Allow this only for the one
-    enum in an index."""
-    if owner is not _MEM_FORMAT_ENCODING or name not in _MEMORY_FORMATS:
-        raise pickle.UnpicklingError("it names builtins.getattr")
-    return _MEMORY_FORMATS[name]
-
-
-def _named(chunks: list[MegatronModule]) -> dict[str, MegatronModule]:
-    """The chunks by their names in Megatron's sharded state dict."""
-    return {"model": chunks[0]} if len(chunks) == 1 else {f"model{i}": chunk for i, chunk in enumerate(chunks)}
-
-
-def _metadata() -> dict[str, Any]:
-    # The only layout-free format of the distributed optimizer in megatron-core 0.16. Gathering over gloo keeps the
-    # gathered buffers out of GPU memory.
-    return {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": True,
-            "chained_optim_avoid_prefix": True}
-
-
-def _load_optimizer(optimizer: PolicyOptimizer, tensors: dict[str, Any], step: int) -> None:
-    """Hyperparameters come from the run's config, where they may have been changed on purpose; state from the file."""
-    (part,) = optimizer.parts
-    if isinstance(part, DistributedOptimizer):
-        _load_distributed(part, tensors["param_state"], step)
-        return
-    plain = part.state_dict()
-    adam = plain.get("optimizer", plain)
-    stored = tensors.get("optimizer", tensors)
-    adam["state"] = {**stored["state"], "common_step": torch.tensor(float(step))}
-    if "fp32_from_fp16_params" in plain:
-        plain["fp32_from_fp16_params"] = tensors["fp32_from_fp16_params"]
-    part.load_state_dict(plain)
-
-
-def _load_distributed(part: DistributedOptimizer, moments: dict[str, Any], step: int) -> None:
-    # With torch's own Adam (no Transformer Engine), Megatron 0.16 gives all parameters one shared `step` tensor, which
-    # then counts once per parameter, and fails on the key itself when it copies the moments. So `step` is set here,
-    # after the moments.
-    plain = part.state_dict()
-    for group in plain["optimizer"]["param_groups"]:
-        group["step"] = step
-    part.load_state_dict(plain)
-    states = list(part.optimizer.state.values())
-    counted = [state.pop("step", None) is not None for state in states]
-    part.load_parameter_state_from_fully_reshardable(moments)
-    for state in (state for state, has_step in zip(states, counted, strict=True) if has_step):
-        state["step"] = torch.tensor(float(step))
+def _slices(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:
+    """The box as an index into a tensor that begins at `origin`."""
+    return tuple(slice(a - o, a - o + n) for a, n, o in zip(*box, origin, strict=True))

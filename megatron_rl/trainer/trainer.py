@@ -28,10 +28,10 @@ from megatron_rl.data.schedule import Schedule
 from megatron_rl.layouts.hf_read import CheckpointReader, load_layout
 from megatron_rl.layouts.hf_write import Exporter, export_part
 from megatron_rl.layouts.megatron import Implementation, canonical_tensors, megatron_layout
-from megatron_rl.layouts.step_folder import Exported, Part, changed_since
+from megatron_rl.layouts.step_folder import Exported, Part, Transferred, changed_since
 from megatron_rl.layouts.tiles import ParamLayout
 from megatron_rl.trainer import cpu, rng
-from megatron_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
+from megatron_rl.trainer.checkpoint import Checkpoints
 from megatron_rl.trainer.fixed_logprobs import FixedLogprobs, Model
 from megatron_rl.trainer.frozen import FrozenModel, copy_of, read_from
 from megatron_rl.trainer.initial_weights import draw_layout
@@ -67,6 +67,8 @@ class MegatronTrainer:
         rng.seed_rank(config.run.seed, self.coordinates)
         self._chunks = build_model(plan.architecture, plan.training, config.trainer, self.device)
         self.optimizer = PolicyOptimizer(self._chunks, self._chunks[0].config, config.trainer, learning_rate(config))
+        self._checkpoints = Checkpoints(self._chunks, self.optimizer, self.coordinates, self._sizes(),
+                                        config.checkpoint.keep)
         self._implementation: Implementation = "local" if cpu.needed() else "transformer_engine"
         self._layout = megatron_layout(plan.architecture, plan.training, rank, self._implementation)
         self._objective = partial(token_objective, config.algorithm)
@@ -201,7 +203,7 @@ class MegatronTrainer:
         if not self.optimizer.whole:
             raise RuntimeError("the weights were updated with more=True: they are gathered in the next forward pass")
 
-    def save(self, folder: str | Path, extra: dict[str, Any], rollouts: bytes = b"") -> int:
+    def save(self, folder: str | Path, extra: dict[str, Any], rollouts: bytes = b"") -> None:
         """Write a checkpoint to `folder` (`checkpoints/step-000050`) and keep the newest `checkpoint.keep` ones.
 
         Args:
@@ -209,16 +211,23 @@ class MegatronTrainer:
                 under `identity` (hashes of data set, tokenizer, template, ...).
             rollouts: groups that were generated ahead (`megatron_rl.data.carried`).
 
-        Returns:
-            Bytes on disk.
-
         Raises:
             UserError: the disk is full or cannot be written. Earlier checkpoints are unchanged.
         """
+        self.begin_save(folder, extra, rollouts, background=False)
+        self._checkpoints.wait()
+
+    def begin_save(self, folder: str | Path, extra: dict[str, Any], rollouts: bytes = b"", *,
+                   background: bool) -> None:
+        """Begin what `save` does, after an unfinished save. `checkpoint_progress` tells how far it is.
+
+        Args:
+            background: the next update may begin at once. Otherwise weights must not change before the save is
+                finished.
+        """
         self.require_whole()
         state = {"model": self._model_facts(), "identity": self._identity(), "extra": extra}
-        return save_checkpoint(Path(folder), self._chunks, self.optimizer, self.coordinates, self._sizes(), state,
-                               self.config.checkpoint.keep, rollouts)
+        self._checkpoints.begin_save(Path(folder), state, rollouts, background=background)
 
     def load(self, folder: str | Path, identity: dict[str, str] | None = None) -> dict[str, Any]:
         """Continue from a checkpoint, in this layout or another. The reference stays at the initial weights, and the
@@ -235,11 +244,20 @@ class MegatronTrainer:
         Raises:
             UserError: the checkpoint is incomplete, another user's, or of another model, precision or optimizer.
         """
+        self.begin_load(folder)
+        self._checkpoints.wait()
+        return self.finish_load(folder, identity)
+
+    def begin_load(self, folder: str | Path) -> None:
+        """Begin what `load` does. `checkpoint_progress` tells how far it is."""
         if self.config.algorithm.kl.beta > 0 and self._reference is None:
             self.load_initial_weights()
         self._load_teacher()
-        loaded = load_checkpoint(Path(folder), self._chunks, self.optimizer, self.coordinates, self._sizes(),
-                                 self._model_facts())
+        self._checkpoints.begin_load(Path(folder), self._model_facts())
+
+    def finish_load(self, folder: str | Path, identity: dict[str, str] | None = None) -> dict[str, Any]:
+        """The end of `load`, after the checkpoint has been read."""
+        loaded = self._checkpoints.finish_load(Path(folder))
         if not loaded.rng_restored:
             rng.seed_rank(self.config.run.seed, self.coordinates, step=self.optimizer.updates)
         state = loaded.state
@@ -248,6 +266,14 @@ class MegatronTrainer:
             changes += changed_since(state["extra"].get("identity", {}), identity)
         return {"extra": state["extra"], "updates": self.optimizer.updates, "changes": changes,
                 "rng_restored": loaded.rng_restored}
+
+    def checkpoint_progress(self, within_s: float) -> Transferred:
+        """How far a save or load is. Returns when it ends, at the latest after `within_s` seconds.
+
+        Raises:
+            UserError: it has failed: the disk is full, or a file cannot be written or read.
+        """
+        return self._checkpoints.progress(within_s)
 
     def export(self, folder: str | Path, part: Part) -> Exported:
         """Carry out one part of writing the policy as a Hugging Face folder (`weight_sync.disk.write_folder`). It is

@@ -144,7 +144,7 @@ def test_steps_that_take_longer_than_planned_make_the_stop_come_earlier(clock, m
     slow.tick()
     assert not stop_requested(slow.attempt.folder)
     (slow.attempt.folder / "metrics.jsonl").write_text(
-        '{"step": 1, "time/step": 700.0, "time/checkpoint": 200.0}\n', encoding="utf-8")
+        '{"step": 1, "time/step": 700.0, "time/checkpoint": 1.0, "time/checkpoint_write": 200.0}\n', encoding="utf-8")
     slow.tick()
     assert stop_requested(slow.attempt.folder)
 

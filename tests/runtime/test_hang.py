@@ -40,6 +40,33 @@ COLLECTIVE = '''Current thread 0x00007f0d45858b80 (most recent call first):
   File "/v/torch/distributed/c10d_logger.py", line 81 in wrapper
   File "/v/megatron/core/tensor_parallel/mappings.py", line 34 in _reduce
 '''
+WRITES = '''Thread 0x00007f9b40efe6c0 (most recent call first):
+  File "/l/pathlib.py", line 1044 in open
+  File "/p/megatron_rl/trainer/checkpoint_tensors.py", line 65 in _write_file
+  File "/l/concurrent/futures/thread.py", line 58 in run
+
+Thread 0x00007f9b416ff6c0 (most recent call first):
+  File "/l/threading.py", line 1139 in _wait_for_tstate_lock
+  File "/l/concurrent/futures/_base.py", line 647 in __exit__
+  File "/p/megatron_rl/trainer/checkpoint_tensors.py", line 57 in write
+  File "/p/megatron_rl/trainer/background.py", line 37 in _run
+  File "/l/threading.py", line 982 in run
+
+'''
+HAS_WRITTEN = '''Thread 0x00007f9b416ff6c0 (most recent call first):
+  File "/v/torch/distributed/distributed_c10d.py", line 3513 in all_gather_object
+  File "/p/megatron_rl/trainer/checkpoint.py", line 237 in _gathered
+  File "/p/megatron_rl/trainer/background.py", line 37 in _run
+  File "/l/threading.py", line 982 in run
+
+'''
+ASKED = '''Current thread 0x00007f9b6c464b80 (most recent call first):
+  File "/l/threading.py", line 331 in wait
+  File "/p/megatron_rl/trainer/background.py", line 50 in progress
+  File "/p/megatron_rl/trainer/checkpoint.py", line 218 in progress
+  File "/v/ray/_private/workers/default_worker.py", line 323 in <module>
+'''
+WRITING, WRITTEN = "trainer/checkpoint_tensors.py:57 in write", "trainer/checkpoint.py:237 in _gathered"
 
 
 @pytest.mark.parametrize(("dump", "state", "at"), [
@@ -47,6 +74,11 @@ COLLECTIVE = '''Current thread 0x00007f0d45858b80 (most recent call first):
     (SLEEPS, "running", "run/faults.py:31 in strike"),
     (PIPELINE, "waiting", "pipeline_parallel/p2p_communication.py:392 in _communicate"),
     (COLLECTIVE, "waiting", "tensor_parallel/mappings.py:34 in _reduce"),
+    (WRITES + ASKED, "running", WRITING),
+    (WRITES + RAY_IDLE, "running", WRITING),
+    (HAS_WRITTEN + ASKED, "waiting", WRITTEN),
+    (HAS_WRITTEN + SLEEPS, "running", "run/faults.py:31 in strike"),        # the steps go on beside it
+    (WRITES + PIPELINE, "waiting", "pipeline_parallel/p2p_communication.py:392 in _communicate"),
 ])
 def test_where_a_process_is(dump, state, at):
     assert judge(dump) == (state, at)
