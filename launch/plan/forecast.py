@@ -190,7 +190,15 @@ class Staleness(Record):
 
 class Reliability(Record):
     job_mtbf_hours: float
+    checkpoint_bytes: int
     checkpoint_s: float
+    """Seconds to write a checkpoint."""
+    checkpoint_wait_s: float
+    """Seconds of these in which no step can be trained: with `checkpoint.async_save` those of the copy."""
+    checkpoint_host_bytes: int
+    """The copy, on a training node; 0 without `checkpoint.async_save`."""
+    checkpoint_load_s: float
+    """Seconds to read a checkpoint."""
     checkpoint_every_steps: int
     restart_s: float
     effective_time_ratio: float

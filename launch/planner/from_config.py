@@ -67,6 +67,7 @@ def problem_of(loaded: LoadedConfig, shape: Architecture, cluster: ClusterSpec,
         teacher=replace(teacher) if teacher else None,
         reward_workers=config.reward.workers,
         spare_nodes=config.placement.spare_nodes, disk_every=config.weight_sync.disk.every,
+        async_save=config.checkpoint.async_save,
         origin=Origin(loaded.path, {key: loaded.where(key) for key in loaded.sources}, given)))
 
 

@@ -77,14 +77,17 @@ SILENT_IN_SYNC = 3.0
 
 def allowed_s(span: Span, config: ResolvedConfig) -> float:
     """Seconds that a span may take without a sign of life: `run.hang_factor` times its usual duration, at least
-    `run.hang_min_s`. If no duration is known (start-up, the first span of its name), 1.5 times `run.deadline_s`. A sync
-    may always take three times its own deadline, `weight_sync.timeout_s`. The end of a job has no limit here, because
-    its own deadlines bound it."""
+    `run.hang_min_s`. If no duration is known (start-up, the first span of its name), 1.5 times `run.deadline_s`. So
+    long may also a save take always, because most saves only copy, and others write and remove whole checkpoints. A
+    sync may always take three times its own deadline, `weight_sync.timeout_s`. The end of a job has no limit here,
+    because its own deadlines bound it."""
     if span.name == "end":
         return math.inf
     run = config.run
-    limit = (INSIDE_FIRST * run.deadline_s if span.expected_s is None
-             else max(run.hang_factor * span.expected_s, run.hang_min_s))
+    first = INSIDE_FIRST * run.deadline_s
+    limit = first if span.expected_s is None else max(run.hang_factor * span.expected_s, run.hang_min_s)
+    if span.name == "save":
+        return max(limit, first)
     return max(limit, SILENT_IN_SYNC * config.weight_sync.timeout_s) if span.name == "sync" else limit
 
 

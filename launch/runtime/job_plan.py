@@ -148,7 +148,8 @@ def start_deadline_s(loaded: LoadedConfig, plan: ForecastPlan, profile: Profile)
         return asked
     engine_s = ENGINE_S if plan.device == "gpu" else asked
     need = needed(plan, profile)
-    return max(asked, engine_s + BUSY * need.checkpoint_s, STEPS * need.step_s)
+    checkpoint_s = max(need.checkpoint_s, plan.forecast.reliability.checkpoint_load_s)
+    return max(asked, engine_s + BUSY * checkpoint_s, STEPS * need.step_s)
 
 
 def with_start_deadline(made: OnCluster, profile: Profile) -> OnCluster:

@@ -41,14 +41,20 @@ class Needed:
         return self.disk_bytes / self.rate
 
     @property
+    def earlier_s(self) -> float:
+        """What a checkpoint takes longer that began before the last step, and is still written beside it."""
+        return max(0.0, self.checkpoint_s - self.step_s - self.disk_s)
+
+    @property
     def total_s(self) -> float:
-        return self.step_s + self.disk_s + self.checkpoint_s + RESERVE_S
+        return self.step_s + self.disk_s + self.earlier_s + self.checkpoint_s + RESERVE_S
 
     @property
     def text(self) -> str:
         """The sum as text."""
         disk = f"{self.disk_s:.0f} s (a version to disk) + " if self.disk_bytes else ""
-        return (f"{self.step_s:.0f} s (slowest step of the plan's range) + {disk}{self.checkpoint_s:.0f} s "
+        earlier = f"{self.earlier_s:.0f} s (the checkpoint before it) + " if self.earlier_s else ""
+        return (f"{self.step_s:.0f} s (slowest step of the plan's range) + {disk}{earlier}{self.checkpoint_s:.0f} s "
                 f"(checkpoint, {self.checkpoint_bytes / 1e9:.1f} GB at {self.rate / 1e9:.1f} GB/s) + {RESERVE_S:.0f} s "
                 f"= {self.total_s:.0f} s")
 
@@ -56,9 +62,7 @@ class Needed:
 def needed(plan: ForecastPlan, profile: Profile) -> Needed:
     """The margin that this plan needs."""
     forecast = plan.forecast
-    numbers = {number.key: number.value for number in forecast.numbers}
-    bandwidth = numbers["coefficients.reliability.checkpoint_bandwidth"] * forecast.split.training
-    size = round(forecast.reliability.checkpoint_s * bandwidth)
+    size = forecast.reliability.checkpoint_bytes
     if profile.file_system_gb_per_s is not None:
         rate = profile.file_system_gb_per_s * 1e9
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import prod

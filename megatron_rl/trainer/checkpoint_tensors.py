@@ -20,7 +20,7 @@ import torch
 
 from megatron_rl.layouts.boxes import Box, common
 from megatron_rl.trainer.checkpoint_index import Stored, StoredTensor
-from megatron_rl.trainer.checkpoint_pieces import Piece
+from megatron_rl.trainer.checkpoint_pieces import PIECE_BYTES, Piece
 
 THREADS = 4
 """Files that a rank writes or reads at a time."""
@@ -61,20 +61,24 @@ def write(pieces: Collection[Piece], folder: Path, rank: int, moved: Moved) -> l
 
 
 def _write_file(path: Path, pieces: Sequence[Piece], moved: Moved) -> list[Written]:
-    written = []
+    written: list[Written] = []
+    unsynced = 0
     with path.open("wb") as file:
         sink = _Sink(file)
         for piece in pieces:
             offset = sink.size
             try:
-                torch.save(_with_own_storage(piece.data), sink)
+                torch.save(_with_own_storage(piece.data), sink)     # type: ignore[arg-type]  # needs write and flush
             except RuntimeError as error:
                 raise sink.error or error from error
             written.append(Written(piece.key, piece.whole, piece.data.dtype,
                                    Stored(piece.box, path.name, offset, sink.size - offset)))
-            moved(piece.nbytes)
-        file.flush()
-        os.fsync(file.fileno())
+            unsynced += piece.nbytes
+            if unsynced >= PIECE_BYTES or piece is pieces[-1]:      # what is only in the page cache has not moved
+                file.flush()
+                os.fsync(file.fileno())
+                moved(unsynced)
+                unsynced = 0
     return written
 
 

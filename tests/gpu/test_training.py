@@ -129,12 +129,13 @@ def test_fp32_with_transformer_engine_equals_hugging_face_closely(tmp_path) -> N
 
 
 def _state(trainer: MegatronTrainer) -> dict[str, Any]:
-    """Weights, Adam's moments, and the numbers that the device's generator draws next."""
+    """Weights, Adam's moments and step count, and the numbers that the device's generator draws next."""
     (part,) = trainer.optimizer.parts
     adam = part.optimizer
     moments = [adam.state[parameter][key].float().cpu().numpy().copy() for group in adam.param_groups
                for parameter in group["params"] for key in ("exp_avg", "exp_avg_sq")]
-    return {"weights": whole_model(trainer), "moments": moments, "updates": trainer.optimizer.updates,
+    steps = {group["step"] for group in adam.param_groups if group["params"]}      # Transformer Engine's: of a group
+    return {"weights": whole_model(trainer), "moments": moments, "steps": steps, "updates": trainer.optimizer.updates,
             "drawn": torch.rand(3, device=trainer.device).tolist()}
 
 
@@ -143,8 +144,13 @@ def _train_and_save(rank: Rank, config: ResolvedConfig, folder: Path, device: De
     trainer.load_initial_weights()
     for batch in batches(VOCAB, 2):
         trainer.update(batch)
-    trainer.save(folder, {"step": 2})
-    return _state(trainer)
+    trainer.begin_save(folder, {"step": 2}, background=True)
+    state = _state(trainer)
+    for batch in batches(VOCAB, 1, first=5):
+        trainer.update(batch)           # while the copy is written
+    while not trainer.checkpoint_progress(60.0).finished:
+        pass
+    return state
 
 
 def _load(rank: Rank, config: ResolvedConfig, folder: Path, device: Device) -> dict[str, Any]:
@@ -164,6 +170,7 @@ def assert_loads_what_was_saved(saved: dict[str, Any], loaded: dict[str, Any]) -
         np.testing.assert_array_equal(found, expected)
         assert expected.any(), "moments that were never updated would prove nothing"
     assert (loaded["updates"], loaded["drawn"]) == (2, saved["drawn"])
+    assert loaded["steps"] == saved["steps"] == {2}
 
 
 @pytest.mark.gpu

@@ -58,7 +58,9 @@ def test_every_figure_is_the_plans():
             "chain at least 410 ms, expected 4.9 s", "tree at least 410 ms, expected 3.1 s",
             "26.5 GB out, 17.6 GB in", "to disk every 20 steps: 141 GB per version, written and read back in 7.06 s",
             "0,4,1,5,2,6,3,7: 0 bytes cross rails (106 GB in natural order)", "one every 61.3 h expected",
-            "checkpoint every 20 steps (30.7 min), 14 s each; restart 420 s; 98.1%", "W003 the target", COMMAND):
+            "restart 420 s; with a checkpoint every 20 steps (30.7 min), 98.1%",
+            "988 GB: steps wait 300 ms for the copy to host memory (55 GB a node), which is written in 14 s beside "
+            "them, by 20 training nodes; a resume reads it in 15 s", "W003 the target", COMMAND):
         assert figure in text, figure
 
 

@@ -117,6 +117,7 @@ def test_hang_limit_is_three_times_the_phase_and_at_least_a_minute():
     assert allowed_s(train(0.5), config) == 60
     assert allowed_s(train(100.0), config) == 300
     assert allowed_s(train(None), config) > config.run.deadline_s, "the job's own deadline must speak first"
+    assert allowed_s(train(0.5, "save"), config) == allowed_s(train(None), config), "the last save is not a copy only"
     assert allowed_s(train(0.5, "sync"), config) > 1.5 * config.weight_sync.timeout_s
     slow, fast = train(100.0, "rollout"), train(0.5)
     both = Progress(2, 1, (slow, fast))

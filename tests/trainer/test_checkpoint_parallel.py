@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import threading
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -40,13 +41,11 @@ def model(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4), (1, 5), (5, 1)])
 def test_boxes_of_a_range_hold_its_elements_in_order(shape) -> None:
     values = np.arange(prod(shape)).reshape(shape)
-    for start in range(values.size + 1):
-        for stop in range(start, values.size + 1):
-            for most in (1, 4, 100):
-                boxes = list(flat_boxes(shape, start, stop, most))
-                held = [values[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))] for box in boxes]
-                assert [x for part in held for x in part.flat] == list(range(start, stop))
-                assert all(part.size <= max(most, shape[-1] if len(shape) > 1 else 1) for part in held) or len(shape) > 2
+    for first, stop, most in product(range(values.size + 1), range(values.size + 1), (1, 4, 100)):
+        held = [values[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))]
+                for box in flat_boxes(shape, first, stop, most)]
+        assert [x for part in held for x in part.flat] == list(range(first, stop))
+        assert all(part.size <= max(most, prod(shape[1:])) for part in held)
 
 
 # ---- who writes and reads what -------------------------------------------------------------------------------------
@@ -229,8 +228,8 @@ def test_a_disk_that_fills_up_in_the_background_is_told_on_all_ranks(model, tmp_
 # ---- Transformer Engine's Adam --------------------------------------------------------------------------------------
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam with the state of Transformer Engine's FusedAdam: the step count is a number of the parameter group, begun by
-    the first step, and a parameter has its moments only."""
+    """Adam with the state of Transformer Engine's FusedAdam: the step count is a number of the parameter group, begun
+    by the first step, and a parameter has its moments only."""
 
     def __init__(self, params, lr, betas, eps, weight_decay, adam_w_mode) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})

@@ -67,7 +67,9 @@ def forecast(search: Search | None, found: Candidate, sources: Mapping[str, str]
         staleness=Staleness(versions=problem.max_staleness or found.staleness, mean=_mean_staleness(found),
                             limit=problem.max_staleness),
         sync=_sync(found).model_copy(update={"disk": _disk(found)}), reliability=Reliability(
-            job_mtbf_hours=failures.job_mtbf_hours, checkpoint_s=failures.checkpoint_s,
+            job_mtbf_hours=failures.job_mtbf_hours, checkpoint_bytes=failures.checkpoint_bytes,
+            checkpoint_s=failures.checkpoint_s, checkpoint_wait_s=failures.checkpoint_wait_s,
+            checkpoint_host_bytes=failures.host_bytes, checkpoint_load_s=failures.load_s,
             checkpoint_every_steps=failures.every_steps, restart_s=problem.coefficients.reliability.restart_s,
             effective_time_ratio=failures.effective_time_ratio),
         choices=choices(search, found) if search else (), pareto=_front(search, found) if search else (),

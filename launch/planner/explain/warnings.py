@@ -179,4 +179,5 @@ def _offloaded(found: Candidate) -> str:
     what = ["the reference's weights"] if work.reference and work.reference_offload else []
     what += ["the teacher's weights"] if found.problem.teacher and work.teacher_offload else []
     what += ["the trainer's state while engines generate"] if found.mode == "colocated" else []
-    return " and ".join(what)
+    what += ["the copy of a checkpoint"] if found.failures.host_bytes else []
+    return ", ".join(what)

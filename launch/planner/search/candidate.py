@@ -275,8 +275,9 @@ class Candidate:
                   c="problem.coefficients.reward")
     """Grading of the completions."""
     failures = made(Failures, parameters="trained_parameters", step_s="step_s", nodes="nodes",
-                    training_nodes="training_nodes", cluster="problem.cluster", c="problem.coefficients.reliability",
-                    precision="training.layout.precision")
+                    training_nodes="training_nodes", training_gpus="training.layout.gpus", cluster="problem.cluster",
+                    c="problem.coefficients.reliability", precision="training.layout.precision",
+                    async_save="problem.async_save")
 
     @part
     def wires(self) -> ClusterFabric:
@@ -338,17 +339,17 @@ class Candidate:
         return self.handover_s if self.sync is None else in_ticks(self.problem, self.sync.seconds)
 
     @line("bytes", "ranks of a node x (weights of reference and teacher, where offloaded + resident state, where "
-                   "colocated), largest stage", key="memory.host.needed", written=nonzero)
+                   "colocated), largest stage, + the copy of a checkpoint", key="memory.host.needed", written=nonzero)
     @part
     def host_bytes(self) -> int:
-        """Pinned bytes on the host of the fullest node: the weights of an offloaded reference or teacher, and the
-        trainer's state while a colocated engine generates. Pinned pages cannot be swapped out."""
+        """Pinned bytes on the host of the fullest node: the weights of an offloaded reference or teacher, the trainer's
+        state while a colocated engine generates, and the copy of the checkpoint that is written beside the steps.
+        Pinned pages cannot be swapped out."""
         stages = self.training.memory.stages
         offloaded = max(stage.pinned for stage in stages)
         asleep = max(stage.resident for stage in stages) if self.mode == "colocated" else 0
-        if not offloaded + asleep:
-            return 0
-        return min(self.problem.cluster.gpus_per_node, self.training.layout.gpus) * (offloaded + asleep)
+        ranks = min(self.problem.cluster.gpus_per_node, self.training.layout.gpus)
+        return ranks * (offloaded + asleep) + self.failures.host_bytes
 
     @line("s", lambda self: self.formula, key="step.total_s")
     @part
@@ -386,7 +387,8 @@ class Candidate:
         return 3600 * self.problem.workload.prompts / self.step_s
 
     @line("s", lambda self: f"written and read back: 2 x {wide_bytes(self.training.layout.precision)} bytes x "
-                            "parameters / (bandwidth x training nodes)", key="sync.disk_s", written=nonzero)
+                            "parameters / min(bandwidth of a node x training nodes, bandwidth of the file system)",
+          key="sync.disk_s", written=nonzero)
     @part
     def disk_s(self) -> float:
         """Seconds until a version of the weights is on disk and read back; 0 if none is written."""

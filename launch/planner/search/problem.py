@@ -77,6 +77,8 @@ class Problem:
     """Nodes that the plan does not use."""
     disk_every: int = 0
     """Steps between two versions of the weights on disk; 0: none is written."""
+    async_save: bool = True
+    """Checkpoints are written beside the steps, from a copy in host memory."""
     teacher: Architecture | None = None
     """The frozen teacher of on-policy distillation, on the training ranks."""
     origin: Origin = field(default=Origin(), compare=False)

@@ -242,9 +242,16 @@ def _sync(forecast: Forecast, console: Console, width: int) -> None:
 def _reliability(forecast: Forecast, console: Console) -> None:
     it = forecast.reliability
     every = it.checkpoint_every_steps * forecast.step_s
-    _line(console, "failures", f"one every {significant(it.job_mtbf_hours)} h expected; checkpoint every "
-          f"{plural(it.checkpoint_every_steps, 'step')} ({seconds(every)}), {seconds(it.checkpoint_s)} each; restart "
-          f"{seconds(it.restart_s)}; {it.effective_time_ratio:.1%} of the time is progress")
+    _line(console, "failures", f"one every {significant(it.job_mtbf_hours)} h expected; restart "
+          f"{seconds(it.restart_s)}; with a checkpoint every {plural(it.checkpoint_every_steps, 'step')} "
+          f"({seconds(every)}), {it.effective_time_ratio:.1%} of the time is progress")
+    by = plural(forecast.split.training, "training node")
+    writes = (f"steps wait {seconds(it.checkpoint_wait_s)} for the copy to host memory "
+              f"({human(it.checkpoint_host_bytes, 'bytes')} a node), which is written in {seconds(it.checkpoint_s)} "
+              f"beside them, by {by}" if it.checkpoint_host_bytes else
+              f"steps wait {seconds(it.checkpoint_s)} for {by} to write it")
+    _line(console, "checkpoints", f"{human(it.checkpoint_bytes, 'bytes')}: {writes}; a resume reads it in "
+          f"{seconds(it.checkpoint_load_s)}")
 
 
 def _warnings(forecast: Forecast, console: Console) -> None:
