@@ -143,7 +143,7 @@ def _goes_on(rank: Rank, config, root: Path):
 
 @pytest.mark.parametrize("distributed", [True, False])
 def test_a_save_beside_the_next_update_holds_the_state_before_it(model, tmp_path, distributed) -> None:
-    config = config_of(model, dp=2, distributed_optimizer=distributed)
+    config = config_of(model, dp=2, distributed_optimizer=distributed, overlap_param_gather=distributed)
     second, third = (files.checkpoint_folder(tmp_path, step) for step in (2, 3))
     unbroken = run_ranks(2, _goes_on, config, tmp_path)
     for rank in unbroken:
