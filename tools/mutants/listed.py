@@ -13,6 +13,7 @@ LEARNS = "tests/job/test_whole_job.py::test_the_policy_learns"
 UPDATES = "tests/trainer/test_trainer.py::test_updates_equal_hugging_face_and_adamw[tp2-dp2-distributed-optimizer]"
 STEP = "tests/trainer/test_step.py::test_log_probs_and_gradients_equal_hugging_face"
 RESUMED = "tests/trainer/test_checkpoint.py::test_resumed_run_equals_the_unbroken_one_bit_for_bit"
+PARALLEL = "tests/trainer/test_checkpoint_parallel.py"
 BATCH = "tests/algorithms/test_policy_batch.py"
 
 DRIVER = (
@@ -251,20 +252,32 @@ WEIGHT_SYNC = (
 
 CHECKPOINTS = (
     Mutant("Adam's moments are not restored", "megatron_rl/trainer/checkpoint_tensors.py",
-           "    part.load_parameter_state_from_fully_reshardable(moments)\n", "", RESUMED),
+           "            for piece, shared in each.parts:\n",
+           '            for piece, shared in each.parts:\n                if "exp_avg" in piece.key:\n'
+           "                    continue\n", RESUMED),
     Mutant("random states are not restored", "megatron_rl/trainer/checkpoint.py",
-           "            rng.restore(_random_states_of(folder, coordinates))\n", "            pass\n", RESUMED),
+           "rng.restore(_random_states_of(folder, self._coordinates))", "pass", RESUMED),
     Mutant("the schedule begins anew", "megatron_rl/trainer/checkpoint.py",
            'optimizer.updates, optimizer.skipped_in_a_row = state["updates"], state["skipped_in_a_row"]',
            'optimizer.skipped_in_a_row = state["skipped_in_a_row"]',
            "tests/trainer/test_checkpoint.py::test_learning_rate_goes_on_where_it_was"),
-    Mutant("Adam's bias correction begins anew", "megatron_rl/trainer/checkpoint_tensors.py",
-           '        state["step"] = torch.tensor(float(step))', '        state["step"] = torch.tensor(0.0)', RESUMED),
+    Mutant("Adam's bias correction begins anew", "megatron_rl/trainer/checkpoint_pieces.py",
+           '            state["step"] = torch.tensor(float(updates))', '            state["step"] = torch.tensor(0.0)',
+           RESUMED),
+    Mutant("Transformer Engine's bias correction begins anew", "megatron_rl/trainer/checkpoint_pieces.py",
+           '            group["step"] = updates', '            group["step"] = 0',
+           f"{PARALLEL}::test_bias_correction_goes_on_with_transformer_engines_adam[bf16-False]"),
+    Mutant("a save in the background writes what the next update changes", "megatron_rl/trainer/checkpoint.py",
+           "                pieces = self._on_host(pieces)\n", "                pass\n",
+           f"{PARALLEL}::test_a_save_beside_the_next_update_holds_the_state_before_it[False]"),
+    Mutant("what other ranks have read is not exchanged", "megatron_rl/trainer/checkpoint_pieces.py",
+           "                    dist.broadcast(tensor_N, rank, group=_group())\n", "                    pass\n",
+           f"{PARALLEL}::test_a_save_beside_the_next_update_holds_the_state_before_it[False]"),
     Mutant("replicas draw alike", "megatron_rl/trainer/rng.py",
            '"rank", step, coordinates.pp, coordinates.dp, coordinates.cp', '"rank", step, coordinates.pp', RESUMED),
-    Mutant("a resume makes fp32 master weights from bf16 weights", "megatron_rl/trainer/checkpoint_tensors.py",
-           '    _load_optimizer(optimizer, loaded["optimizer"], updates)\n',
-           '    _load_optimizer(optimizer, loaded["optimizer"], updates)\n    optimizer.weights_changed()\n',
+    Mutant("a resume makes fp32 master weights from bf16 weights", "megatron_rl/trainer/checkpoint.py",
+           '        complete(optimizer, state["updates"])\n',
+           '        complete(optimizer, state["updates"])\n        optimizer.weights_changed()\n',
            "tests/trainer/test_checkpoint.py::test_bf16_with_tied_embeddings_changes_its_layout"),
 )
 
