@@ -1,8 +1,14 @@
 """Common ways to sync weights, on the same ranks, workers, transport and threads: all tensors are gathered on trainer
-rank 0 and broadcast from there to all rollout ranks, per tensor or per packed bucket. Nothing is verified."""
+rank 0 and broadcast from there to all rollout ranks: per tensor, per packed bucket, or per packed bucket in a pipelined
+ring. Nothing is verified.
+
+gloo's broadcast waits for a whole message before a member passes it on. NCCL's is a ring in which every rank passes
+slices on as they arrive (its buffer of 4 MiB has 8 steps): `ring` does that, host after host, so that a NIC carries one
+copy in and one out. It is the fair one of the three."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +29,10 @@ from megatron_rl.weight_sync.wire.transport import Deadline, Group, gloo_group
 RANK, WORKER = "benchmarks.sync_baselines:GatheringRank", "benchmarks.sync_baselines:BroadcastWorker"
 IN_FLIGHT = 2
 """Broadcasts in flight: one is packed or unpacked while the next is sent."""
+SLICE = 512 << 10
+"""Bytes of a message in the ring: a step of NCCL's buffer."""
+SLICES_IN_FLIGHT = 8
+"""The steps of that buffer."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +134,19 @@ class GatheringRank(TrainerRank):
             work.wait(deadline.timedelta())
 
 
+    def broadcast_ring(self, bucket_bytes: int) -> None:
+        """Send every packed bucket to the first worker, slice by slice."""
+        deadline, sending = Deadline(self._deadline_s), deque[tuple[dist.Work, torch.Tensor]]()
+        for bucket in in_groups(self._canonical, self._dtype, bucket_bytes):
+            message = torch.cat([self._full[each.name].view(-1) for each in bucket]).view(torch.uint8)
+            for part in message.split(SLICE):
+                sending.append((self._broadcasting.send([part], 1, 0), part))
+                while len(sending) >= SLICES_IN_FLIGHT:
+                    sending.popleft()[0].wait(deadline.timedelta())
+        for work, _ in sending:
+            work.wait(deadline.timedelta())
+
+
 class BroadcastWorker(RolloutWorker):
     """A rollout worker that can also receive whole tensors and keeps its slices."""
 
@@ -131,6 +154,7 @@ class BroadcastWorker(RolloutWorker):
                        canonical: Sequence[CanonicalTensor]) -> None:
         self._canonical, self._dtype, self._deadline_s = canonical, getattr(torch, dtype), meeting.timeout_s
         self._broadcasting = meeting.join(member, address)
+        self._member, self._members = member, meeting.size
         self._parameters = dict(self.model.named_parameters())
         self._slices: dict[str, list[tuple[str, Tile]]] = {}
         for layout in self.layouts:
@@ -156,6 +180,41 @@ class BroadcastWorker(RolloutWorker):
         for work, arrived, received in waiting:
             work.wait(deadline.timedelta())
             self._keep(arrived, received)
+
+    def broadcast_ring(self, bucket_bytes: int) -> None:
+        """Receive every slice from the member before, pass it on at once, and keep the slices of whole buckets."""
+        deadline = Deadline(self._deadline_s)
+        arriving = deque[tuple[dist.Work, torch.Tensor, tuple | None]]()
+        sending = deque[tuple[dist.Work, torch.Tensor]]()
+        coming = self._slices_of(bucket_bytes)
+
+        def receive() -> None:
+            for part, whole in coming:
+                arriving.append((self._broadcasting.recv([part], self._member - 1, 0), part, whole))
+                return
+
+        for _ in range(SLICES_IN_FLIGHT):
+            receive()
+        while arriving:
+            work, part, whole = arriving.popleft()
+            work.wait(deadline.timedelta())
+            if self._member + 1 < self._members:
+                sending.append((self._broadcasting.send([part], self._member + 1, 0), part))
+            receive()
+            if whole is not None:
+                self._keep(*whole)
+            while len(sending) > SLICES_IN_FLIGHT:
+                sending.popleft()[0].wait(deadline.timedelta())
+        for work, _ in sending:
+            work.wait(deadline.timedelta())
+
+    def _slices_of(self, bucket_bytes: int) -> Iterator[tuple[torch.Tensor, tuple | None]]:
+        """All slices in order; with the last of a bucket, the bucket and its message."""
+        for bucket in in_groups(self._canonical, self._dtype, bucket_bytes):
+            message = self._buffer(bucket)
+            parts = message.split(SLICE)
+            yield from ((part, None) for part in parts[:-1])
+            yield parts[-1], (bucket, message)
 
     def _buffer(self, bucket: Sequence[CanonicalTensor]) -> torch.Tensor:
         elements = sum(torch.Size(each.shape).numel() for each in bucket)

@@ -25,10 +25,10 @@ BESIDE = 1e9
 """bytes/s between ranks of a host, over the loopback interface."""
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 768, "intermediate_size": 2048,
-    "num_hidden_layers": 8, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 10900,
+    "num_hidden_layers": 4, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 5450,
     "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
     "hidden_act": "silu", "torch_dtype": "bfloat16"}
-"""128 MiB in bf16 with the proportions of a Llama layer. Both sides pad the vocabulary, differently."""
+"""64 MiB in bf16 with the proportions of a Llama layer. Both sides pad the vocabulary, differently."""
 QUICK_MODEL = MODEL | {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
                        "num_key_value_heads": 2, "vocab_size": 1090}
 

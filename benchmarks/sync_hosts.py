@@ -11,14 +11,18 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from launch.errors import UserError
 from launch.processes import output_of
-from megatron_rl.sync_bench.members import NAMESPACES, Host
+from megatron_rl.sync_bench.members import NAMESPACES, Host, enter_namespace
+
+Made = TypeVar("Made")
 
 PREFIX = "mrlsync"
 COMMAND_S = 20.0
@@ -103,6 +107,14 @@ class Network:
         for space in _spaces():
             if space.startswith(f"{self._base}-"):
                 _run("ip", "netns", "delete", space)
+
+
+def inside(host: Host, make: Callable[[], Made]) -> Made:
+    """Make something whose sockets and threads are in the network namespace of a host. Runs `make` in a thread of its
+    own: a namespace belongs to a thread, and the threads that it starts inherit it."""
+    assert host.namespace is not None, "each host is a namespace"
+    with ThreadPoolExecutor(1, initializer=enter_namespace, initargs=(host.namespace,)) as thread:
+        return thread.submit(make).result()
 
 
 def why_not() -> str:

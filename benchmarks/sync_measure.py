@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import sync_baselines
 from benchmarks.sync_cases import Setup
-from benchmarks.sync_hosts import Network, Traffic, wait_for_quiet
+from benchmarks.sync_hosts import Network, Traffic, inside, wait_for_quiet
 from benchmarks.sync_probe import CpuSpare, Verdict, plain_rates, small_bucket
 from launch.coefficients.sync import SyncCoefficients
 from launch.fabric.choose import SyncPrediction
 from launch.planner.seats.local import place_cpu
 from launch.ports import FIRST, Ports
 from megatron_rl.layouts.megatron import canonical_tensors
-from megatron_rl.sync_bench.members import Members, together
+from megatron_rl.sync_bench.members import Member, Members, together
 from megatron_rl.sync_bench.rates import Rates
 from megatron_rl.sync_bench.world import PRELOAD, TORCH_NAMES, World, start_world
 from megatron_rl.weight_sync.coordinator import SyncCoordinator
@@ -26,6 +29,8 @@ from megatron_rl.weight_sync.protocol import SyncReport
 
 PLAIN_SECONDS = 1.5
 """Duration of the plain transfer at the NIC rate."""
+RUNS = 3
+"""Measured runs of our sync and of each common method."""
 
 
 @dataclass
@@ -41,9 +46,14 @@ class Measured:
     ours: SyncReport = field(init=False)
     nics: tuple[Traffic, ...] = ()
     """Bytes carried by each host's NIC in our sync."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """ours, gather, tensors, buckets (the last two include the gather)."""
+    runs: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """ours, gather, tensors, buckets, ring -> seconds of each run. The last three include the gather."""
     verdict: Verdict = field(init=False)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The median of the runs."""
+        return {name: statistics.median(seconds) for name, seconds in self.runs.items()}
 
     @property
     def bound_s(self) -> float:
@@ -95,43 +105,63 @@ async def measure(setup: Setup, rates: Rates, cores: int, logs: Path, route: str
 
 
 async def _ours(found: Measured, network: Network, world: World, spares: list[float]) -> None:
-    """Measure our sync twice and keep the second one, because the first touches every buffer for the first time."""
-    setup = found.setup
-    coordinator = SyncCoordinator(world.trainers, [engine.weights for engine in world.engines], world.endpoints,
-                                  canonical_tensors(setup.plan.architecture), backend="gloo",
-                                  bucket_bytes=min(setup.bucket_bytes, found.prediction.cost.chunk_bytes),
-                                  timeout_s=setup.timeout_s, route=found.prediction.chosen, seats=setup.seats)
-    found.manifest = await coordinator.setup()
-    for version in range(2):
-        await world.on_ranks("fill", version)
-        await world.on_workers("spoil")
-        wait_for_quiet(network)
-        before = network.traffic()
-        with CpuSpare() as cpu:
-            found.ours = await coordinator.sync(version)
-        found.nics = tuple(after.since(earlier) for after, earlier in zip(network.traffic(), before, strict=True))
-    spares.append(cpu.share)
-    found.seconds["ours"] = found.ours.seconds["total"]
+    """Measure our sync `RUNS` times after one that touches every buffer for the first time. Report and traffic are
+    those of the median run. The abort line is on: its listener is in the first trainer's host."""
+    setup, first = found.setup, network.hosts[0]
+    coordinator = await asyncio.to_thread(
+        inside, first, lambda: SyncCoordinator(
+            world.trainers, [engine.weights for engine in world.engines], world.endpoints,
+            canonical_tensors(setup.plan.architecture), backend="gloo",
+            bucket_bytes=min(setup.bucket_bytes, found.prediction.cost.chunk_bytes), timeout_s=setup.timeout_s,
+            route=found.prediction.chosen, seats=setup.seats, address=first.address))
+    try:
+        found.manifest = await coordinator.setup()
+        measured = []
+        for version in range(1 + RUNS):
+            await world.on_ranks("fill", version)
+            await world.on_workers("spoil")
+            wait_for_quiet(network)
+            before = network.traffic()
+            with CpuSpare() as cpu:
+                report = await coordinator.sync(version)
+            nics = tuple(after.since(earlier) for after, earlier in zip(network.traffic(), before, strict=True))
+            measured.append((report.seconds["total"], version, report, nics))
+            spares += [cpu.share] if version else []
+    finally:
+        coordinator.close()
+    found.runs["ours"] = [seconds for seconds, *_ in measured[1:]]
+    _, _, found.ours, found.nics = sorted(measured[1:])[RUNS // 2]
 
 
 async def _baselines(found: Measured, network: Network, world: World, spares: list[float]) -> None:
     setup = found.setup
     expected = await world.on_workers("whole_digest")        # of weights that VERIFY found equal to the trainer's
     await _open_baselines(setup, world)
-    for name, method, arguments in (("tensors", "broadcast_tensors", ()),
-                                    ("buckets", "broadcast_buckets", (setup.bucket_bytes,))):
-        await world.on_workers("spoil")
+    first, workers = world.trainers[0].member, [each for engine in world.engines for each in engine.workers]
+
+    async def timed(calls: Callable[[], Awaitable[object]]) -> float:
         wait_for_quiet(network)
         started = time.monotonic()
         with CpuSpare() as cpu:
-            await world.on_ranks("gather")
-            found.seconds["gather"] = time.monotonic() - started
-            first, workers = world.trainers[0].member, [each for engine in world.engines for each in engine.workers]
-            await together(each.call(method, *arguments, timeout_s=2 * setup.timeout_s) for each in (first, *workers))
-            found.seconds[name] = time.monotonic() - started
+            await calls()
         spares.append(cpu.share)
-        if await world.on_workers("whole_digest") != expected:
-            raise RuntimeError(f"{setup.case.name}: after {method} the workers hold other weights than after our sync")
+        return time.monotonic() - started
+
+    for _ in range(RUNS):
+        gather_s = await timed(lambda: world.on_ranks("gather"))        # the same for each method, so it is done once
+        found.runs["gather"].append(gather_s)
+        for name, arguments in (("tensors", ()), ("buckets", (setup.bucket_bytes,)), ("ring", (setup.bucket_bytes,))):
+            await world.on_workers("spoil")
+            send = functools.partial(_on_all, (first, *workers), f"broadcast_{name}", *arguments,
+                                     timeout_s=2 * setup.timeout_s)
+            found.runs[name].append(gather_s + await timed(send))
+            if await world.on_workers("whole_digest") != expected:
+                raise RuntimeError(f"{setup.case.name}: after `{name}` the workers hold other weights than after our "
+                                   "sync")
+
+
+async def _on_all(members: Sequence[Member], method: str, *arguments: object, timeout_s: float) -> None:
+    await together(each.call(method, *arguments, timeout_s=timeout_s) for each in members)
 
 
 async def _open_baselines(setup: Setup, world: World) -> None:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from benchmarks.sync_measure import Measured
 from megatron_rl.sync_bench.rates import Rates
 
-OF_BOUND, OF_TENSORS, OF_BUCKETS = 1.25, 4.0, 2.0
+OF_BOUND, OF_TENSORS, OF_BUCKETS, OF_RING = 1.25, 4.0, 2.0, 1.0
+METHODS = ("ours", "tensors", "buckets", "ring")
 A_DOUBLING, OF_SYNC, OF_PREDICTION = 1.15, 0.10, 0.15
 
 
@@ -26,8 +27,10 @@ def table(rows: Sequence[Measured], rates: Rates, *, page: bool = False) -> str:
     """One line per case, the rates of one process, and the targets. The page only gets the number of targets that were
     met, and those that were not."""
     lines = [f"{'hosts':<6}{'layout':<26}{'route':<8}{'bound':>8}{'predicted':>11}{'ours':>8}{'/bound':>8}"
-             f"{'tensors':>9}{'buckets':>9}{'verify':>8}{'plain':>7}{'spare':>7}  counts"]
+             f"{'tensors':>9}{'buckets':>9}{'ring':>9}{'verify':>8}{'plain':>7}{'spare':>7}  counts"]
     lines += [_line(row) for row in rows]
+    lines += ["", f"{'min/median/max of the runs':<40}" + "".join(f"{name:>20}" for name in METHODS)]
+    lines += [_spread(row) for row in rows]
     lines += ["",
               f"One process alone: memcpy {rates.memcpy / 1e9:.1f} GB/s, pack {rates.pack / 1e9:.1f}, unpack "
               f"{rates.unpack / 1e9:.1f}, digest {rates.digest / 1e9:.2f}: a digest costs "
@@ -49,8 +52,17 @@ def _line(row: Measured) -> str:
 
     counts = "yes" if not row.verdict.reasons else "invalid: " + "; ".join(row.verdict.reasons)
     return (f"{case.name:<6}{case.layout:<26}{row.prediction.chosen:<8}{row.bound_s:>6.2f} s{row.predicted_s:>9.2f} s"
-            f"{ours:>6.2f} s{ours / row.bound_s:>8.2f}{other('tensors'):>9}{other('buckets'):>9}{share:>8.1%}"
+            f"{ours:>6.2f} s{ours / row.bound_s:>8.2f}{other('tensors'):>9}{other('buckets'):>9}{other('ring'):>9}"
+            f"{share:>8.1%}"
             f"{row.verdict.rate_share:>7.0%}{row.verdict.spare:>7.0%}  {counts}")
+
+
+def _spread(row: Measured) -> str:
+    def of(name: str) -> str:
+        runs = row.runs.get(name)
+        return "/".join(f"{seconds:.2f}" for seconds in (min(runs), row.seconds[name], max(runs))) if runs else "-"
+
+    return f"{row.setup.case.name:<6}{row.setup.case.layout:<34}" + "".join(f"{of(name):>20}" for name in METHODS)
 
 
 def verify_share(row: Measured) -> float:
@@ -71,8 +83,8 @@ def aims(rows: Sequence[Measured]) -> list[Aim]:
                                  ratio <= OF_BOUND))
     if "4+4" in by_name and by_name["4+4"].setup.case.baselines:
         row = by_name["4+4"]
-        for name, words, least in (("tensors", "a broadcast per tensor", OF_TENSORS), ("buckets", "packed broadcasts",
-                                                                                     OF_BUCKETS)):
+        for name, words, least in (("tensors", "a broadcast per tensor", OF_TENSORS),
+                                   ("buckets", "packed broadcasts", OF_BUCKETS), ("ring", "a pipelined ring", OF_RING)):
             faster = row.seconds[name] / row.seconds["ours"]
             found.append(_judged([row], f"4+4: at least {least:g} x faster than {words}", f"{faster:.1f} x",
                                  faster >= least))

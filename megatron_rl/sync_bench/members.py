@@ -189,7 +189,7 @@ async def _readable(pipe: Connection) -> None:
 
 
 def enter_namespace(name: str) -> None:
-    """Move this process, which must have one thread, into a network namespace.
+    """Move this thread into a network namespace, and with it those that it starts from now on.
 
     Raises:
         OSError: the namespace does not exist, or this process may not enter it.
