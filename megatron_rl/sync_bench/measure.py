@@ -63,7 +63,8 @@ async def bench(prepared: PreparedForecast, site: Site, repeats: int) -> Bench:
     world = start_world(site.members, config, plan, prepared.model_folder, site.placement, site.hosts)
     coordinator = SyncCoordinator(world.trainers, [engine.weights for engine in world.engines], world.endpoints,
                                   canonical_tensors(plan.architecture), backend=backend, bucket_bytes=site.bucket_bytes,
-                                  timeout_s=config.weight_sync.timeout_s, route=site.route, seats=site.seats)
+                                  timeout_s=config.weight_sync.timeout_s, route=site.route, seats=site.seats,
+                                  address=site.address)
     started = time.monotonic()
     manifest = await coordinator.setup()
     opening_s = time.monotonic() - started
@@ -72,6 +73,7 @@ async def bench(prepared: PreparedForecast, site: Site, repeats: int) -> Bench:
     await together(engine.stage("shadow") for engine in world.engines)
     await coordinator.setup()
     beside = await _syncs(coordinator, world, repeats)
+    coordinator.close()
     route = sync.build(site.route)
     return Bench(
         backend, site.route, plan.training.world_size + sum(each.tp for each in plan.rollout.engines), site.what,

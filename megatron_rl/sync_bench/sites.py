@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.cluster import local
+from launch.cluster.interfaces import job_address
 from launch.coefficients.sync import SyncCoefficients
 from launch.fabric.choose import SyncPrediction
 from launch.fabric.estimate import Kind
@@ -37,6 +38,8 @@ class Site:
 
     what: str
     """Description in words."""
+    address: str
+    """Address of this process that all members reach."""
     members: Members
     placement: Placement
     hosts: Mapping[str, Host]
@@ -63,8 +66,8 @@ def this_machine(prepared: PreparedForecast, logs: Path) -> Iterator[Site]:
             placement = place_local(plan, 0, ports, gpus=gpus, node=host.name, address=host.address)
             seats = planned_seats(found)
             bucket = int(prepared.config.weight_sync.bucket_mb * (1 << 20))
-            yield Site(f"{len(os.sched_getaffinity(0))} cores", members, placement, {host.name: host}, seats, seats,
-                       sync.chosen, min(bucket, sync.cost.chunk_bytes), sync,
+            yield Site(f"{len(os.sched_getaffinity(0))} cores", host.address, members, placement, {host.name: host},
+                       seats, seats, sync.chosen, min(bucket, sync.cost.chunk_bytes), sync,
                        found.problem.coefficients.sync)
     finally:
         ports.release()
@@ -89,7 +92,8 @@ def allocation(prepared: PreparedForecast, logs: Path) -> Iterator[Site]:
         plan, found = made.plan, made.found
         planned = sync_plan(config, plan, placement)
         with Members(PRELOAD, logs, agents) as members:
-            yield Site(f"{len(placement.nodes)} nodes of job {facts.job_id}", members, placement,
+            yield Site(f"{len(placement.nodes)} nodes of job {facts.job_id}",
+                       job_address(profile.interfaces.socket).address, members, placement,
                        {node: Host(node, placement.addresses[node]) for node in placement.nodes}, planned.seats,
                        planned_seats(found), planned.route, planned.bucket_bytes, _sync_of(found),
                        found.problem.coefficients.sync)

@@ -32,6 +32,7 @@ class Observed:
     """What tests ask of every member's object."""
 
     connections = staticmethod(sockets.connections)
+    held = staticmethod(sockets.held)
     strike = staticmethod(strikes.strike)
     without_tags = staticmethod(strikes.without_tags)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 
 import pytest
@@ -14,6 +15,7 @@ from launch.fabric.staging import Staging, staging
 from megatron_rl.weight_sync.plan.copies import intersect_sides
 from megatron_rl.weight_sync.plan.manifest import SyncManifest, route_of
 from megatron_rl.weight_sync.plan.streams import turns
+from tests.patience import patient
 from tests.weight_sync.routed import World, two_checkpoints, world
 
 
@@ -74,6 +76,29 @@ def test_twins_of_a_node_are_fed_from_one_copy(folders):
         assert into == {(1, False): whole, (1, True): whole, (2, False): whole, (2, True): whole}
 
     with world(folders, "chain", 4, trainer={"tp": 2}, seats=seats) as one:
+        asyncio.run(run(one))
+
+
+def test_a_second_set_up_closes_the_first(folders):
+    """No member is left with a thread, a socket or a buffer of it, and the sync that follows is right."""
+    async def held(one: World) -> list:
+        members = [*(source.call("held") for source in one.sources), *(engine.rpc("held") for engine in one.engines)]
+        return [await asyncio.gather(*members), await _allocated(one)]
+
+    async def run(one: World) -> None:
+        await one.coordinator.setup()
+        await asyncio.sleep(1.0)                # the threads that formed the links end
+        first, deadline = await held(one), time.monotonic() + patient(20)
+        for _ in range(3):
+            await one.coordinator.setup()
+        while (again := await held(one)) != first and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)            # the kernel and gloo close a connection a moment later
+        assert again == first
+        await one.train_to(1)
+        await one.coordinator.sync(0)
+        await one.assert_hold(1, 0)
+
+    with world(folders, "chain", 2, trainer={"tp": 2}) as one:
         asyncio.run(run(one))
 
 

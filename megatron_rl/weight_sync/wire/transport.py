@@ -74,7 +74,7 @@ class Links:
                  device: torch.device | None = None) -> None:
         self._me, self._backend, self._timeout_s = me, backend, timeout_s
         self._turns, self._device = turns or {}, device
-        self._form = _gloo_former(address) if backend == "gloo" else _nccl_former(device)
+        self._form: Form | None = _gloo_former(address) if backend == "gloo" else _nccl_former(device)
         self._open: dict[tuple[str, str], _Link] = {}
         self._forming: set[Future] = set()
         self._stores: list[dist.Store] = []           # they must outlive the groups
@@ -100,9 +100,9 @@ class Links:
         thread behind, which then drops the group."""
         forming: Future[Group] = Future()
 
-        def form() -> None:
+        def form(make: Form) -> None:
             try:
-                group = self._form(store, rank, deadline)
+                group = make(store, rank, deadline)
             except BaseException as error:
                 with contextlib.suppress(InvalidStateError):
                     forming.set_exception(error)
@@ -113,10 +113,10 @@ class Links:
                 _Link(group, self._backend, (), 0.0).close()
 
         with self._lock:
-            if self.closed is not None:
-                raise TransportError(self.closed)
+            if self.closed is not None or (make := self._form) is None:
+                raise TransportError(self.closed or "its lanes are closed")
             self._forming.add(forming)
-        threading.Thread(target=form, name="link", daemon=True).start()
+        threading.Thread(target=form, args=(make,), name="link", daemon=True).start()
         try:
             return forming.result()
         finally:
@@ -152,6 +152,7 @@ class Links:
             while self._open:
                 self._open.popitem()[1].close()
             self._stores.clear()
+            self._form = None           # gloo's device has a thread and a socket, as long as something refers to it
 
 
 class Lane:
