@@ -37,7 +37,7 @@ class SyncCoefficients(Coefficients):
         2.7e12, "bytes/s", "position-dependent digest of weights, per GPU",
         f"reads HBM once at 80 % of an H100's 3.35 TB/s; {_DESIGN}")
     quantise_rate: float = coefficient(
-        5e11, "bytes/s", "requantising bf16 weights in the engine (FP8 rollout), per GPU", _DESIGN)
+        5e11, "bytes/s", "quantising bf16 weights in the engine (FP8 rollout), per GPU", _DESIGN)
     pause_s: float = coefficient(
         0.125, "s", "pausing and resuming the engines", f"middle of 50 to 200 ms; {_DESIGN}")
     communicator_nic_bytes: float = coefficient(

@@ -450,7 +450,7 @@ class _Checker:
                 ("model.lora_rank", c.model.lora_rank is not None,
                  "only adapters are sent, and an engine loads a new adapter next to the old one anyway"),
                 ("rollout.dtype", c.rollout.dtype == "fp8",
-                 "quantised weights are received into a second copy in both modes, and the rest is small"),
+                 "an engine builds its quantised weights in place, layer by layer"),
                 ("placement.mode", c.placement.mode in ("colocated", "hybrid"),
                  "trainer and engine alternate on a GPU, so no engine serves while weights are handed over")):
             if colliding:

@@ -290,7 +290,11 @@ def least_seconds(shape: Architecture, training: TrainingLayout, rollout: Rollou
     nvlink_rate = fabric.nvlink_bandwidth * coefficients.nvlink_efficiency
     rate, latency = fabric.nic_bandwidth * coefficients.nic_efficiency, coefficients.chunk_latency_s
     sooner = 2 / coefficients.copy_rate + (1 / nvlink_rate if found.nvlink_bytes else 0.0)
-    if found.nvlink_bytes and found.wire_s < (found.nvlink_bytes + found.chunk_bytes) / nvlink_rate:
+    slow = False
+    if found.quantise:
+        sooner += 1 / coefficients.quantise_rate
+        slow = found.wire_s < (found.rollout_nic_in_bytes + found.nvlink_bytes) / coefficients.quantise_rate
+    if slow or found.nvlink_bytes and found.wire_s < (found.nvlink_bytes + found.chunk_bytes) / nvlink_rate:
         return found.expected_s - found.chunk_bytes * sooner
     def least(seconds_per_byte: float) -> float:
         """Seconds of chunks of the best size, of which one's bytes take so long."""

@@ -159,16 +159,19 @@ class RouteCost:
         """Bytes that the busiest training GPU digests while it sends."""
         return 2 * _largest_shard(self.traffic)
 
-    @line("s", "pause + barriers + max(wire, trainer digested/digest rate) + 2 c/copy rate + held/digest rate "
-               "(+ held/quantise rate)", key="seconds")
+    @line("s", lambda self: "pause + barriers + max(wire, trainer digested/digest rate"
+                            + (", held/quantise rate" if self.quantise else "") + ") + 2 c/copy rate + held/digest rate"
+                            + (" + c/quantise rate" if self.quantise else ""), key="seconds")
     @part
     def expected_s(self) -> float:
-        """The whole sync: pause, barriers, wire or the trainer's digests, packing that is not overlapped, digest,
-        requantising."""
+        """The whole sync: pause, barriers, wire or the trainer's digests, packing and quantising that are not
+        overlapped, digest."""
         c, held = self.c, self.rollout_nic_in_bytes + self.nvlink_bytes
-        return (c.pause_s + c.barrier_s + max(self.wire_s, self.trainer_digested_bytes / c.digest_rate)
-                + 2 * self.chunk_bytes / c.copy_rate
-                + held / c.digest_rate + (held / c.quantise_rate if self.quantise else 0.0))
+        beside = max(self.wire_s, self.trainer_digested_bytes / c.digest_rate)
+        after = 2 * self.chunk_bytes / c.copy_rate + held / c.digest_rate
+        if self.quantise:       # layer by layer, while others arrive
+            beside, after = max(beside, held / c.quantise_rate), after + self.chunk_bytes / c.quantise_rate
+        return c.pause_s + c.barrier_s + beside + after
 
     @line("transfers", "large ones into the busiest rollout NIC", key="sync.transfers")
     @part

@@ -37,7 +37,7 @@ class Simulation(NamedTuple):
     done_s: float
     """Unpacking of the last byte."""
     total_s: float
-    """The whole sync: pause, barriers, transfer, digest, requantising."""
+    """The whole sync: pause, barriers, transfer, digest, quantising."""
     chunks: int
     """Chunks that were simulated."""
     components: int
@@ -62,9 +62,11 @@ def simulate(route: Route, coefficients: SyncCoefficients, *, quantise: bool = F
     for edge in route.edges:
         held[edge.destination] += edge.bytes
     most = max(held.values(), default=0)
-    total = (coefficients.pause_s + coefficients.barrier_s
-             + max(done, trainer_digested_bytes / coefficients.digest_rate) + most / coefficients.digest_rate
-             + (most / coefficients.quantise_rate if quantise else 0.0))
+    beside, after = max(done, trainer_digested_bytes / coefficients.digest_rate), most / coefficients.digest_rate
+    if quantise:        # layer by layer, while others arrive
+        beside = max(beside, most / coefficients.quantise_rate)
+        after += route.chunk_bytes / coefficients.quantise_rate
+    total = coefficients.pause_s + coefficients.barrier_s + beside + after
     return Simulation(wire, done, total, chunks, len(parts))
 
 

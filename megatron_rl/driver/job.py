@@ -128,7 +128,7 @@ class Job:
                  manifest.total_bytes / 2**20, manifest.fingerprint())
         if manifest.requantised:
             quantised = manifest.requantised_bytes
-            log.info("weight sync: the engines quantise %.1f MiB at COMMIT (%d parameters per worker) and write "
+            log.info("weight sync: the engines quantise %.1f MiB (%d parameters per worker) and write "
                      "%.1f MiB in place", quantised / 2**20, len(manifest.requantised),
                      (manifest.total_bytes - quantised) / 2**20)
         for line in differences(announced(self.config, self.plan), self.plan, manifest):

@@ -14,6 +14,7 @@ from megatron_rl.layouts.tiles import CanonicalTensor
 from megatron_rl.layouts.vllm import decode_layout
 from megatron_rl.rollout.vllm_engine import VllmEngine
 from megatron_rl.weight_sync.plan.copies import Destination
+from megatron_rl.weight_sync.plan.layers import plan_layers
 from megatron_rl.weight_sync.protocol import (
     EngineState,
     Held,
@@ -43,8 +44,8 @@ class EngineWeights:
                  timeout_s: float = 120.0) -> None:
         self._vllm, self._replica, self._tp, self._dtype, self._address = vllm, replica, tp, dtype, address
         self.shadow = staging == "shadow"
-        self._requantises = False
-        """Whether workers hold quantised weights. With either staging, they receive these next to the live weights."""
+        self._requantised: tuple[str, ...] = ()
+        """Names of the parameters that workers hold quantised."""
         self.in_flight, self.keep_kv = in_flight, keep_kv
         self._timeout_s = timeout_s
         self._serving = asyncio.Event()
@@ -96,7 +97,7 @@ class EngineWeights:
         plain = [[tensor.name, list(tensor.shape)] for tensor in canonical]
         answers = await self._vllm.rpc("sync_layout", plain, self._dtype)
         self._raise_errors(answers)
-        self._requantises = any(answer["requantised"] for answer in answers)
+        self._requantised = tuple(answers[0]["requantised"])
         return [Destination(self._replica, worker, tuple(map(decode_layout, answer["layouts"])), answer["dtypes"],
                             answer["padding"], tuple(answer["requantised"])) for worker, answer in enumerate(answers)]
 
@@ -125,12 +126,14 @@ class EngineWeights:
         """Let every worker join its lanes in the given order and keep its streams. Returns what each then holds."""
         outlines = [each.outline() for each in part.streams]
         on = [set(each.receivers) for each in part.streams]
+        ranks = [(self._replica, worker) for worker in range(self._tp)]
+        layers = plan_layers([[each for each, receivers in zip(part.streams, on, strict=True) if mine in receivers]
+                              for mine in ranks], self._requantised)
         parts = []
-        for worker in range(self._tp):
-            mine = self._replica, worker
+        for mine in ranks:
             streams = tuple(whole if mine in receivers else outline
                             for whole, outline, receivers in zip(part.streams, outlines, on, strict=True))
-            parts.append(replace(part, streams=streams).plain())
+            parts.append(replace(part, streams=streams, layers=layers[mine[1]]).plain())
         await self._vllm.open_transfer({"replica": self._replica, "parts": parts, "address": self._address})
         answers = await self._settled()
         self._raise_errors(answers)
@@ -173,8 +176,6 @@ class EngineWeights:
             if self.shadow:
                 await self._swap(epoch)
             self._written = epoch
-            if self._requantises and not self.shadow:
-                self._raise_errors(await self._vllm.rpc("sync_swap", epoch))
             self._raise_errors(await self._vllm.rpc("sync_end"))
             await self._vllm.label_version(str(version))
             # vLLM keeps the prefix cache across an update and does not drop it while requests hold blocks.

@@ -16,9 +16,9 @@ serves its old version until COMMIT. Only then does it stop, copy the shadow to 
 weights again. An epoch that fails before that leaves the old version whole and served; one that fails later leaves the
 engine DISCARDED.
 
-Quantised weights of an engine cannot be written as they arrive. With either staging, a worker receives them next to the
-live weights, in the form in which vLLM loads them. VERIFY compares digests of this form, and COMMIT has vLLM build the
-layer from it again.
+Quantised weights of an engine cannot be written as they arrive. A worker receives such a layer in a buffer, in the form
+in which vLLM loads it, digests it there, and has vLLM build the live layer from it. Then another layer takes the
+buffer. VERIFY compares the digests of the buffers. A failure leaves the engine DISCARDED, as above.
 No torch here, because the driver does not need it.
 """
 
@@ -33,6 +33,7 @@ from typing import Literal, NamedTuple, Protocol
 from launch.fabric.seated import EngineRank
 from megatron_rl.layouts.tiles import CanonicalTensor
 from megatron_rl.weight_sync.plan.copies import Destination, Source
+from megatron_rl.weight_sync.plan.layers import LayerPlan
 from megatron_rl.weight_sync.plan.streams import EdgeKey, Stream
 
 Backend = Literal["gloo", "nccl"]
@@ -121,13 +122,16 @@ class SyncPart:
     """Token of that line."""
     shared: tuple[str, ...] = ()
     """Names of a trainer rank's parameters that other ranks hold too."""
+    layers: LayerPlan = LayerPlan((), ())
+    """A worker's quantised layers."""
 
     def plain(self) -> bytes:
         """For calls that only carry simple values. It is opaque: vLLM gives all workers of an engine the parts of all,
         and each decodes only its own."""
         plain = {"lanes": [lane.plain() for lane in self.lanes], "streams": [each.encode() for each in self.streams],
                  "timeout_s": self.timeout_s, "open_timeout_s": self.open_timeout_s, "epoch": self.epoch,
-                 "line": list(self.line) if self.line else None, "token": self.token}
+                 "line": list(self.line) if self.line else None, "token": self.token,
+                 "layers": [list(self.layers.order), list(self.layers.buffers)]}
         return json.dumps(plain, separators=(",", ":")).encode()
 
     @staticmethod
@@ -135,7 +139,8 @@ class SyncPart:
         plain = json.loads(data)
         return SyncPart(tuple(map(LaneSpec.from_plain, plain["lanes"])), tuple(map(Stream.decode, plain["streams"])),
                         plain["timeout_s"], plain["open_timeout_s"], plain["epoch"],
-                        tuple(plain["line"]) if plain["line"] else None, plain["token"])
+                        tuple(plain["line"]) if plain["line"] else None, plain["token"],
+                        layers=LayerPlan(*map(tuple, plain["layers"])))
 
 
 @dataclass(frozen=True)
@@ -204,8 +209,7 @@ class SyncReport:
     arrivals: dict[tuple[str, str], float] = field(default_factory=dict)
     """(sender, receiver) of each hop, by name -> seconds until its last bucket had arrived."""
     requantised: int = 0
-    """Part of `nbytes` that engines received next to their weights and quantised at COMMIT. The rest was written in
-    place."""
+    """Part of `nbytes` that engines quantised. The rest was written in place."""
 
 
 class TrainerHandle(Protocol):

@@ -17,7 +17,13 @@ from launch.model.architecture import Architecture
 from launch.model.builtin import from_builtin
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.planner.memory.activations import in_flight, layer_activations
-from launch.planner.memory.rollout import ColocatedMemory, RolloutMemory, kv_bytes_per_token, weights_on_rank
+from launch.planner.memory.rollout import (
+    ColocatedMemory,
+    RolloutMemory,
+    kv_bytes_per_token,
+    layer_buffer_bytes,
+    weights_on_rank,
+)
 from launch.planner.memory.training import lora_parameters, training_memory
 from launch.planner.parameters import count, parameters_of
 
@@ -231,13 +237,24 @@ def test_a_second_copy_of_the_weights_takes_its_bytes_from_the_cache():
     assert not RolloutMemory(LLAMA70, RolloutLayout(tp=4), H100, max_tokens=8704, second_copy=True).fits
 
 
-def test_a_quantised_engine_keeps_what_it_received_in_bf16_beside_its_weights():
-    """70B at TP 8: the matrices of 80 layers, 2 bytes an element beside 1; embedding and head are received in place."""
+def test_a_quantised_engine_receives_its_layers_through_buffers():
+    """70B at TP 8: each holds a layer's gate and up in bf16. With six, the engine needs half of what a bf16 engine
+    does; the scales are 4 bytes an output channel."""
     layout = RolloutLayout(tp=8, max_num_seqs=512, weight_precision="fp8")
-    alone, ours = (RolloutMemory(LLAMA70, layout, H100, requantised=each) for each in (False, True))
-    matrices = 80 * 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)
-    assert ours.components["received"] == 2 * matrices // 8 and "received" not in alone.components
+    alone, ours = (RolloutMemory(LLAMA70, layout, H100, layer_buffers=each) for each in (0, 6))
+    assert ours.components["received"] == 6 * 2 * 2 * 28672 * 8192 // 8 and "received" not in alone.components
     assert alone.kv_cache - ours.kv_cache == ours.components["received"] and alone.total == ours.total
+    wide = weights_on_rank(LLAMA70, replace(layout, weight_precision="bf16"))
+    matrices = 80 * 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672) // 8
+    channels = 80 * ((8192 + 2 * 1024 + 2 * 28672) // 8 + 2 * 8192)
+    assert ours.weights == wide - matrices + 4 * channels
+    assert 0.55 * wide < ours.weights + ours.received < 0.6 * wide
+
+
+def test_a_quantised_mixture_of_experts_has_one_buffer_for_all_experts():
+    layout = RolloutLayout(tp=2, weight_precision="fp8")
+    each = QWEN_MOE.experts * 3 * QWEN_MOE.hidden * QWEN_MOE.moe_ffn // 2
+    assert layer_buffer_bytes(QWEN_MOE, layout) == 2 * each
 
 
 def test_rollout_weights():

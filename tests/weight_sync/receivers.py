@@ -137,6 +137,11 @@ def _build(folder: str, tp: int, rank: int, staging: Staging = "in_place", quant
             others = [name for name in wrong if name not in quantised]
             return quantised, others, [each.data_ptr() for each in live.values()]
 
+        def memory(self) -> tuple[int, int]:
+            """Bytes of the model's parameters, and of the buffers of quantised layers."""
+            storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in self.model.parameters()}
+            return sum(each.nbytes() for each in storages.values()), self.weight_transfer_engine.layers.nbytes
+
         def fail_quantising(self, at: int) -> None:
             """Layer number `at` fails when it is quantised next; -1: none does."""
             layers = list(self.weight_transfer_engine.quantised._layers.values())

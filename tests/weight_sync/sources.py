@@ -95,7 +95,8 @@ class SourceProcess(Observed):
                            "local", self.parameters)
 
     def set_fault(self, fault: str | None) -> None:
-        """What goes wrong in the next sends: "flip" one bit of the wire, "swap" two rows of it, "stale" epoch."""
+        """What goes wrong in the next sends: "flip" one bit of the wire, "swap" two rows of it, "stale" epoch; "late":
+        only bucket 3 of the first stream is of the epoch before."""
         import megatron_rl.weight_sync.ends.sender as sender_module
         from megatron_rl.weight_sync.wire import packing as wire
 
@@ -107,7 +108,7 @@ class SourceProcess(Observed):
         from megatron_rl.weight_sync.wire import packing as wire
 
         def faulty(bucket, number, epoch_, parameters, buffer, stream):
-            if self.fault == "stale":
+            if self.fault == "stale" or self.fault == "late" and (stream, number) == (0, 3):
                 return wire.pack_bucket(bucket, number, epoch_ - 1, parameters, buffer, stream)
             filled = wire.pack_bucket(bucket, number, epoch_, parameters, buffer, stream)
             payload = filled[wire.HEADER_BYTES:]

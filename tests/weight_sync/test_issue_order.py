@@ -37,8 +37,8 @@ def test_nobody_waits_in_a_circle(predictions, name, kind):
     if Communicators(route.links, DEFAULT).busiest > MOST_LINKS:
         assert (name, kind) == ("70b/grpo_wide_rollout", "direct"), "a route that is refused (test_sync_coordinator.py)"
         return
-    streams = _streams(route)
-    world = _World(streams, turns(streams))
+    streams = streams_of(route)
+    world = World(streams, turns(streams))
     assert world.run() == []
     assert world.moved == sum(len(stream.hops) * len(stream.buckets) for stream in streams)
 
@@ -46,21 +46,21 @@ def test_nobody_waits_in_a_circle(predictions, name, kind):
 def test_links_and_inlets_of_one_pool_of_streams_wait_for_each_other(predictions):
     """Two that share a CUDA stream cannot run at the same time. So it was: torch's pool, for links and inlets."""
     def hang(name: str, kind: str, sync: int) -> bool:
-        streams = _streams(predictions[name].build(kind))
-        return bool(_World(streams, turns(streams), pooled=True, syncs=sync).run())
+        streams = streams_of(predictions[name].build(kind))
+        return bool(World(streams, turns(streams), pooled=True, syncs=sync).run())
 
     assert [hang("70b/grpo_wide_rollout", "tree", sync) for sync in (0, 1)] == [False, True]
 
 
 def test_the_simulation_sees_a_circle_and_a_mix_up(predictions):
-    streams = _streams(predictions["70b/grpo"].build("tree"))
+    streams = streams_of(predictions["70b/grpo"].build("tree"))
     order = turns(streams)
     pair, shared = next((pair, each) for pair, each in order.items() if not isinstance(pair[0], int)
                         and len(each) > len({streams[number].rank for number in each}) * MOST_BUCKETS)
     # One stream after the other; their training rank sends bucket by bucket in turn, and has no buffer for more.
-    assert _World(streams, {**order, pair: tuple(sorted(shared))}).run()
+    assert World(streams, {**order, pair: tuple(sorted(shared))}).run()
     with pytest.raises(AssertionError, match="took a bucket of"):
-        _World(streams, order, {pair: shared[::-1]}).run()
+        World(streams, order, {pair: shared[::-1]}).run()
 
 
 @pytest.mark.parametrize("name, training, rollout, megabytes, total, rounds", [
@@ -76,16 +76,17 @@ def test_communicators_of_the_shipped_plans(predictions, name, training, rollout
     queues = next(each.value for each in envvars.TABLE if each.name == "CUDA_DEVICE_MAX_CONNECTIONS"
                   and each.roles == ("rollout",))
     assert rollout + 8 < int(queues), "a hardware queue for each, and for what the engine itself launches"
-    pairs = turns(_streams(route))
+    pairs = turns(streams_of(route))
     ends = Counter(member for pair in pairs for member in pair)
     assert max(count for member, count in ends.items() if isinstance(member, tuple)) == rollout
     assert max(count for member, count in ends.items() if isinstance(member, int)) == training
 
 
-def _streams(route: Route) -> list[Stream]:
-    """As `manifest` makes them: training ranks and workers numbered by their places."""
+def streams_of(route: Route, workers: dict | None = None) -> list[Stream]:
+    """As `manifest` makes them: training ranks and, unless they are given, workers numbered by their places."""
     ranks = {place: number for number, place in enumerate(sorted({e.source for e in route.edges if e.parent == ROOT}))}
-    workers = {place: (number, 0) for number, place in enumerate(sorted({e.destination for e in route.edges}))}
+    if workers is None:
+        workers = {place: (number, 0) for number, place in enumerate(sorted({e.destination for e in route.edges}))}
     hops: list[list[Hop]] = []
     roots, stream_of = [], {}
     for number, edge in enumerate(route.edges):
@@ -134,7 +135,7 @@ class _Cuda:
         return member, "pool", (self._dealt[member] - 1) % MOST_LINKS
 
 
-class _World:
+class World:
     """All members. A message is over when both ends have issued it and it is the first in the queues of both."""
 
     def __init__(self, streams: list[Stream], order: dict[Pair, tuple[int, ...]],
@@ -162,8 +163,40 @@ class _World:
                 self._threads.append(_sender(mine))
             else:
                 inlets = in_order(mine)
-                self._threads += [_seat(member, [inlets[number] for number in numbers], seat, self._cuda)
+                self._threads += [self._seat(member, [inlets[number] for number in numbers], seat)
                                   for seat, numbers in enumerate(seats_of(inlets))]
+
+    def _seat(self, me: tuple[int, int], inlets: list[Stream], number: int) -> Iterator[Step]:
+        """A thread of `WeightReceiver._run_all`, which runs the streams of a seat one after the other."""
+        for inlet in inlets:
+            yield from self._inlet(me, inlet, self._cuda.of_inlet(me, number))
+
+    def _inlet(self, me: tuple[int, int], stream: Stream, own: tuple) -> Iterator[Step]:
+        """`_Inlet.run`: what it issues waits for its CUDA stream, `own`, and it reads a digest from there."""
+        sender = stream.sender_of(me)
+        source: Pair = (stream.rank if sender is None else sender, me)
+        arriving: deque[Step] = deque()
+
+        def receive(number: int) -> Iterator[Step]:
+            arriving.append(("wait", source, (yield "issue", source, "receive", stream.number, number, own)))
+
+        for number in range(min(RECEIVING, len(stream.buckets))):
+            yield from receive(number)
+        for number in range(len(stream.buckets)):
+            yield arriving.popleft()
+            sends = []
+            for child in stream.receivers_from(me):
+                pair = me, child
+                sends.append(("wait", pair, (yield "issue", pair, "send", stream.number, number, own)))
+            yield from self.written(me, stream, number)
+            yield "drain", own
+            yield from sends
+            if number + RECEIVING < len(stream.buckets):
+                yield from receive(number + RECEIVING)
+
+    def written(self, me: tuple[int, int], stream: Stream, number: int) -> Iterator[Step]:
+        """Writing a bucket waits for nothing."""
+        return iter(())
 
     def run(self) -> list[Step]:
         """Everything that can happen happens; the steps at which somebody is stuck."""
@@ -251,32 +284,3 @@ def _sender(streams: list[Stream]) -> Iterator[Step]:
         in_flight.append(sends)
     for sends in in_flight:
         yield from sends
-
-
-def _seat(me: tuple[int, int], inlets: list[Stream], number: int, cuda: _Cuda) -> Iterator[Step]:
-    """A thread of `WeightReceiver._run_all`, which runs the streams of a seat one after the other."""
-    for inlet in inlets:
-        yield from _inlet(me, inlet, cuda.of_inlet(me, number))
-
-
-def _inlet(me: tuple[int, int], stream: Stream, own: tuple) -> Iterator[Step]:
-    """`_Inlet.run`: what it issues waits for its CUDA stream, `own`, and it reads a digest from there."""
-    sender = stream.sender_of(me)
-    source: Pair = (stream.rank if sender is None else sender, me)
-    arriving: deque[Step] = deque()
-
-    def receive(number: int) -> Iterator[Step]:
-        arriving.append(("wait", source, (yield "issue", source, "receive", stream.number, number, own)))
-
-    for number in range(min(RECEIVING, len(stream.buckets))):
-        yield from receive(number)
-    for number in range(len(stream.buckets)):
-        yield arriving.popleft()
-        sends = []
-        for child in stream.receivers_from(me):
-            pair = me, child
-            sends.append(("wait", pair, (yield "issue", pair, "send", stream.number, number, own)))
-        yield "drain", own
-        yield from sends
-        if number + RECEIVING < len(stream.buckets):
-            yield from receive(number + RECEIVING)

@@ -236,6 +236,8 @@ def test_the_manifest_says_what_is_quantised_and_refuses_engines_that_differ_in_
         assert manifest.requantised == names and manifest.requantised_bytes == 3 * len(names) * 4 * a.hidden * a.ffn
         without = build_manifest(sources(a, training), plain, 200, route=route)
         assert (without.requantised, without.requantised_bytes) == ((), 0)
-        assert without.streams == manifest.streams and without.fingerprint() != manifest.fingerprint()
+        assert without.fingerprint() != manifest.fingerprint()
+        assert [replace(stream, slot=0) for stream in without.streams] == [
+            replace(stream, slot=0) for stream in manifest.streams]
     with pytest.raises(ValueError, match="not all quantise the same parameters: model.layers.0.*weight; none"):
         build_manifest(sources(a, training), [*quantising[1:], plain[0]], 200)

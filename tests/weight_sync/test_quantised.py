@@ -57,6 +57,8 @@ def test_what_vllm_quantises_to_another_form_is_not_copied(model):
         layer.weight = nn.Parameter(layer.weight.t(), requires_grad=False)
 
     method.process_weights_after_loading = transposed
-    with pytest.raises(LayoutError, match=r"quantised model.layers.0.mlp.down_proj.weight to .* \[128, 256\]"):
-        quantised.swap()
+    name = "model.layers.0.mlp.down_proj"
+    values = {f"{name}.weight": torch.ones_like(quantised.forms[f"{name}.weight"], device="cpu")}
+    with pytest.raises(LayoutError, match=rf"quantised {name}.weight to .* \[128, 256\]"):
+        quantised.quantise(name, values)
     assert all(_tensors(model)[name] is each for name, each in live.items())

@@ -4,16 +4,19 @@ whose ranks and workers together are at most eight."""
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
 from launch.model.hf_config import from_hf_config
+from launch.plan.layouts import RolloutLayout
+from launch.planner.memory.rollout import layer_buffer_bytes, weights_on_rank
 from megatron_rl.layouts.digest import add
 from megatron_rl.layouts.megatron import canonical_tensors
-from megatron_rl.sync_bench.members import together
-from megatron_rl.weight_sync.protocol import EngineState, SyncError
+from megatron_rl.sync_bench.members import MemberError, together
+from megatron_rl.weight_sync.protocol import EngineState, NotServing, SyncError
 from tests.patience import patient
 from tests.tiny_models import make_tiny
 from tests.weight_sync.members import processes_of
@@ -72,65 +75,91 @@ def test_what_is_swapped_in_is_what_vllm_loads_itself(folders, members):
         asyncio.run(_sync_twice(sources, members[:2], first, second, staging="shadow"))
 
 
-def test_quantised_engines_hold_what_vllm_quantises_itself(tmp_path, members):
-    """A bf16 trainer, an engine of TP2 in `fp8_per_channel`: three syncs, damage, and a layer that cannot be quantised;
-    with either staging."""
-    folders = [make_tiny(tmp_path / str(seed), "qwen2", seed, vocab_size=321, dtype=torch.bfloat16) for seed in (0, 1)]
+@pytest.mark.parametrize("tp, pp, rollout_tp, engines, route", [(2, 2, 2, 2, "chain"), (2, 2, 1, 1, "direct")])
+def test_quantised_engines_hold_what_vllm_quantises_itself(tmp_path, members, tp, pp, rollout_tp, engines, route):
+    """A bf16 trainer, engines in `fp8_per_channel`: every layer from several streams, forwarded by the first engine;
+    three syncs, damage, a lane that is cut, and a layer that cannot be quantised."""
+    folders = [make_tiny(tmp_path / str(seed), "qwen2", seed, vocab_size=321, num_hidden_layers=4, dtype=torch.bfloat16)
+               for seed in (0, 1)]
     a = from_hf_config(folders[0])
+    workers = members[:rollout_tp * engines]
 
-    async def story(sources, staging) -> None:
-        await together(member.call("build", str(folders[0]), 2, worker, staging, "fp8_per_channel")
-                       for worker, member in enumerate(members[:2]))
-        engine = ReceivingEngine(members[:2], 0, staging, "bfloat16")
-        coordinator = coordinator_of(sources, [engine], folders[0], patient(30), bucket_bytes=30_000)
+    async def story(sources) -> None:
+        await together(member.call("build", str(folders[0]), rollout_tp, number % rollout_tp, "in_place",
+                                   "fp8_per_channel") for number, member in enumerate(workers))
+        made = [ReceivingEngine(workers[replica * rollout_tp:(replica + 1) * rollout_tp], replica, dtype="bfloat16")
+                for replica in range(engines)]
+        coordinator = coordinator_of(sources, made, folders[0], patient(30), bucket_bytes=30_000, route=route)
 
-        async def hold(folder, quantised: bool, others: bool) -> list:
+        async def hold(which: int) -> tuple[set[bool], set[bool], list]:
             """Whether the quantised tensors, and all others, are those of a checkpoint; the addresses of all."""
-            found = await engine.rpc("unlike_own_loading", str(folder))
-            assert [(not wrong, not rest) for wrong, rest, _ in found] == [(quantised, others)] * 2
-            return [addresses for _, _, addresses in found]
+            found = [each for engine in made for each in await engine.rpc("unlike_own_loading", str(folders[which]))]
+            return ({not wrong for wrong, _, _ in found}, {not rest for _, rest, _ in found},
+                    [addresses for _, _, addresses in found])
 
         async def train_to(which: int) -> None:
             for source in sources:
                 await source.call("load", str(folders[which]))
 
+        async def fails(message: str) -> None:
+            with pytest.raises(SyncError, match=message):
+                await coordinator.sync(3)
+            for engine in made:
+                assert (engine.state, engine.version) == (EngineState.DISCARDED, None)
+                with pytest.raises(NotServing):
+                    engine.check_serving()
+
         manifest = await coordinator.setup()
         matrices = [f"model.layers.{layer}.{name}.weight" for layer in range(a.layers) for name in (
             "mlp.down_proj", "mlp.gate_up_proj", "self_attn.o_proj", "self_attn.qkv_proj")]
         assert manifest.requantised == tuple(sorted(matrices))
-        addresses = await hold(folders[0], False, False)
+        quantised, others, addresses = await hold(0)
+        assert quantised == others == {False}
+        committed = {True}, {True}, addresses
         for version, which in enumerate((0, 1, 0)):
             await train_to(which)
             report = await coordinator.sync(version)
-            assert report.requantised == 2 * sum(
+            assert report.requantised == engines * 2 * sum(
                 torch.Size(shape).numel() for name, shape in _matrices(a)) < report.nbytes == manifest.total_bytes
-            assert await hold(folders[which], True, True) == addresses
+            assert await hold(which) == committed
+        for engine in made:
+            _assert_planned(a, rollout_tp, await engine.rpc("memory"))
 
         await train_to(1)
         await sources[0].call("set_fault", "flip")
-        with pytest.raises(SyncError, match="trainer rank 0 -> engine 0 worker"):
-            await coordinator.sync(3)
+        await fails("trainer rank 0 -> engine 0 worker")
         await sources[0].call("set_fault", None)
-        await hold(folders[0], True, staging == "shadow")       # no layer was quantised again
-        assert engine.state is (EngineState.SERVING if staging == "shadow" else EngineState.DISCARDED)
 
-        await engine.rpc("fail_quantising", 3)
-        with pytest.raises(SyncError, match="engine 0 worker 0: ZeroDivisionError"):
-            await coordinator.sync(3)
-        assert (engine.state, engine.version) == (EngineState.DISCARDED, None)
-        assert await hold(folders[1], False, True) == addresses
-        await engine.rpc("fail_quantising", -1)
+        await train_to(0)
+        await made[0].rpc("fail_quantising", 3)
+        await fails("engine 0 worker 0: ZeroDivisionError")
+        quantised, _, same = await hold(0)
+        assert False in quantised and same == addresses
+        await made[0].rpc("fail_quantising", -1)
         await coordinator.sync(3)
-        assert (engine.state, engine.version) == (EngineState.SERVING, 3)
-        assert await hold(folders[1], True, True) == addresses
+        assert await hold(0) == committed
+        for engine in made:
+            engine.check_serving()
         coordinator.close()
 
-    async def stories(sources) -> None:
-        for staging in ("in_place", "shadow"):
-            await story(sources, staging)
+    with source_ranks(folders[0], training_plan(a, tp, pp), "bfloat16") as sources:
+        asyncio.run(story(sources))
 
-    with source_ranks(folders[0], training_plan(a), "bfloat16") as sources:
-        asyncio.run(stories(sources))
+
+def test_a_second_copy_of_quantised_weights_is_refused(tmp_path, members):
+    folder = make_tiny(tmp_path, "qwen2", dtype=torch.bfloat16)
+    with pytest.raises(MemberError, match="staging = shadow holds no second copy of quantised weights"):
+        asyncio.run(members[0].call("build", str(folder), 1, 0, "shadow", "fp8_per_channel"))
+
+
+def _assert_planned(a, tp: int, memory: list) -> None:
+    """The memory of weights and buffers is what the planner counts for this model, and less than a bf16 engine's."""
+    layout = RolloutLayout(tp=tp, weight_precision="fp8")
+    for weights, buffers in memory:
+        assert weights == weights_on_rank(a, layout)
+        count, rest = divmod(buffers, layer_buffer_bytes(a, layout))
+        assert rest == 0 < count < 6
+        assert weights + buffers < weights_on_rank(a, replace(layout, weight_precision="bf16"))
 
 
 def _matrices(a) -> list:

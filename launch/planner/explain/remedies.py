@@ -107,9 +107,6 @@ def _changes(problem: Problem) -> Iterator[_Change]:
     if not pins.tp_across_nodes:
         yield _Change(2.6, "placement.tp_across_nodes=true",
                       lambda it: replace(it, pins=replace(it.pins, tp_across_nodes=True)))
-    if pins.rollout_precision == "fp8":     # engines hold received bf16 weights next to fp8 ones: bf16 needs less
-        yield _Change(2.7, "rollout.dtype=bf16",
-                      lambda it: replace(it, pins=replace(it.pins, rollout_precision="bf16")))
     yield _Change(4.0, "", _more_nodes)
     # The configuration's check rejects a second copy of the weights together with either of the next two changes.
     if problem.modes == ("disaggregated",) and not problem.shadow:

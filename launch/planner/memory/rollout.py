@@ -6,6 +6,7 @@ The engine takes `memory_utilization` of the GPU. The KV cache gets what weights
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from launch.cluster.spec import Gpu
 from launch.coefficients.memory import DEFAULT, MemoryCoefficients
@@ -19,6 +20,8 @@ from launch.planner.memory.training import TrainingMemory, Verdict, verdict
 
 PROFILE_TOKENS = 8192
 """Default number of tokens per engine iteration (chunked prefill)."""
+SCALE_BYTES, BUFFER_ALIGN = 4, 256
+"""Bytes of an output channel's scale in an FP8 engine, and of the unit in which its buffers are cut."""
 COMPONENTS = ("weights", "shadow", "received", "graphs", "workspace", "sync", "context", "kv_cache")
 
 
@@ -40,13 +43,13 @@ class RolloutMemory:
     """Memory that the cache leaves to them, if that is more."""
     second_copy: bool = False
     """The engine receives the next version into a second copy of the weights."""
-    requantised: bool = False
-    """The engine is quantised. It receives the layers' matrices in bf16, in addition to its weights."""
+    layer_buffers: int = 0
+    """Buffers through which a quantised engine receives its matrices in bf16; 0 if it is not quantised."""
     batched_tokens: int = PROFILE_TOKENS
     """Maximum tokens of one iteration."""
 
-    @line("bytes", "layers x (matrices/TP, KV heads at least 1 a rank) x bytes + padded V h/TP, twice unless tied",
-          written=nonzero)
+    @line("bytes", "layers x (matrices/TP, KV heads at least 1 a rank) x bytes + padded V h/TP, twice unless tied; "
+                   "FP8: 4 more per output channel", written=nonzero)
     @part
     def weights(self) -> int:
         return weights_on_rank(self.shape, self.layout)
@@ -55,9 +58,9 @@ class RolloutMemory:
     def shadow(self) -> int:
         return self.weights if self.second_copy else 0
 
-    @line("bytes", "layers x matrices/TP x 2: received in bf16, in addition to the quantised weights", written=nonzero)
+    @line("bytes", "buffers x the largest matrix that the engine quantises at once / TP x 2", written=nonzero)
     def received(self) -> int:
-        return received_on_rank(self.shape, self.layout) if self.requantised else 0
+        return self.layer_buffers * layer_buffer_bytes(self.shape, self.layout)
 
     @line("bytes", "CUDA graphs", written=nonzero)
     def graphs(self) -> int:
@@ -174,26 +177,45 @@ class ColocatedMemory:
 
 def weights_on_rank(shape: Architecture, layout: RolloutLayout) -> int:
     """Bytes of the engine's weights on its largest rank. KV heads are replicated if TP exceeds their number. Embedding,
-    head and norms stay in bf16 if the matrices are FP8. With PP, the first and last stage hold embedding and head."""
+    head and norms stay in bf16 if the matrices are FP8, and every output channel then has a scale. With PP, the first
+    and last stage hold embedding and head."""
     tp, each = layout.tp, parameters.layer(shape)
     layers, matrices = -(-shape.layers // layout.pp), _matrices(shape, tp)
     rows = round_up(shape.vocab, VLLM_VOCAB_MULTIPLE * tp) // tp
     copies = 1 if shape.tied or layout.pp > 1 else 2
     wide = wide_bytes(layout.weight_precision)
-    return (layers * (matrices * PRECISION_BYTES[layout.weight_precision] + wide * (each.split // tp + each.replicated))
+    scales = sum(matrix.channels for matrix in matrices) if layout.weight_precision == "fp8" else 0
+    return (layers * (sum(matrix.elements for matrix in matrices) * PRECISION_BYTES[layout.weight_precision]
+                      + SCALE_BYTES * scales + wide * (each.split // tp + each.replicated))
             + wide * (copies * rows * shape.hidden + shape.hidden))
 
 
-def received_on_rank(shape: Architecture, layout: RolloutLayout) -> int:
-    """Bytes that a quantised engine needs for a sync in addition to its weights: the layers' matrices in bf16."""
-    return -(-shape.layers // layout.pp) * _matrices(shape, layout.tp) * PRECISION_BYTES["bf16"]
+def layer_buffer_bytes(shape: Architecture, layout: RolloutLayout) -> int:
+    """Bytes of a buffer that holds any matrix of a quantised engine's rank in bf16."""
+    largest = max(matrix.elements for matrix in _matrices(shape, layout.tp))
+    return round_up(largest * PRECISION_BYTES["bf16"], BUFFER_ALIGN)
 
 
-def _matrices(shape: Architecture, tp: int) -> int:
-    """Elements of one layer's matrices on the largest rank."""
-    each = parameters.layer(shape)
-    kv_matrices = 2 * shape.hidden * kv_heads_on_rank(shape, tp) * shape.head_dim
-    return 2 * shape.hidden * shape.q_width // tp + kv_matrices + (each.mlp + each.experts) // tp
+class _Matrix(NamedTuple):
+    """What the engine multiplies with, and quantises, as one."""
+
+    elements: int
+    channels: int
+    """Output channels, of all experts."""
+
+
+def _matrices(shape: Architecture, tp: int) -> list[_Matrix]:
+    """One layer's matrices on the largest rank: q, k and v are one, gate and up are one, and all experts are one."""
+    h, q = shape.hidden, shape.q_width // tp
+    qkv = q + 2 * kv_heads_on_rank(shape, tp) * shape.head_dim
+    found = [_Matrix(h * qkv, qkv), _Matrix(h * q, h)]
+    inner = shape.mlp_matrices - 1
+    if width := (shape.shared_ffn if shape.experts else shape.ffn) // tp:
+        found += [_Matrix(inner * h * width, inner * width), _Matrix(h * width, h)]
+    if shape.experts:
+        width = shape.moe_ffn // tp
+        found.append(_Matrix(shape.experts * (inner + 1) * h * width, shape.experts * (inner * width + h)))
+    return found
 
 
 def kv_heads_on_rank(shape: Architecture, tp: int) -> int:

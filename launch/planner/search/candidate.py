@@ -168,7 +168,7 @@ class RolloutOption:
     memory = made(RolloutMemory, shape="problem.shape", layout="layout", gpu="problem.cluster.gpu",
                   coefficients="problem.coefficients.memory", max_tokens="problem.workload.longest",
                   sync_bytes="sync_bytes", sync_room="sync_room", second_copy="problem.shadow",
-                  requantised="requantised")
+                  layer_buffers="layer_buffers")
     demand = made(Demand, prompts="problem.workload.generated_prompts", group="problem.workload.group",
                   prompt_tokens="problem.workload.prompt_tokens", lengths="problem.workload.lengths",
                   replicas="layout.replicas", max_num_seqs="layout.max_num_seqs", kv_tokens="kv_tokens")
@@ -242,9 +242,13 @@ class RolloutOption:
         return STAGED_BUCKETS * self.problem.bucket_bytes
 
     @property
-    def requantised(self) -> bool:
-        """The engine quantises the weights that it receives."""
-        return self.layout.weight_precision == "fp8" and not self.problem.lora_rank
+    def layer_buffers(self) -> int:
+        """Buffers through which the weight sync brings a quantised engine's layers; 0 if it is not quantised. Engines
+        of one node divide what comes from a training stage, so as many streams arrive at a time, with a layer each,
+        and one between two of them. Trees and the borders of stages need up to four more."""
+        if self.layout.weight_precision != "fp8" or self.problem.lora_rank:
+            return 0
+        return 2 * max(1, self.problem.cluster.gpus_per_node // (self.layout.tp * self.layout.pp)) + 4
 
     @line("s", "pause + barriers/3 + weights/copy rate + weights/digest rate", key="sync.swap_s")
     @part

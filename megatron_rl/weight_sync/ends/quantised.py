@@ -1,15 +1,14 @@
-"""Live weights of quantised layers: received next to the engine in the form of vLLM's loader, and quantised at COMMIT.
+"""Live weights of quantised layers: what vLLM loads into them, and how vLLM makes them of it.
 
 A quantised layer's tensors cannot be written as they arrive, because their type, shape or scale depends on the whole
-weight. A worker therefore keeps a copy of such parameters in the form in which vLLM loads them. The trainer's weights
-arrive in the copy and are digested there. Then vLLM's layer-wise reload builds the layer from it again, and the result
-is copied into the tensors that the engine computes with, whose addresses do not change. Biases, norms, embedding and
-head are written in place.
+weight. Its weights arrive in a buffer (`layer_buffers`), in the form in which vLLM loads them. vLLM's layer-wise reload
+then builds the layer from the buffer, and the result is copied into the tensors that the engine computes with, whose
+addresses do not change. Biases, norms, embedding and head are written in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -20,7 +19,7 @@ from megatron_rl.weight_sync.ends.vllm_internals import loader_form, loader_shap
 
 
 class Quantised:
-    """The parameters of a loaded model that are written in place, and copies of the others.
+    """The parameters of a loaded model that are written in place, and the layers that are quantised.
 
     Args:
         model: as loaded by vLLM, with dummy or real weights. It is left unchanged.
@@ -30,56 +29,55 @@ class Quantised:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
         self._layers = {name: layer for name, layer in model.named_modules() if _is_reloaded(name, layer)}
-        """In the model's order, which is equal on all TP ranks."""
         with self.as_loaded():
             parameters = dict(model.named_parameters())
         self.in_place = {name: each for name, each in parameters.items() if not each.is_meta}
         """Parameters that the engine computes with, by name."""
-        device = next(iter(self.in_place.values())).device if self.in_place else torch.device("cpu")
-        self.copies = {name: torch.zeros(each.shape, dtype=each.dtype, device=device)
-                       for name, each in parameters.items() if each.is_meta}
-        """Copies of the other parameters, in the loader's form."""
+        self.forms = {name: each for name, each in parameters.items() if each.is_meta}
+        """Parameters of quantised layers as vLLM loads them, on the meta device."""
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        """The parameters that a sync writes, by the names of the destination layouts."""
-        return {**self.in_place, **self.copies}
+        """The parameters that a sync writes or quantises, by the names of the destination layouts."""
+        return {**self.in_place, **self.forms}
 
     def as_loaded(self) -> AbstractContextManager[None]:
         """Context in which the model has the parameters that vLLM's loaders fill, with those of quantised layers on the
         meta device, for `trace_layout`."""
         return loader_form(self._layers.values())
 
-    def swap(self) -> None:
-        """Build the quantised layers from the copies. The engine must not compute meanwhile. All TP ranks must call it.
+    def quantise(self, name: str, values: Mapping[str, torch.Tensor]) -> None:
+        """Build a layer. The engine must not compute meanwhile. All TP ranks must build the same layers in the same
+        order.
+
+        Args:
+            values: the layer's parameters, by their names in `forms`. vLLM may change them.
 
         Raises:
-            LayoutError: vLLM made other tensors than when the engine started. Some layers are new, some old.
+            LayoutError: vLLM made other tensors than when the engine started. Some are then new, some old.
         """
-        for name, layer, loaded in self._parts():
-            with processed(layer, loaded) as tensors:
-                for tensor, (live, made) in tensors.items():
-                    _check_form(f"{name}.{tensor}", live, made)
-                    if made is not live:
-                        live.data.copy_(made)
+        with processed(self._layers[name], _own(name, values)) as tensors:
+            for tensor, (live, made) in tensors.items():
+                _check_form(f"{name}.{tensor}", live, made)
+                if made is not live:
+                    live.data.copy_(made)
 
-    def unlike(self) -> list[str]:
-        """Names of the tensors of quantised layers that differ in any bit from what vLLM makes of the copies. All TP
-        ranks must call it."""
+    def unlike(self, name: str, values: Mapping[str, torch.Tensor]) -> list[str]:
+        """Names of the layer's tensors that differ in any bit from what vLLM makes of `values`. As `quantise`, but
+        nothing is changed."""
         wrong = []
-        for name, layer, loaded in self._parts():
-            with processed(layer, loaded) as tensors:
-                for tensor, (live, made) in tensors.items():
-                    _check_form(f"{name}.{tensor}", live, made)
-                    if not torch.equal(_bits(live), _bits(made)):
-                        wrong.append(f"{name}.{tensor}")
+        with processed(self._layers[name], _own(name, values)) as tensors:
+            for tensor, (live, made) in tensors.items():
+                _check_form(f"{name}.{tensor}", live, made)
+                if not torch.equal(_bits(live), _bits(made)):
+                    wrong.append(f"{name}.{tensor}")
         return wrong
 
-    def _parts(self) -> Iterator[tuple[str, nn.Module, Mapping[str, torch.Tensor]]]:
-        for name, layer in self._layers.items():
-            yield name, layer, {each: self.copies[f"{name}.{each}"] for each in loader_shapes(layer)}
+
+def _own(layer: str, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By the names that the layer itself has for them."""
+    return {name.removeprefix(f"{layer}."): value for name, value in values.items()}
 
 
 def _is_reloaded(name: str, layer: nn.Module) -> bool:

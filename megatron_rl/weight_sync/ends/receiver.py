@@ -2,9 +2,10 @@
 
 Each stream has a seat while it runs: a thread, two buffers, and its own links. A bucket with the right header is sent
 to the next receivers at once. While it is being sent, it is written, the written elements are digested, and the next
-bucket arrives in the other buffer. Streams of one slot run at the same time, because they may wait for each other's
-senders, and so do those of the next slot, which begin while the last of the slot before end. Later streams take over
-their seats (`launch.fabric.staging.seats`).
+bucket arrives in the other buffer. Bytes of a quantised layer are written into a buffer of the layer (`layer_buffers`)
+instead of live parameters. Streams of one slot run at the same time, because they may wait for each other's senders,
+and so do those of the next slot, which begin while the last of the slot before end. Later streams take over their
+seats (`launch.fabric.staging.seats`).
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from launch.fabric.estimate import RECEIVING
 from launch.fabric.staging import Staged, seats
 from megatron_rl.layouts.digest import Digester, add
+from megatron_rl.weight_sync.ends.layer_buffers import LayerBuffers
+from megatron_rl.weight_sync.plan.buckets import Bucket
+from megatron_rl.weight_sync.plan.layers import by_layer
 from megatron_rl.weight_sync.plan.streams import EdgeKey, EngineRank, Stream
 from megatron_rl.weight_sync.protocol import Held, SyncPart, TransferReport, engine_name, trainer_name
 from megatron_rl.weight_sync.wire.member import Membership
@@ -42,12 +46,14 @@ class WeightReceiver:
     Args:
         me: (replica, worker).
         parameters: the parameters to write, live or a second copy, by the names of the destination layouts.
+        layers: where the parameters of quantised layers are written instead.
         address: this process's address in the job; None uses gloo's default interface.
     """
 
-    def __init__(self, me: EngineRank, parameters: Mapping[str, torch.Tensor], *, address: str | None = None) -> None:
+    def __init__(self, me: EngineRank, parameters: Mapping[str, torch.Tensor], *, layers: LayerBuffers | None = None,
+                 address: str | None = None) -> None:
         self.me, self.name = me, engine_name(*me)
-        self._parameters, self._address = parameters, address
+        self._parameters, self._layers, self._address = parameters, layers, address
         self._device = next(iter(parameters.values())).device
         self._member: Membership | None = None
         self._inlets: list[_Inlet] = []
@@ -67,7 +73,10 @@ class WeightReceiver:
         self.close()
         self._member = Membership(self.name, part, lambda stream: self.me in stream.receivers, address=self._address,
                                   device=self._device)
-        self._inlets = [_Inlet(self.me, stream, self._member.lane(stream)) for stream in in_order(self._member.streams)]
+        if self._layers is not None:
+            self._layers.open(part.layers)
+        self._inlets = [_Inlet(self.me, stream, self._member.lane(stream), self._layers)
+                        for stream in in_order(self._member.streams)]
         self._seats = [self._seat([self._inlets[number] for number in numbers])
                        for numbers in seats_of([inlet.stream for inlet in self._inlets])]
         return self._member.held
@@ -79,13 +88,15 @@ class WeightReceiver:
 
     @torch.no_grad()
     def receive(self, epoch: int) -> TransferReport:
-        """Receive and forward this epoch's buckets.
+        """Receive and forward this epoch's buckets, and quantise the layers that need it.
 
         Raises:
             TransportError, WireError: the first failure. The lanes are then closed, so that no member waits for more.
         """
         started = time.perf_counter()
         if self._member is None or self._member.closed is not None:
+            if self._layers is not None:
+                self._layers.give_up()
             raise TransportError(self._member.closed if self._member else "its lanes were never opened")
         results = self._run_all(self._member, epoch)
         digests: dict = {}
@@ -101,11 +112,12 @@ class WeightReceiver:
             forwarded=sum(inlet.stream.nbytes * len(inlet.children) for inlet in self._inlets), arrivals=arrivals)
 
     def digests(self, parameters: Mapping[str, torch.Tensor]) -> dict[EdgeKey, int]:
-        """Digests of each edge's elements, as `parameters` hold them now."""
+        """Digests of each edge's elements, as `parameters` hold them now. Not for quantised layers."""
         found: dict[EdgeKey, int] = {}
         for inlet in self._inlets:
             key = (inlet.stream.rank, *self.me)
-            found[key] = add(found.get(key, 0), *(each.total(parameters) for each in inlet.digesters))
+            found[key] = add(found.get(key, 0), *(part.digester.total(parameters)
+                                                 for parts in inlet.parts for part in parts))
         return found
 
     def close(self, reason: str = "") -> None:
@@ -117,7 +129,15 @@ class WeightReceiver:
     def _run_all(self, member: Membership, epoch: int) -> list[_Taken]:
         if not self._inlets:
             return []
-        deadline, failures, taken = Deadline(member.timeout_s), [], dict[_Inlet, _Taken]()
+        deadline, failures, taken = Deadline(member.timeout_s), list[Exception](), dict[_Inlet, _Taken]()
+        if self._layers is not None:
+            self._layers.begin()
+
+        def leave(error: Exception) -> None:
+            failures.append(error)                      # the first of them is the cause
+            member.close(f"{self.name} left: {error}")
+            if self._layers is not None:
+                self._layers.fail()
 
         def run(seat: _Seat) -> None:
             try:
@@ -125,14 +145,19 @@ class WeightReceiver:
                     for inlet in seat.inlets:
                         taken[inlet] = inlet.run(epoch, self._parameters, seat.buffers, deadline)
             except Exception as error:
-                failures.append(error)                  # the first of them is the cause
-                member.close(f"{self.name} left: {error}")
+                leave(error)
 
         seats = self._seats
         if not seats:
+            if self._layers is not None:
+                self._layers.give_up()
             raise TransportError(member.closed or "its lanes are closed")
         with ThreadPoolExecutor(len(seats), thread_name_prefix="stream") as pool:
-            list(pool.map(run, seats))
+            running = [pool.submit(run, seat) for seat in seats]
+            if self._layers is not None:
+                self._layers.quantise_all(deadline, lambda: member.closed is not None, leave)
+            for each in running:
+                each.result()
         if failures:
             raise failures[0]
         return [taken[inlet] for inlet in self._inlets]
@@ -151,6 +176,17 @@ class _Seat:
 
 
 @dataclass(frozen=True)
+class _Part:
+    """The copies of a bucket into one quantised layer, or into all parameters that are written in place."""
+
+    bucket: Bucket
+    """With these copies only."""
+    layer: str | None
+    digester: Digester
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class _Taken:
     """Result of one stream."""
 
@@ -164,14 +200,14 @@ class _Taken:
 class _Inlet:
     """One stream at one receiver."""
 
-    def __init__(self, me: EngineRank, stream: Stream, lane: Lane) -> None:
-        self.stream, self._lane = stream, lane
+    def __init__(self, me: EngineRank, stream: Stream, lane: Lane, layers: LayerBuffers | None) -> None:
+        self.stream, self._lane, self._layers = stream, lane, layers
         members = lane.spec.members
         sender = stream.sender_of(me)
         self.sender = trainer_name(stream.rank) if sender is None else engine_name(*sender)
         self._from = members.index(self.sender)
         self.children = [members.index(engine_name(*receiver)) for receiver in stream.receivers_from(me)]
-        self.digesters = [Digester(destination_tiles(bucket)) for bucket in stream.buckets]
+        self.parts = [_parts(bucket, frozenset() if layers is None else layers.names) for bucket in stream.buckets]
 
     def run(self, epoch: int, parameters: Mapping[str, torch.Tensor], buffers: list[torch.Tensor],
             deadline: Deadline) -> _Taken:
@@ -189,11 +225,17 @@ class _Inlet:
                 raise WireError(f"from {self._lane.spec.members[self._from]}: {error}") from error
             used = buffer[:HEADER_BYTES + bucket.nbytes]
             sends = [self._lane.send(self.stream.number, used, child) for child in self.children]
-            began = time.perf_counter()
-            unpack_bucket(bucket, number, epoch, buffer, parameters, self.stream.number)
-            unpacked = time.perf_counter()
-            digest = add(digest, self.digesters[number].total(parameters))
-            unpacking, digesting = unpacking + unpacked - began, digesting + time.perf_counter() - unpacked
+            for part in self.parts[number]:
+                written = parameters
+                if self._layers is not None and part.layer is not None:
+                    written = self._layers.take(part.layer, deadline)
+                began = time.perf_counter()
+                unpack_bucket(part.bucket, number, epoch, buffer, written, self.stream.number)
+                unpacked = time.perf_counter()
+                digest = add(digest, part.digester.total(written))
+                unpacking, digesting = unpacking + unpacked - began, digesting + time.perf_counter() - unpacked
+                if self._layers is not None and part.layer is not None:
+                    self._layers.written(part.layer, part.nbytes)
             for send in sends:
                 send.wait(deadline)
             if number + RECEIVING < len(self.stream.buckets):
@@ -205,6 +247,12 @@ class _Inlet:
     def _receive(self, number: int, buffer: torch.Tensor) -> tuple[Pending, torch.Tensor]:
         nbytes = HEADER_BYTES + self.stream.buckets[number].nbytes
         return self._lane.receive(self.stream.number, poison(buffer), self._from, nbytes), buffer
+
+
+def _parts(bucket: Bucket, quantised: frozenset[str]) -> list[_Part]:
+    parts = ((layer, replace(bucket, copies=copies)) for layer, copies in by_layer(bucket, quantised))
+    return [_Part(part, layer, Digester(destination_tiles(part)), sum(copy.nbytes for copy in part.copies))
+            for layer, part in parts]
 
 
 def in_order(streams: Sequence[Stream]) -> list[Stream]:

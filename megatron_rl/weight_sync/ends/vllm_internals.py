@@ -53,6 +53,15 @@ def in_vllms_config(worker) -> contextlib.AbstractContextManager:
     return set_current_vllm_config(worker.vllm_config)
 
 
+def least_over_tp(value: int) -> int:
+    """The least of the values that the TP ranks of this engine give. All of them must call it."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    least = torch.tensor([value])
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
+    return int(least)
+
+
 def loader_shapes(layer: nn.Module) -> dict[str, torch.Tensor]:
     """A layer's own parameters as they were before vLLM loaded them, on the meta device. Biases are not among them,
     because vLLM never changes their form."""
@@ -89,7 +98,7 @@ def processed(layer: nn.Module, loaded: Mapping[str, torch.Tensor]
     All TP ranks must process their layers in the same order, because a scale may be reduced over the ranks.
 
     Args:
-        loaded: a value for each name in `loader_shapes`.
+        loaded: a value for each name in `loader_shapes`. It is used as it is, not copied.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import materialize_layer
@@ -97,9 +106,11 @@ def processed(layer: nn.Module, loaded: Mapping[str, torch.Tensor]
 
     live = get_layer_tensors(layer)
     with _loader_form(layer), torch.no_grad():
-        materialize_layer(layer, get_layerwise_info(layer))
         for name, value in loaded.items():
-            getattr(layer, name).data.copy_(value)
+            given, form = value.detach(), getattr(layer, name)
+            given.__class__, given.__dict__ = form.__class__, dict(form.__dict__)   # as vLLM materialises a tensor
+            setattr(layer, name, given)
+        materialize_layer(layer, get_layerwise_info(layer))     # what vLLM does not load
         layer.__dict__.pop("_already_called_process_weights_after_loading", None)
         vllms: Any = layer          # beyond what torch knows of a module
         vllms.quant_method.process_weights_after_loading(layer)

@@ -25,12 +25,21 @@ from vllm.platforms import current_platform
 
 from megatron_rl.layouts.disk_check import differences, read_tiles
 from megatron_rl.layouts.tiles import CanonicalTensor
-from megatron_rl.layouts.vllm import assert_not_empty, decode_layout, encode_layout, trace_layout, write_padding
+from megatron_rl.layouts.vllm import (
+    LayoutError,
+    assert_not_empty,
+    decode_layout,
+    encode_layout,
+    trace_layout,
+    write_padding,
+)
+from megatron_rl.weight_sync.ends.layer_buffers import LayerBuffers
 from megatron_rl.weight_sync.ends.quantised import Quantised
 from megatron_rl.weight_sync.ends.vllm_internals import (
     end_update,
     in_vllms_config,
     keep_cpu_weights_in_place,
+    least_over_tp,
     live_model,
 )
 from megatron_rl.weight_sync.ends.worker import WorkerSync
@@ -64,7 +73,7 @@ class WeightSyncWorker:
     @never_raises
     def sync_layout(self, canonical: list, dtype: str) -> dict:
         """Trace this worker's layout. Returns plain layouts, types and padding, and the names of the parameters that
-        are received next to the engine and quantised at COMMIT."""
+        are quantised."""
         return _trace(self, canonical, dtype)
 
     @never_raises
@@ -86,9 +95,8 @@ class WeightSyncWorker:
 
     @never_raises
     def sync_swap(self, epoch: int) -> None:
-        """Bring the live parameters to what was received into copies."""
-        with in_vllms_config(self):
-            self.weight_transfer_engine.sync.swap(epoch)
+        """Bring the live parameters to what was received into the shadow."""
+        self.weight_transfer_engine.sync.swap(epoch)
 
     def sync_status(self) -> dict:
         """Result of the transfer engine's last action, see `WorkerSync.status`."""
@@ -97,14 +105,17 @@ class WeightSyncWorker:
     @never_raises
     def sync_compare(self, folder: str, canonical: list, dtype: str) -> dict:
         """Differences between live parameters and the weights in a folder: `lines`, see `disk_check.differences`."""
-        quantised = self.weight_transfer_engine.quantised
-        layouts = list(map(decode_layout, _trace(self, canonical, dtype)["layouts"]))
-        in_place = [layout for layout in layouts if layout.name in quantised.in_place]
-        lines = differences(quantised.in_place, in_place, folder)
-        read_tiles(quantised.copies, [layout for layout in layouts if layout.name in quantised.copies], folder)
+        engine = self.weight_transfer_engine
+        layouts = {each.name: each for each in map(decode_layout, _trace(self, canonical, dtype)["layouts"])}
+        in_place = [layout for name, layout in layouts.items() if name in engine.quantised.in_place]
+        lines = differences(engine.quantised.in_place, in_place, folder)
         with in_vllms_config(self):
-            wrong = quantised.unlike()
-        return {"lines": lines + [f"{name}: not what vLLM makes of the weights on disk" for name in wrong]}
+            for layer in engine.layers.layers:
+                values = engine.layers.scratch(layer)
+                read_tiles(values, [layouts[name] for name in values], folder)
+                lines += [f"{name}: not what vLLM makes of the weights on disk"
+                          for name in engine.quantised.unlike(layer, values)]
+        return {"lines": lines}
 
     @never_raises
     def sync_probe(self, names: list[str]) -> dict:
@@ -140,8 +151,12 @@ class InPlaceTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.quantised = Quantised(self.model)
-        self.sync = WorkerSync(self.quantised.in_place, shadow=self.shadow, quantised=self.quantised.copies,
-                               requantise=self.quantised.swap)
+        if self.shadow and self.quantised.forms:
+            raise LayoutError("weight_sync.staging = shadow holds no second copy of quantised weights: use in_place")
+        device = next(iter(self.quantised.in_place.values())).device
+        self.layers = LayerBuffers(self.quantised.forms, device, self.quantised.quantise, least_over_tp)
+        self.sync = WorkerSync(self.quantised.in_place, shadow=self.shadow,
+                               layers=self.layers if self.quantised.forms else None)
 
     # vLLM's worker calls these. Each of them always returns.
 
@@ -163,7 +178,8 @@ class InPlaceTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def update_weights(self, update_info: dict) -> None:
         # The base class would call torch.accelerator.synchronize(), which does not exist on a CPU.
-        self.sync.receive(update_info.get("epoch", -1))
+        with in_vllms_config(self):      # vLLM quantises in it
+            self.sync.receive(update_info.get("epoch", -1))
 
     def finish_weight_update(self) -> None:
         """vLLM stages nothing; the engine's COMMIT sets the version."""
@@ -186,11 +202,14 @@ def _trace(worker: WeightSyncWorker, canonical: list, dtype: str) -> dict:
     quantised = worker.weight_transfer_engine.quantised
     with quantised.as_loaded():
         traced = trace_layout(live_model(worker), tensors, getattr(torch, dtype))
+    padded = sorted({pad.name for pad in traced.padding} & quantised.forms.keys())
+    if padded:
+        raise LayoutError(f"vLLM pads parameters that it quantises: {', '.join(padded[:4])}")
+    write_padding(quantised.in_place, traced.padding)
     parameters = quantised.parameters
-    write_padding(parameters, traced.padding)
     return {"layouts": [encode_layout(layout) for layout in traced.layouts],
             "dtypes": {name: _dtype(parameter) for name, parameter in parameters.items()},
-            "padding": traced.padded_elements(), "requantised": sorted(quantised.copies)}
+            "padding": traced.padded_elements(), "requantised": sorted(quantised.forms)}
 
 
 def _dtype(tensor: torch.Tensor) -> str:

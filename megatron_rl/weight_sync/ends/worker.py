@@ -5,8 +5,7 @@ written into a second copy: opening and receiving run in a thread while the work
 parameters to what was received. The copy is by value, because CUDA graphs and the engine hold the live parameters'
 addresses.
 
-Parameters of quantised layers are received in the loader's form, next to the live tensors, with either staging. `swap`
-has their layers built again (`quantised.Quantised`).
+Quantised layers are received in place only, through `LayerBuffers`.
 
 No exception leaves a call that vLLM's executor makes (see `vllm_plugin`); `status` reports the result.
 """
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.weight_sync.ends.layer_buffers import LayerBuffers
 from megatron_rl.weight_sync.ends.receiver import WeightReceiver
 from megatron_rl.weight_sync.plan.streams import EngineRank
 from megatron_rl.weight_sync.protocol import SyncPart, TransferReport
@@ -38,14 +38,11 @@ class WorkerSync:
         live: the parameters that the engine computes with and that may be written in place, by the names of the
             destination layouts.
         shadow: receive into a second copy. It is allocated here, before vLLM measures the memory for its KV cache.
-        quantised: copies of the other parameters, by the same names. They are always received into.
-        requantise: builds the engine's tensors from `quantised`, after the other live parameters have been updated.
+        layers: takes the parameters of quantised layers. Not with a shadow.
     """
 
-    def __init__(self, live: Mapping[str, torch.Tensor], *, shadow: bool,
-                 quantised: Mapping[str, torch.Tensor] | None = None,
-                 requantise: Callable[[], None] = lambda: None) -> None:
-        self._live, self._quantised, self._requantise = live, quantised or {}, requantise
+    def __init__(self, live: Mapping[str, torch.Tensor], *, shadow: bool, layers: LayerBuffers | None = None) -> None:
+        self._live, self._layers = live, layers
         self._shadow = {name: torch.empty_like(each.detach()) for name, each in live.items()} if shadow else {}
         self._receiver: WeightReceiver | None = None
         self._received: TransferReport | None = None
@@ -85,24 +82,22 @@ class WorkerSync:
 
     @torch.no_grad()
     def swap(self, epoch: int) -> None:
-        """Bring the live parameters to what epoch `epoch` received, and prove it: all digests are computed again, of
-        the live parameters and of the copies that quantised ones were made from. The engine must not compute meanwhile.
+        """Bring the live parameters to what epoch `epoch` received into the shadow, and prove it: all digests are
+        computed again. The engine must not compute meanwhile.
 
         Raises:
             SwapError: nothing complete was received, and nothing was written; or the live parameters are now a
                 mixture.
         """
         report, receiver = self._received, self._receiver
-        copies = self._shadow or self._quantised
         status = self.status()
-        if not copies or report is None or receiver is None or status["epoch"] != epoch or status["error"]:
+        if not self._shadow or report is None or receiver is None or status["epoch"] != epoch or status["error"]:
             raise SwapError(f"epoch {epoch} was not received")
         self._received = None
         _wait_for_device(self._live)                    # kernels launched before still read them
         for name, value in self._shadow.items():
             self._live[name].detach().copy_(value)
-        self._requantise()
-        found, received = receiver.digests({**self._live, **self._quantised}), report.digests
+        found, received = receiver.digests(self._live), report.digests
         wrong = sorted(key[0] for key in received.keys() | found.keys() if received.get(key) != found.get(key))
         if wrong:
             raise SwapError(f"epoch {epoch}: after the swap the live parameters are not what was received from trainer "
@@ -120,7 +115,7 @@ class WorkerSync:
             copy.copy_(self._live[name].detach())
         if self._shadow:
             _wait_for_device(self._live)                # buckets are written on other streams
-        self._receiver = WeightReceiver(me, {**self._live, **self._shadow, **self._quantised}, address=address)
+        self._receiver = WeightReceiver(me, self._shadow or self._live, layers=self._layers, address=address)
         return {"held": asdict(self._receiver.open(part))}
 
     def _receive(self, epoch: int) -> dict[str, Any]:

@@ -54,8 +54,8 @@ class Destination:
     padding: Mapping[str, int]
     """Parameter name -> number of elements that its loader fills with a constant; absent means 0."""
     requantised: tuple[str, ...] = ()
-    """Names of the parameters that the engine holds quantised. They are received next to it, in the layout given here,
-    and quantised again at COMMIT. All others are written in place (or copied, with a shadow)."""
+    """Names of the parameters that the engine holds quantised. They are received in buffers, in the layout given here,
+    and quantised layer by layer. All others are written in place (or copied, with a shadow)."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from launch.fabric.routes import ROOT, Route, build
 from launch.fabric.seated import EngineRank, Seats, apart, seated
 from megatron_rl.weight_sync.plan.buckets import Bucket, pack, part_of
 from megatron_rl.weight_sync.plan.copies import Copies, Destination, Source, intersect_sides
+from megatron_rl.weight_sync.plan.layers import slots_by_layers
 from megatron_rl.weight_sync.plan.streams import EdgeKey, Hop, Pair, Stream, digest_of, hash_buckets, route_fingerprint
 
 DEFAULT_BUCKET_BYTES = 256 << 20
@@ -49,7 +50,7 @@ class SyncManifest:
     streams: tuple[Stream, ...]
     """Stream n is streams[n]."""
     requantised: tuple[str, ...] = ()
-    """Names of the engine parameters that are received in vLLM's loader form and quantised at COMMIT
+    """Names of the engine parameters that are received in vLLM's loader form and quantised
     (`Destination.requantised`). All others are written as they are."""
 
     @cached_property
@@ -72,7 +73,7 @@ class SyncManifest:
 
     @cached_property
     def requantised_bytes(self) -> int:
-        """Part of `total_bytes` that engines quantise at COMMIT. The rest is written in place."""
+        """Part of `total_bytes` that engines quantise. The rest is written in place."""
         names = set(self.requantised)
         counted: dict[int, int] = {}
         for stream in self.streams:
@@ -160,16 +161,19 @@ def build_manifest(sources: Iterable[Source], destinations: Iterable[Destination
 
     `prove_coverage` (coverage.py) then proves the result without trusting this function.
     """
-    destinations = list(destinations)
+    sources, destinations = list(sources), list(destinations)
     quantising = {destination.requantised for destination in destinations}
     if len(quantising) > 1:
         raise ValueError("the engines' workers do not all quantise the same parameters: "
                          + "; ".join(sorted(", ".join(names) or "none" for names in quantising)))
-    copies = intersect_sides(list(sources), destinations, aliases, gone)
+    copies = intersect_sides(sources, destinations, aliases, gone)
     seats = seats or apart(copies.training.gpus, copies.workers)
-    return SyncManifest(bucket_bytes, route,
-                        _streams(route_of(copies, route, bucket_bytes, seats), copies, seats, bucket_bytes),
-                        next(iter(quantising), ()))
+    requantised = next(iter(quantising), ())
+    streams = _streams(route_of(copies, route, bucket_bytes, seats), copies, seats, bucket_bytes)
+    if requantised:
+        streams = slots_by_layers(streams, requantised, {each.coordinates.rank: each.coordinates.pp
+                                                         for each in sources})
+    return SyncManifest(bucket_bytes, route, streams, requantised)
 
 
 def route_of(copies: Copies, kind: Kind, chunk_bytes: int, seats: Seats) -> Route:
