@@ -20,7 +20,8 @@ from launch.model.architecture import VOCAB_MULTIPLE, Architecture
 from launch.model.padding import round_up, sequence_multiple
 from launch.plan.layouts import layers_of_stage, rank_coordinates
 from launch.plan.plan import BatchPlan, EnginePlan, Plan, RolloutPlan, TeacherPlan, TrainingPlan
-from launch.planner.search.candidate import FEWEST_SEQUENCES, Candidate
+from launch.planner.search.candidate import Candidate
+from launch.planner.search.options import FEWEST_SEQUENCES
 from launch.planner.search.problem import MODES, Origin, Problem, with_token_budget
 from launch.planner.search.space import KEY_OF_PIN, RECOMPUTE, Pins
 from launch.planner.workload.lengths import Counted, Lengths

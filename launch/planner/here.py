@@ -13,7 +13,8 @@ from launch.coefficients import cpu
 from launch.plan.layouts import RolloutLayout, TrainingLayout
 from launch.plan.plan import Plan
 from launch.planner.memory.rollout import kv_bytes_per_token
-from launch.planner.search.candidate import Candidate, RolloutOption, TrainingOption
+from launch.planner.search.candidate import Candidate
+from launch.planner.search.options import RolloutOption, TrainingOption
 from launch.planner.search.problem import Mode, Problem
 from launch.planner.search.space import RECOMPUTE
 

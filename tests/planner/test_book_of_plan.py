@@ -13,7 +13,8 @@ import pytest
 from launch.fabric.estimate import swap_seconds
 from launch.plan.book import Book, line
 from launch.planner.explain.evaluate import book_of
-from launch.planner.search.candidate import Candidate, RolloutOption
+from launch.planner.search.candidate import Candidate
+from launch.planner.search.options import RolloutOption
 from launch.planner.search.problem import Mode, Problem
 from launch.planner.search.space import Pins
 from launch.planner.workload.lengths import LogNormal

@@ -15,7 +15,8 @@ from launch.planner.explain.forecast import forecast, throughput_of
 from launch.planner.parameters import count, tensor_count
 from launch.planner.planning import best_of
 from launch.planner.prepare import posed, prepare
-from launch.planner.search.candidate import Candidate, RolloutOption, TrainingOption
+from launch.planner.search.candidate import Candidate
+from launch.planner.search.options import RolloutOption, TrainingOption
 from launch.planner.search.problem import Problem
 from launch.planner.search.search import Search
 from launch.planner.search.space import Pins, Space

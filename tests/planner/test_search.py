@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from launch.plan.layouts import RolloutLayout, TrainingLayout
-from launch.planner.search.candidate import Candidate, RolloutOption, TrainingOption, max_num_seqs_to_try
+from launch.planner.search.candidate import Candidate
+from launch.planner.search.options import RolloutOption, TrainingOption, max_num_seqs_to_try
 from launch.planner.search.problem import Mode, Problem
 from launch.planner.search.search import Search
 from launch.planner.search.space import Pins

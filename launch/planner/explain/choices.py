@@ -10,7 +10,8 @@ from launch.fabric.choose import SyncPrediction
 from launch.plan.forecast import Alternative, Choice
 from launch.plan.layouts import TrainingLayout
 from launch.planner.memory.training import TrainingMemory
-from launch.planner.search.candidate import Candidate, RolloutOption, TrainingOption
+from launch.planner.search.candidate import Candidate
+from launch.planner.search.options import RolloutOption, TrainingOption
 from launch.planner.search.problem import MODES, Mode, Problem
 from launch.planner.search.search import Search
 

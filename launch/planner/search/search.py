@@ -19,16 +19,8 @@ from launch.plan.plan import PARTS
 from launch.planner.memory.rollout import RolloutMemory
 from launch.planner.memory.training import TrainingMemory
 from launch.planner.parameters import matrix_parameters
-from launch.planner.search.candidate import (
-    Candidate,
-    RolloutOption,
-    TrainingOption,
-    in_ticks,
-    max_num_seqs_to_try,
-    share_left,
-    shares,
-    sync_arguments,
-)
+from launch.planner.search.candidate import Candidate, in_ticks, sync_arguments
+from launch.planner.search.options import RolloutOption, TrainingOption, max_num_seqs_to_try, share_left, shares
 from launch.planner.search.problem import Mode, Problem, in_mode
 from launch.planner.search.space import Space
 from launch.planner.time.reward import RewardTime
