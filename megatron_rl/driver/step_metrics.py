@@ -30,7 +30,7 @@ def of_step(step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]
         **statistics.metrics(), **_components(trajectories, flat), **_updates(updates), **times,
         **_rates(groups, times),
         "time/reward_sample": float(np.mean([score.seconds for score in flat])),
-        "reward/errors": sum(not score.graded for score in flat) / len(flat),
+        "reward/errors": sum(score.reward_failed for score in flat) / len(flat),
         "reward/timeouts": sum(score.status == "timeout" for score in flat) / len(flat),
         "response/aborted": sum(each.finish_reason == "abort" for each in trajectories) / len(trajectories),
         "response/length_min": float(min(each.length for each in trajectories)),

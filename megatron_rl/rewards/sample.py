@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_rl.data.batch import Group
 
-Status = Literal["ok", "error", "timeout"]
+Status = Literal["ok", "error", "timeout", "aborted"]
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Score:
-    """The result for one sample. A wrong answer (`ok`, low total), a reward that failed (`error`) and one that hung
-    (`timeout`) are different outcomes; only the first says anything about the policy."""
+    """The result for one sample. A wrong answer (`ok`, low total), a reward that failed (`error`), one that hung
+    (`timeout`) and an answer that an engine did not finish (`aborted`) are different outcomes; only the first says
+    anything about the policy."""
 
     total: float
     """Sum over functions of weight x value; NaN unless the status is `ok`, so that nobody takes it for a reward."""
@@ -63,6 +64,13 @@ class Score:
     def graded(self) -> bool:
         """Whether the sample has a reward."""
         return self.status == "ok"
+
+    @property
+    def reward_failed(self) -> bool:
+        return self.status in ("error", "timeout")
+
+
+ABORTED = Score.failed("aborted", "an engine aborted it")
 
 
 def group_samples(group: Group) -> list[Sample]:

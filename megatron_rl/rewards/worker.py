@@ -12,7 +12,7 @@ from pathlib import Path
 from launch.config.schema import Reward as RewardConfig
 from launch.errors import UserError
 from megatron_rl.rewards.pool import RewardFailure, RewardPool
-from megatron_rl.rewards.sample import Sample, Score
+from megatron_rl.rewards.sample import ABORTED, Sample, Score
 
 log = logging.getLogger(__name__)
 
@@ -55,28 +55,30 @@ class RewardWorker:
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """The score of every sample, in the given order.
 
-        With `on_error: zero`, a failed sample has no reward (NaN) and keeps its status, so that the caller can leave it
-        out and count it.
+        A sample without a reward (NaN) keeps its status, so that the caller can leave it out and count it: one whose
+        reward failed, with `on_error: zero`, and one that an engine aborted, which no reward sees.
 
         Raises:
             UserError: with `on_error: stop`, at the first sample whose reward raises or hangs.
         """
         if self._pool is None:
             raise RuntimeError("RewardWorker.score before start, or after close")
+        whole = [sample for sample in samples if sample.finish_reason != "abort"]
         try:
-            scores = self._pool.score(samples, stop_on_failure=self._config.on_error == "stop")
+            scores = self._pool.score(whole, stop_on_failure=self._config.on_error == "stop")
         except RewardFailure as failure:
-            sample = samples[failure.index]
+            sample = whole[failure.index]
             raise self._stop(sample, failure.score, self._save(sample, failure.score)) from None
-        failed = [i for i, score in enumerate(scores) if not score.graded]
+        failed = [i for i, score in enumerate(scores) if score.reward_failed]
         for i in failed:
             if self._saved < SAVED_AT_MOST:
-                path = self._save(samples[i], scores[i])
-                log.warning("reward of %s: %s: %s (saved as %s)", samples[i].name, scores[i].status,
+                path = self._save(whole[i], scores[i])
+                log.warning("reward of %s: %s: %s (saved as %s)", whole[i].name, scores[i].status,
                             scores[i].detail, path)
         if failed:
             log.warning("the reward of %d of %d samples failed: they are left out", len(failed), len(samples))
-        return scores
+        of_whole = iter(scores)
+        return [ABORTED if sample.finish_reason == "abort" else next(of_whole) for sample in samples]
 
     def close(self) -> None:
         """End the worker processes. May be called twice."""

@@ -37,7 +37,7 @@ def reason(group: Group, scores: Sequence[Score]) -> Reason:
     """Why a group has no spread. `other`: one reward that means neither right nor wrong, most scores failed, or fewer
     than two trajectories have a reward."""
     rewards_G = counted_rewards(group, scores)
-    if len(rewards_G) < 2 or 2 * sum(not score.graded for score in scores) > len(scores):
+    if len(rewards_G) < 2 or 2 * sum(score.reward_failed for score in scores) > len(scores):
         return "other"
     return "right" if rewards_G.min() >= 1.0 else "wrong" if rewards_G.max() <= 0.0 else "other"
 
@@ -75,8 +75,9 @@ class CannotBeFilled(UserError):
 
 def _sample(group: Group, scores: Sequence[Score]) -> str:
     """The first completion of a group, in a line; one whose reward failed, if there is any."""
-    at = next((i for i, score in enumerate(scores) if not score.graded), 0)
+    at = next((i for i, score in enumerate(scores) if score.reward_failed), 0)
     score, text = scores[at], group.trajectories[at].text
-    value = f"reward {score.total:g}" if score.graded else f"{score.function} failed: {score.detail}"
+    value = (f"{score.function} failed: {score.detail}" if score.reward_failed else
+             f"reward {score.total:g}" if score.graded else score.detail)
     excerpt = text if len(text) <= EXCERPT else text[:EXCERPT] + "..."
     return f"row {group.prompt.row}, answer {group.prompt.answer!r}: {excerpt!r}: {value}"

@@ -64,6 +64,16 @@ def test_zero_keeps_three_outcomes_apart(worker_of, tmp_path):
         "error", "timeout"}
 
 
+@pytest.mark.parametrize("on_error", ["stop", "zero"])
+def test_what_an_engine_aborted_is_not_graded(worker_of, tmp_path, on_error):
+    samples = [Sample("raise", "1", finish_reason="abort"), Sample("fine", "fine"),
+               Sample("hang", "1", finish_reason="abort")]
+    scores = worker_of(on_error=on_error).score(samples)
+    assert [score.status for score in scores] == ["aborted", "ok", "aborted"]
+    assert [score.total for score in scores] == pytest.approx([np.nan, 1.0, np.nan], nan_ok=True)
+    assert not (tmp_path / "failed_samples").exists()
+
+
 def test_a_closed_worker_says_so(worker_of):
     worker = worker_of()
     worker.close()
