@@ -94,6 +94,8 @@ def test_a_lora_checkpoint_holds_the_adapters_only():
     assert "model.parameters" not in book["reliability.checkpoint_s"].inputs
 
 
-def test_fp32_weights_need_no_master_copy():
-    whole = failures(60.0, 32, 16, precision="fp32").checkpoint_s
-    assert whole == pytest.approx(12 * LLAMA_70B / (16 * C.checkpoint_bandwidth))
+@pytest.mark.parametrize(("distributed", "each"), [(True, 16), (False, 12)])
+def test_fp32_weights_have_a_master_copy_with_the_distributed_optimizer_only(distributed, each):
+    """What tests/trainer/test_checkpoint_parallel.py finds in the files."""
+    whole = failures(60.0, 32, 16, precision="fp32", distributed_optimizer=distributed).checkpoint_s
+    assert whole == pytest.approx(each * LLAMA_70B / (16 * C.checkpoint_bandwidth))

@@ -69,14 +69,15 @@ def _save_and_load(rank: Rank, config, folder: Path) -> dict[str, int]:
                                                            if file.name.startswith(f"__{rank.rank}_"))}
 
 
-@pytest.mark.parametrize("distributed", [True, False])
-def test_four_dp_ranks_write_and_read_a_quarter_each(tmp_path, distributed) -> None:
-    """Of 14 bytes a parameter: bf16 weights, fp32 master weights and two moments."""
+@pytest.mark.parametrize(("dtype", "distributed", "each"), [
+    ("bf16", True, 14), ("fp32", True, 16), ("fp32", False, 12)])
+def test_four_dp_ranks_write_and_read_a_quarter_each(tmp_path, dtype, distributed, each) -> None:
+    """Of `each` bytes a parameter: weights, two moments, and fp32 master weights unless plain Adam trains fp32."""
     model = make_tiny(tmp_path / "model", hidden_size=256, intermediate_size=1024)
-    config = config_of(model, dp=4, dtype="bf16", distributed_optimizer=distributed)
+    config = config_of(model, dp=4, dtype=dtype, distributed_optimizer=distributed)
     padding = 2 * 256 * (make_plan(config, "cpu").training.padded_vocab - VOCAB)
     parameters = sum(tensor.size for tensor in load_file(model / "model.safetensors").values()) + padding
-    share = 14 * parameters / 4
+    share = each * parameters / 4
     found = run_ranks(4, _save_and_load, config, files.checkpoint_folder(tmp_path, 1))
     sizes = [rank["files"] for rank in found]
     assert max(sizes) <= 1.2 * min(sizes) and share <= min(sizes) <= 1.1 * share, (share, sizes)

@@ -56,7 +56,7 @@ class Candidate:
     failures = made(Failures, parameters="trained_parameters", step_s="step_s", nodes="nodes",
                     training_nodes="training_nodes", training_gpus="training.layout.gpus", cluster="problem.cluster",
                     c="problem.coefficients.reliability", precision="training.layout.precision",
-                    async_save="problem.async_save")
+                    async_save="problem.async_save", distributed_optimizer="training.layout.distributed_optimizer")
 
     @part
     def wires(self) -> ClusterFabric:

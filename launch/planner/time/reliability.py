@@ -12,7 +12,8 @@ from launch.plan.book import line, nonzero, part
 from launch.plan.layouts import Precision, wide_bytes
 
 STATE_BYTES = {"bf16": 14, "fp8": 14, "fp32": 12}
-"""Bytes of a trained parameter in a checkpoint: the weight, an fp32 master copy unless it is fp32, two fp32 moments."""
+"""Bytes of a trained parameter in a checkpoint: the weight, an fp32 master copy unless it is fp32, two fp32 moments.
+Megatron's distributed optimizer writes the master copy of an fp32 weight, too."""
 
 
 @dataclass(eq=False)
@@ -38,16 +39,22 @@ class Failures:
     precision: Precision = "bf16"
     """Precision of the trained weights."""
     async_save: bool = True
+    distributed_optimizer: bool = True
 
     @line("h", "MTBF of a node (the cluster's, else the default) / nodes")
     @part
     def job_mtbf_hours(self) -> float:
         return (self.cluster.node_mtbf_hours or self.c.node_mtbf_hours) / self.nodes
 
-    @line("bytes", lambda self: f"{STATE_BYTES[self.precision]} bytes x trained parameters")
+    @property
+    def state_bytes(self) -> int:
+        """Of a parameter, in a checkpoint."""
+        return STATE_BYTES[self.precision] + (4 if self.precision == "fp32" and self.distributed_optimizer else 0)
+
+    @line("bytes", lambda self: f"{self.state_bytes} bytes x trained parameters")
     @part
     def checkpoint_bytes(self) -> int:
-        return STATE_BYTES[self.precision] * self.parameters
+        return self.state_bytes * self.parameters
 
     @line("s", "written: checkpoint / min(bandwidth of a node x training nodes, bandwidth of the file system)")
     @part
