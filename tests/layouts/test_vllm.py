@@ -100,6 +100,8 @@ def _assert_buffers_depend_on_no_checkpoint(folder: Path) -> None:
     """vLLM's dummy weights are noise in every buffer of the state dict. After its loading, those of an engine that
     started with them are those of one that loaded the checkpoint."""
     found = []
+    with offline_model(folder, 1, 0, torch.float32):
+        pass            # models of a process share nothing, whatever their device
     for weights in (None, folder):
         with offline_model(folder, 1, 0, torch.float32, device="cpu") as model:
             load_as_vllm_does(model, weights)

@@ -150,6 +150,7 @@ def offline_model(folder: str | Path, tp: int, rank: int, dtype: torch.dtype, de
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -162,12 +163,17 @@ def offline_model(folder: str | Path, tp: int, rank: int, dtype: torch.dtype, de
         group = parallel_state._TP
         true_size, true_rank = group.world_size, group.rank_in_group
         group.world_size, group.rank_in_group = tp, rank
+        # Models of a process share rotary embeddings, and the first one's may be on the meta device.
+        ropes = dict(_ROPE_DICT)
+        _ROPE_DICT.clear()
         try:
             with set_default_torch_dtype(dtype), torch.device(device):
                 model = initialize_model(vllm_config=config)
             yield model
         finally:
             group.world_size, group.rank_in_group = true_size, true_rank
+            _ROPE_DICT.clear()
+            _ROPE_DICT.update(ropes)
 
 
 def _single_process_groups() -> None:
