@@ -59,6 +59,14 @@ def digest_layouts(layouts: Iterable[ParamLayout], parameters: Mapping[str, Tens
     return Digester(layouts).total(parameters)
 
 
+def compile_for(parameters: Iterable[Tensor]) -> None:
+    """Compile the digest for the device of parameters and the sizes of their elements, so that the first digest, which
+    others may wait for, takes no longer than the next."""
+    one = Digester([ParamLayout("", (1,), (Tile("", (0,), (1,), (1,), 0),))])
+    for parameter in {each.element_size(): each for each in parameters}.values():
+        one.total({"": torch.zeros(1, dtype=parameter.dtype, device=parameter.device)})
+
+
 def add(*digests: int) -> int:
     """The digest of a union of disjoint sets of elements."""
     return sum(digests) % MODULUS

@@ -21,7 +21,7 @@ import torch
 
 from launch.fabric.estimate import RECEIVING
 from launch.fabric.staging import Staged, seats
-from megatron_rl.layouts.digest import Digester, add
+from megatron_rl.layouts.digest import Digester, add, compile_for
 from megatron_rl.weight_sync.ends.layer_buffers import LayerBuffers
 from megatron_rl.weight_sync.plan.buckets import Bucket
 from megatron_rl.weight_sync.plan.layers import by_layer
@@ -71,6 +71,7 @@ class WeightReceiver:
             TransportError: naming the members that did not arrive.
         """
         self.close()
+        compile_for(self._parameters.values())
         self._member = Membership(self.name, part, lambda stream: self.me in stream.receivers, address=self._address,
                                   device=self._device)
         if self._layers is not None:

@@ -16,7 +16,7 @@ import torch
 
 from launch.fabric.estimate import SENDING
 from launch.plan.plan import RankCoordinates
-from megatron_rl.layouts.digest import Digester, add
+from megatron_rl.layouts.digest import Digester, add, compile_for
 from megatron_rl.layouts.tiles import ParamLayout, some
 from megatron_rl.weight_sync.plan.buckets import Bucket
 from megatron_rl.weight_sync.plan.copies import Source
@@ -84,6 +84,7 @@ class WeightSender:
             TransportError: naming the receivers that did not arrive.
         """
         self.close()
+        compile_for(self._parameters.values())
         rank = self._coordinates.rank
         self._member = Membership(self._name, part, lambda stream: stream.rank == rank, address=self._address,
                                   device=self._device)
